@@ -1,0 +1,129 @@
+"""Every error that Roundtable raises on purpose.
+
+    RoundtableError
+    ├── ConfigError             a job file, agent file or option that cannot be used
+    ├── TaskError               a task that cannot be found, imported or run
+    ├── LayoutError             tensors that do not fit the layout that was agreed
+    ├── EncodingError           bytes that are not what their header says
+    ├── InvalidUpdate           an update that must not enter an aggregate
+    ├── AggregationError        a rule that cannot give a sound answer for this input
+    ├── PrivacyError            a mechanism or an accountant asked for the impossible
+    │   └── BudgetExceeded      the next step would spend more than the budget holds
+    ├── ProtocolError           a peer that does not follow the protocol
+    ├── TransferError           an upload or download that did not arrive whole
+    ├── StorageError            the database or the artifact directory is unusable
+    ├── IdentityError           a certificate or key that cannot be used or trusted
+    ├── UnavailableError        the other side cannot be reached, for now
+    └── ResourceError           a port, disk or device that is missing or full
+
+A message names what was wrong, where, and what to do about it. `SiteFailure` is not an error but
+the record of one: it travels from the silo where something failed to the round that waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class RoundtableError(Exception):
+    """Base of all errors that a user can act upon; printed without a traceback."""
+
+
+class ConfigError(RoundtableError):
+    """A job file, agent file or option that cannot be used."""
+
+
+class TaskError(RoundtableError):
+    """A task that cannot be found, imported or run."""
+
+
+class LayoutError(RoundtableError):
+    """Tensors that do not fit the layout that was agreed."""
+
+
+class EncodingError(RoundtableError):
+    """Bytes that are not what their header says."""
+
+
+class InvalidUpdate(RoundtableError):
+    """An update that must not enter an aggregate.
+
+    `reason` is a short stable word (`non_finite`, `norm`, `layout`, `examples`, `duplicate`) that
+    events and counters carry; the message is for people.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class AggregationError(RoundtableError):
+    """A rule that cannot give a sound answer for this input."""
+
+
+class PrivacyError(RoundtableError):
+    """A mechanism or an accountant asked for the impossible."""
+
+
+class BudgetExceeded(PrivacyError):
+    """The next step would spend more than the budget holds."""
+
+
+class ProtocolError(RoundtableError):
+    """A peer that does not follow the protocol."""
+
+
+class TransferError(RoundtableError):
+    """An upload or download that did not arrive whole."""
+
+
+class StorageError(RoundtableError):
+    """The database or the artifact directory is unusable."""
+
+
+class IdentityError(RoundtableError):
+    """A certificate or key that cannot be used or trusted."""
+
+
+class UnavailableError(RoundtableError):
+    """The other side cannot be reached, for now."""
+
+
+class ResourceError(RoundtableError):
+    """A port, disk or device that is missing or full."""
+
+
+@dataclass(frozen=True)
+class SiteFailure:
+    """What failed, where and when: every failure of a round carries all of it.
+
+    `kind` is one of the words in `FAILURE_KINDS`; `detail` is the message, and `trace` the
+    traceback where there is one (kept at the silo unless its policy lets it leave).
+    """
+
+    site: str
+    round: int
+    attempt: int
+    phase: str
+    kind: str
+    detail: str
+    trace: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.site} failed in round {self.round}, attempt {self.attempt}, {self.phase}: {self.detail}"
+        )
+
+
+FAILURE_KINDS = (
+    "node_failure",
+    "network_partition",
+    "out_of_memory",
+    "gpu_error",
+    "task_error",
+    "data_corruption",
+    "invalid_update",
+    "slow_node",
+    "refused",
+    "protocol_violation",
+)
