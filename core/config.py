@@ -1,0 +1,282 @@
+"""The job: one TOML file, checked strictly.
+
+Each table is a frozen model whose fields are explained where they stand; `roundtable job show
+--resolved` prints them all with the values in force. Unknown keys and wrong types are errors that
+name the file, the line, the key, what was expected and the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from roundtable.core.durations import parse_duration
+from roundtable.core.encodings import ENCODINGS
+from roundtable.core.layout import LayoutRules, Rule
+from roundtable.core.toml import TomlDocument, read_toml, validate
+
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Table(BaseModel):
+    """A table of a TOML file: unknown keys are refused, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
+
+
+class ModelTable(Table):
+    """`[model]`: which tensors travel."""
+
+    buffers: Rule = Field("average", description="floating-point buffers such as BatchNorm statistics")
+    integers: Rule = Field("local", description="integer and boolean tensors such as BatchNorm's counter")
+    local: Names = Field((), description="patterns of tensor names that never leave the silo (FedPer, FedBN)")
+    drop: Names = Field((), description="patterns of tensor names that are neither sent nor stored")
+
+    def rules(self) -> LayoutRules:
+        """The same, as the layout takes it."""
+        return LayoutRules(self.buffers, self.integers, self.local, self.drop)
+
+
+class CohortTable(Table):
+    """`[cohort]`: who takes part in a round, and how long it waits."""
+
+    size: int | None = Field(None, ge=1, description="clients a round; default: all that are available")
+    minimum: int | None = Field(
+        None, ge=0, description="updates without which a round fails; default: the size, or 1"
+    )
+    over_selection: float = Field(
+        1.0, ge=1.0, le=10.0, description="ask size × this many, go on when size have answered"
+    )
+    strategy: Literal["uniform", "data_size", "reliability", "diversity", "poisson", "round_robin"] = Field(
+        "uniform", description="how clients are chosen; accountants need uniform or poisson to amplify"
+    )
+    probability: float | None = Field(
+        None, gt=0.0, le=1.0, description="poisson: each client takes part with this probability"
+    )
+    label: str | None = Field(
+        None, description="diversity: the declared metadata key to balance, for example region"
+    )
+    deadline: Seconds = Field(600.0, gt=0, description="time for a round's training and upload")
+    wait: Seconds = Field(
+        30.0, ge=0, description="how long to wait for size clients before starting with fewer"
+    )
+    grace: Seconds = Field(
+        30.0, ge=0, description="once minimum have answered: how long to wait for clients that are offline"
+    )
+    retries: int = Field(3, ge=0, description="new attempts of a failed round before the job is paused")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CohortTable:
+        if (self.strategy == "poisson") != (self.probability is not None):
+            raise ValueError('probability belongs to strategy = "poisson", and is needed there')
+        if self.strategy == "poisson" and (self.size is not None or self.over_selection != 1.0):
+            raise ValueError(
+                "poisson sampling draws the cohort's size itself: leave out size and over_selection"
+            )
+        if (self.strategy == "diversity") != (self.label is not None):
+            raise ValueError('label belongs to strategy = "diversity", and is needed there')
+        if self.size is not None and self.minimum is not None and self.minimum > self.size:
+            raise ValueError(
+                f"minimum = {self.minimum} is above size = {self.size}: no round could ever succeed"
+            )
+        return self
+
+
+class AlgorithmTable(Table):
+    """`[algorithm]`: local training."""
+
+    name: Literal["fedavg", "fedprox"] = Field("fedavg", description="McMahan et al. 2017; Li et al. 2020")
+    epochs: int = Field(1, ge=1, description="passes over the silo's data a round")
+    steps: int | None = Field(None, ge=1, description="instead of epochs: this many optimizer steps a round")
+    batch_size: int = Field(32, ge=1, description="examples a step")
+    learning_rate: Finite = Field(0.01, gt=0, description="of local SGD")
+    momentum: Finite = Field(0.0, ge=0, lt=1, description="of local SGD")
+    weight_decay: Finite = Field(0.0, ge=0, description="of local SGD")
+    learning_rate_decay: Finite = Field(
+        1.0, gt=0, le=1, description="the learning rate is multiplied by this each round"
+    )
+    mu: Finite = Field(0.0, ge=0, description="fedprox: weight of the proximal term")
+    max_gradient_norm: Finite | None = Field(None, gt=0, description="clip each step's gradient to this norm")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlgorithmTable:
+        if (self.name == "fedprox") != (self.mu > 0):
+            raise ValueError('mu belongs to name = "fedprox", and must be above 0 there')
+        return self
+
+
+class ServerOptimizerTable(Table):
+    """`[aggregation.server_optimizer]`: what is done with the aggregated update (Reddi et al. 2021)."""
+
+    name: Literal["fedavg", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion"] = Field(
+        "fedavg", description="the step"
+    )
+    learning_rate: Finite = Field(1.0, gt=0, description="the server's learning rate")
+    momentum: Finite | None = Field(None, ge=0, lt=1, description="fedavgm")
+    beta1: Finite | None = Field(None, ge=0, lt=1, description="fedadagrad, fedadam, fedyogi, fedlion")
+    beta2: Finite | None = Field(None, ge=0, lt=1, description="fedadam, fedyogi, fedlion")
+    tau: Finite | None = Field(
+        None, gt=0, description="adaptivity: the constant added to the root of the second moment"
+    )
+    schedule: dict[str, Any] | None = Field(
+        None, description="learning-rate schedule over rounds, as a table with a name"
+    )
+
+
+class ValidationTable(Table):
+    """`[aggregation.validation]`: what becomes of an update that must not be used as it is."""
+
+    policy: Literal["exclude", "clip", "fail"] = Field(
+        "exclude", description="leave it out, clip its norm, or fail the round"
+    )
+    max_norm: Finite | None = Field(None, gt=0, description="largest L2 norm of an update")
+
+
+class AggregationTable(Table):
+    """`[aggregation]`: how updates become one."""
+
+    rule: str = Field("mean", description="name of the rule: mean, median, trimmed_mean, krum, ...")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="the rule's own parameters")
+    pre: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tuple)] = Field(
+        (), description="pre-aggregations in order, each a table with a name and its parameters"
+    )
+    weighting: Literal["examples", "uniform", "inverse_loss"] = Field(
+        "examples", description="weights of the mean"
+    )
+    server_optimizer: ServerOptimizerTable = Field(default_factory=ServerOptimizerTable)
+    validation: ValidationTable = Field(default_factory=ValidationTable)
+
+
+class EvaluationTable(Table):
+    """`[evaluation]`: the new model is evaluated by silos on their own test data."""
+
+    every: int = Field(
+        1, ge=0, description="rounds between evaluations; 0 for never (the last round is always evaluated)"
+    )
+    clients: Literal["all", "cohort"] = Field(
+        "all", description="all that are available, or the round's cohort"
+    )
+    deadline: Seconds = Field(120.0, gt=0, description="time for an evaluation; who is late is left out")
+
+
+class StopTable(Table):
+    """`[stop]`: reasons to end before the last round."""
+
+    metric: str | None = Field(None, description="metric to watch: one of the task's, or loss")
+    target: Finite | None = Field(None, description="stop once the metric has reached this")
+    patience: int | None = Field(None, ge=1, description="stop after so many evaluations without improvement")
+    minimum_improvement: Finite = Field(0.0, ge=0, description="what counts as an improvement")
+    larger_is_better: bool | None = Field(
+        None, description="default: false for names with loss or error, else true"
+    )
+    time: Seconds | None = Field(None, gt=0, description="stop after so much time")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StopTable:
+        if self.metric is None and (self.target is not None or self.patience is not None):
+            raise ValueError("target and patience need a metric")
+        return self
+
+
+class TransferTable(Table):
+    """`[transfer]`: the form in which vectors travel."""
+
+    encoding: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of updates; models travel as float32"
+    )
+
+
+class SimulationTable(Table):
+    """`[simulation]`: what only a simulation needs; ignored when the job is submitted."""
+
+    clients: int = Field(10, ge=1, description="clients in the population")
+    partition: dict[str, Any] = Field(
+        default_factory=lambda: {"name": "iid"},
+        description="how a data set is split among them, as a table with a name",
+    )
+    data: dict[str, Any] = Field(default_factory=dict, description="what a silo's [data] table would hold")
+    backend: Literal["auto", "sequential", "vectorised", "processes", "ray"] = Field(
+        "auto", description="how clients run"
+    )
+    workers: int | None = Field(None, ge=1, description="processes or threads; default: the cores there are")
+    devices: dict[str, Any] = Field(
+        default_factory=dict, description="speed, bandwidth and availability of devices, in virtual time"
+    )
+    faults: dict[str, Any] = Field(default_factory=dict, description="dropouts and crashes to inject")
+    attack: dict[str, Any] = Field(
+        default_factory=dict, description="byzantine clients: name, count and parameters"
+    )
+
+
+class JobConfig(Table):
+    """A whole job file."""
+
+    task: str = Field(
+        description="name of the task: an installed entry point, a file beside this one, or module:Class"
+    )
+    name: Name | None = Field(None, description="name of the job; default: the task's")
+    rounds: int = Field(10, ge=0, description="rounds to run")
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
+        0, description="of initial weights, batches and simulated chance"
+    )
+    model: ModelTable = Field(default_factory=ModelTable)
+    cohort: CohortTable = Field(default_factory=CohortTable)
+    algorithm: AlgorithmTable = Field(default_factory=AlgorithmTable)
+    aggregation: AggregationTable = Field(default_factory=AggregationTable)
+    privacy: dict[str, Any] = Field(default_factory=dict, description="see docs/privacy.md; empty for none")
+    evaluation: EvaluationTable = Field(default_factory=EvaluationTable)
+    stop: StopTable = Field(default_factory=StopTable)
+    transfer: TransferTable = Field(default_factory=TransferTable)
+    simulation: SimulationTable = Field(default_factory=SimulationTable)
+
+    @property
+    def title(self) -> str:
+        """The job's name, or the task's where it has none."""
+        return self.name or self.task.replace("/", ".").removesuffix(".py")
+
+    def to_json(self) -> str:
+        """Canonical JSON of every value in force: what an agent receives and what is hashed."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of `to_json`: approvals and audit entries name a job by it."""
+        return blake3(self.to_json().encode()).hexdigest()
+
+
+def load_job(path: Path, overrides: dict[str, Any] | None = None) -> JobConfig:
+    """Reads and checks a job file; `overrides` maps dotted keys to values and wins.
+
+    Raises ConfigError with one line for each mistake: file, line, key, what was expected.
+    """
+    document = read_toml(path)
+    for key, value in (overrides or {}).items():
+        document.override(key, value)
+    return validate(JobConfig, document)
+
+
+def parse_job(text: str, source: str = "job") -> JobConfig:
+    """The same from text, for example as a coordinator received it."""
+    return validate(JobConfig, TomlDocument.parse(text, source))
+
+
+def job_from_json(text: str) -> JobConfig:
+    """The job that `to_json` wrote."""
+    document = TomlDocument(json.loads(text), "job", "")
+    return validate(JobConfig, document)
+
+
+assert set(ENCODINGS) == {"float32", "bfloat16"}, "TransferTable.encoding must list the registry"

@@ -1,0 +1,311 @@
+"""The one flat float32 vector that a model is, and where each tensor lies in it.
+
+Clipping, noise, masks, compression, robust rules, server optimizers and transfer all work on that
+vector. A `Layout` says which tensors of a state dict it holds, in which order, and what happens to
+the others: every tensor has a rule, `average`, `local` or `drop`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from roundtable.core.errors import LayoutError
+
+Rule = Literal["average", "local", "drop"]
+Kind = Literal["parameter", "buffer"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_TENSORS = 1_000_000
+_MAX_ELEMENTS = 1 << 48
+
+
+@dataclass(frozen=True)
+class LayoutRules:
+    """What travels, by kind of tensor; the job's `[model]` table.
+
+    Floating-point buffers (BatchNorm statistics) are averaged by default. Integer and boolean
+    buffers (BatchNorm's counter) stay at the silo by default: their mean has no meaning. `local`
+    and `drop` are shell patterns over tensor names and win over the kind; parameters that match
+    `local` never travel (FedPer, Arivazhagan et al. 2019; FedBN, Li et al. 2021).
+    """
+
+    buffers: Rule = "average"
+    integers: Rule = "local"
+    local: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+
+    def rule_for(self, name: str, kind: Kind, dtype: torch.dtype) -> Rule:
+        """The rule for one tensor."""
+        if any(fnmatchcase(name, pattern) for pattern in self.drop):
+            return "drop"
+        if any(fnmatchcase(name, pattern) for pattern in self.local):
+            return "local"
+        if not dtype.is_floating_point:
+            return self.integers
+        return self.buffers if kind == "buffer" else "average"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor: its place in the vector is `offset .. offset + size` if its rule is `average`.
+
+    `alias_of` names the tensor whose storage this one shares (tied weights); it then takes no
+    place of its own. Offsets count float32 elements; −1 means not in the vector.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+    rule: Rule
+    offset: int = -1
+    alias_of: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 1 for shape `()`."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes, dtypes, rules and offsets; `size` float32 elements in all."""
+
+    tensors: tuple[TensorSpec, ...]
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(spec.size for spec in self.averaged))
+
+    @classmethod
+    def of(cls, model: nn.Module | Mapping[str, Tensor], rules: LayoutRules | None = None) -> Layout:
+        """The layout of a module or of a state dict (all entries of which count as parameters).
+
+        Raises LayoutError for a tensor whose dtype cannot be carried and for entries that are no tensors.
+        """
+        rules = rules or LayoutRules()
+        state = _state_of(model)
+        parameters = (
+            set(dict(model.named_parameters(remove_duplicate=False)))
+            if isinstance(model, nn.Module)
+            else None
+        )
+        specs: list[TensorSpec] = []
+        seen: dict[tuple[Any, ...], str] = {}
+        offset = 0
+        for name, tensor in state.items():
+            if tensor.dtype not in _DTYPE_NAMES:
+                raise LayoutError(
+                    f"tensor {name!r} has dtype {tensor.dtype}, which cannot be carried; "
+                    f"use one of {', '.join(DTYPES)}, or register it as a non-persistent buffer"
+                )
+            kind: Kind = "parameter" if parameters is None or name in parameters else "buffer"
+            rule = rules.rule_for(name, kind, tensor.dtype)
+            identity = _identity(tensor)
+            alias = seen.get(identity) if identity else None
+            place = offset if rule == "average" and alias is None else -1
+            specs.append(
+                TensorSpec(name, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], kind, rule, place, alias)
+            )
+            if place >= 0:
+                offset += tensor.numel()
+            if identity and alias is None:
+                seen[identity] = name
+        return cls(tuple(specs))
+
+    @cached_property
+    def averaged(self) -> tuple[TensorSpec, ...]:
+        """The tensors that have a place in the vector, in order."""
+        return tuple(spec for spec in self.tensors if spec.offset >= 0)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """BLAKE3 of the canonical description: two parties with equal fingerprints mean the same vector."""
+        return blake3(self.to_json().encode()).hexdigest()
+
+    def flatten(self, state: nn.Module | Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """The vector of `state`: float32, shape [size], on CPU unless `out` says otherwise.
+
+        A state that `unflatten` made out of one vector gives back that vector without a copy, if
+        `out` is not given. Raises LayoutError where names or shapes differ.
+        """
+        values = _state_of(state)
+        self.check(values)
+        if out is None:
+            whole = self._backing(values)
+            if whole is not None:
+                return whole
+            out = torch.empty(self.size, dtype=torch.float32)
+        elif out.shape != (self.size,) or out.dtype != torch.float32:
+            raise LayoutError(
+                f"out must be float32 of shape [{self.size}], not {out.dtype} {list(out.shape)}"
+            )
+        for spec in self.averaged:
+            out[spec.offset : spec.offset + spec.size].view(spec.shape).copy_(values[spec.name].detach())
+        return out
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Name → tensor; float32 tensors are views into `vector`, the others are converted copies.
+
+        Integers are rounded to the nearest, booleans are true from one half upwards. Aliases appear
+        beside the tensor they share; tensors whose rule is not `average` do not appear.
+        """
+        if vector.shape != (self.size,) or vector.dtype != torch.float32:
+            found = f"{vector.dtype} {list(vector.shape)}"
+            raise LayoutError(f"a vector of this layout is float32 of shape [{self.size}], not {found}")
+        state: dict[str, Tensor] = {}
+        for spec in self.tensors:
+            if spec.offset >= 0:
+                view = vector[spec.offset : spec.offset + spec.size].view(spec.shape)
+                state[spec.name] = _from_float32(view, DTYPES[spec.dtype])
+            elif spec.alias_of in state:
+                state[spec.name] = state[spec.alias_of]
+        return state
+
+    def load(self, model: nn.Module, vector: Tensor) -> None:
+        """Copies the vector into the module; what has no place in the vector stays as it is."""
+        own = _state_of(model)
+        self.check(own)
+        with torch.no_grad():
+            for name, value in self.unflatten(vector).items():
+                own[name].copy_(value)
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raises LayoutError, naming the first difference, if `state` has other names or shapes."""
+        expected = {spec.name: spec for spec in self.tensors}
+        missing = [name for name in expected if name not in state and expected[name].rule != "drop"]
+        extra = [name for name in state if name not in expected]
+        if missing or extra:
+            raise LayoutError(
+                f"the model's tensors differ from the layout's: missing {missing[:5]}, "
+                f"unexpected {extra[:5]}; the task's code is not the one the job was made with"
+            )
+        for name, tensor in state.items():
+            if tuple(tensor.shape) != expected[name].shape:
+                said = list(expected[name].shape)
+                raise LayoutError(f"tensor {name!r} has shape {list(tensor.shape)}, the layout says {said}")
+
+    def slices(self) -> list[tuple[str, slice]]:
+        """(name, place in the vector) of each tensor in the vector: for per-layer clipping."""
+        return [(spec.name, slice(spec.offset, spec.offset + spec.size)) for spec in self.averaged]
+
+    def to_json(self) -> str:
+        """Canonical JSON: the same layout gives the same bytes."""
+        rows = [[s.name, list(s.shape), s.dtype, s.kind, s.rule, s.offset, s.alias_of] for s in self.tensors]
+        return json.dumps({"format": 1, "tensors": rows}, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """The layout that `to_json` described; every field is checked, as the text may be hostile."""
+        try:
+            document = json.loads(text)
+            if document["format"] != 1:
+                raise LayoutError(
+                    f"layout format {document['format']!r} is unknown; this version reads format 1"
+                )
+            specs = tuple(_spec_from_row(row) for row in document["tensors"])
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise LayoutError(f"the layout's description cannot be read: {error}") from error
+        _check_places(specs)
+        return cls(specs)
+
+    def _backing(self, values: Mapping[str, Tensor]) -> Tensor | None:
+        """The vector that all averaged tensors of `values` are consecutive views of, if there is one."""
+        base: Tensor | None = None
+        for spec in self.averaged:
+            value = values[spec.name]
+            if value.dtype != torch.float32 or not value.is_contiguous() or value.device.type != "cpu":
+                return None
+            root = value._base if value._base is not None else value
+            base = root if base is None else base
+            if root is not base or value.storage_offset() - base.storage_offset() != spec.offset:
+                return None
+        if base is None or base.dim() != 1 or base.numel() != self.size or base.requires_grad:
+            return None
+        return base
+
+
+def _state_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else dict(source)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise LayoutError(f"entry {name!r} of the state dict is a {type(value).__name__}, not a tensor")
+    return state
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Equal for tensors that are the same memory seen the same way; None where that cannot be told."""
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return ("object", id(tensor)) if tensor.device.type == "meta" else None
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _from_float32(view: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float32:
+        return view
+    if dtype == torch.bool:
+        return view >= 0.5
+    if dtype.is_floating_point:
+        return view.to(dtype)
+    info = torch.iinfo(dtype)
+    return view.double().round().clamp(info.min, info.max).to(dtype)
+
+
+def _spec_from_row(row: Iterable[Any]) -> TensorSpec:
+    name, shape, dtype, kind, rule, offset, alias = row
+    sizes_ok = isinstance(shape, list) and all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in shape)
+    if not (isinstance(name, str) and sizes_ok and len(shape) <= 64 and prod(shape) <= _MAX_ELEMENTS):
+        raise LayoutError(f"tensor {name!r} has an impossible shape {shape!r}")
+    if dtype not in DTYPES or kind not in ("parameter", "buffer") or rule not in ("average", "local", "drop"):
+        raise LayoutError(
+            f"tensor {name!r} has an unknown dtype, kind or rule: {dtype!r}, {kind!r}, {rule!r}"
+        )
+    if type(offset) is not int or not (alias is None or isinstance(alias, str)):
+        raise LayoutError(f"tensor {name!r} has an impossible place: {offset!r}, {alias!r}")
+    return TensorSpec(name, tuple(shape), dtype, kind, rule, offset, alias)
+
+
+def _check_places(specs: tuple[TensorSpec, ...]) -> None:
+    """Offsets follow each other without gap or overlap; aliases point backwards at an equal tensor."""
+    if len(specs) > _MAX_TENSORS:
+        raise LayoutError(f"a layout of {len(specs)} tensors is beyond the limit of {_MAX_TENSORS}")
+    seen: dict[str, TensorSpec] = {}
+    offset = 0
+    for spec in specs:
+        if spec.name in seen:
+            raise LayoutError(f"tensor {spec.name!r} is described twice")
+        if spec.alias_of is not None:
+            target = seen.get(spec.alias_of)
+            if target is None or target.shape != spec.shape or spec.offset != -1:
+                raise LayoutError(
+                    f"tensor {spec.name!r} claims to share {spec.alias_of!r}, which does not fit"
+                )
+        elif spec.rule == "average":
+            if spec.offset != offset:
+                raise LayoutError(f"tensor {spec.name!r} lies at {spec.offset}, expected {offset}")
+            offset += spec.size
+        elif spec.offset != -1:
+            raise LayoutError(f"tensor {spec.name!r} does not travel but has a place at {spec.offset}")
+        seen[spec.name] = spec

@@ -1,0 +1,209 @@
+"""What a data scientist writes: the model, the data of a silo, the loss, the metrics, the optimizer."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.seeds import derive_seed
+
+Batch = Any
+Dataset = Any
+Partition = Callable[[np.ndarray, int, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a task runs: a silo, or one simulated client of many.
+
+    `options` is the `[data]` table of the silo's agent file (paths, credentials' locations: what only
+    the silo knows), or the job's `[simulation.data]` when simulated. `index` of `count` is the
+    client's number in a simulation; a real silo is 0 of 1.
+    """
+
+    name: str
+    index: int = 0
+    count: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    partition: Partition | None = None
+
+    def shard(self, labels: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+        """Row numbers of this site's share of a data set with these labels.
+
+        At a silo all of its data is its own. In a simulation the job's partition says who has what;
+        the split is the same for the same seed.
+        """
+        values = np.asarray(labels)
+        if self.partition is None:
+            return np.arange(len(values))
+        return self.partition(values, self.index, self.count)
+
+
+class Task:
+    """Subclass this, or write plain functions with these names on any object.
+
+    `model` and `data` and `loss` are needed; `metrics` and `optimizer` are optional. The same task
+    runs in a simulation, at a silo, and over a silo's cluster.
+    """
+
+    def model(self) -> nn.Module:
+        """A new model; called under the job's seed, so that every party starts from the same weights."""
+        raise NotImplementedError(f"{type(self).__name__} has no model()")
+
+    def data(self, site: Site) -> tuple[Dataset, Dataset]:
+        """(train, test) of this silo: tuples of tensors, or map-style datasets; test may be empty or None."""
+        raise NotImplementedError(f"{type(self).__name__} has no data()")
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Scalar tensor: the mean over the batch."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss()")
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float | Tensor, int]]:
+        """Named (sum, count) pairs, for example `{"accuracy": (correct, total)}`; sums add up over silos."""
+        return {}
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """An optimizer of your own; None means SGD as the job's `[algorithm]` table describes it."""
+        return None
+
+
+class ArrayTask:
+    """A task for code that is no PyTorch module: weights are a dict of NumPy arrays.
+
+    scikit-learn, JAX or TensorFlow users implement these; federated averaging runs over the arrays.
+    """
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The initial weights, the same at every party."""
+        raise NotImplementedError(f"{type(self).__name__} has no weights()")
+
+    def data(self, site: Site) -> Any:
+        """This silo's data, in whatever form `fit` and `evaluate` take."""
+        raise NotImplementedError(f"{type(self).__name__} has no data()")
+
+    def fit(
+        self, weights: dict[str, np.ndarray], data: Any, options: Mapping[str, Any]
+    ) -> tuple[dict[str, np.ndarray], int, dict[str, float]]:
+        """Trains from `weights`; returns (new weights, number of examples, metrics as means)."""
+        raise NotImplementedError(f"{type(self).__name__} has no fit()")
+
+    def evaluate(self, weights: dict[str, np.ndarray], data: Any) -> Mapping[str, tuple[float, int]]:
+        """Named (sum, count) pairs on the silo's test data."""
+        return {}
+
+
+AnyTask = Task | ArrayTask
+ENTRY_POINTS = "roundtable.tasks"
+
+
+def load_task(reference: str, folder: Path | None = None) -> AnyTask:
+    """The task that `reference` names.
+
+    In order: `file.py:Class` or `file.py` (relative to `folder`), `module:Class`, the name of an
+    installed entry point in the group `roundtable.tasks`, and `NAME.py` in `folder`. Raises
+    TaskError that says what was looked for, where, and what the import said.
+    """
+    place, _, attribute = reference.partition(":")
+    folder = (folder or Path.cwd()).resolve()
+    if place.endswith(".py"):
+        return _instance(_import_file(folder / place, reference), attribute, reference)
+    if attribute:
+        return _instance(_import_module(place, reference), attribute, reference)
+    for entry in entry_points(group=ENTRY_POINTS, name=place):
+        module, _, name = entry.value.partition(":")
+        return _instance(_import_module(module, reference), name, reference)
+    beside = folder / f"{place}.py"
+    if beside.is_file():
+        return _instance(_import_file(beside, reference), "", reference)
+    raise TaskError(
+        f"task {reference!r} not found: no entry point of that name in the group {ENTRY_POINTS!r} "
+        f"is installed and there is no {beside}; name it as file.py:Class or module:Class, "
+        "or install its package"
+    )
+
+
+def initial_state(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
+    """The task's model (or arrays as tensors) with the weights that `seed` gives, the same anywhere."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "model"))
+        if isinstance(task, ArrayTask):
+            return {name: torch.from_numpy(np.array(value)) for name, value in task.weights().items()}
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(
+            f"{type(task).__name__}.model() returned a {type(model).__name__}, not a torch.nn.Module"
+        )
+    return model
+
+
+def _import_module(name: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise TaskError(
+            f"task {reference!r}: importing {name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _import_file(path: Path, reference: str) -> ModuleType:
+    if not path.is_file():
+        raise TaskError(f"task {reference!r}: there is no file {path}")
+    name = f"roundtable_task_{path.stem}_{abs(hash(str(path.resolve())))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"task {reference!r}: {path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise TaskError(
+            f"task {reference!r}: running {path} failed: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
+    if attribute:
+        found = getattr(module, attribute, None)
+        if found is None:
+            raise TaskError(f"task {reference!r}: {module.__file__} has no {attribute!r}")
+    else:
+        classes = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, (Task, ArrayTask))
+            and value.__module__ == module.__name__
+        ]
+        if len(classes) != 1:
+            names = ", ".join(cls.__name__ for cls in classes) or "none"
+            raise TaskError(
+                f"task {reference!r}: {module.__file__} must hold exactly one Task (found: {names}); "
+                "name it as file.py:Class"
+            )
+        found = classes[0]
+    try:
+        task = found() if isinstance(found, type) else found
+    except Exception as error:
+        raise TaskError(f"task {reference!r}: creating it failed: {type(error).__name__}: {error}") from error
+    needed = ("weights", "data", "fit") if isinstance(task, ArrayTask) else ("model", "data", "loss")
+    lacking = [name for name in needed if not callable(getattr(task, name, None))]
+    if lacking:
+        raise ConfigError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
+    return task  # type: ignore[no-any-return]

@@ -1,0 +1,121 @@
+"""TOML files with errors that name file, line, key, what was expected and the nearest valid name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from roundtable.core.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+_HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_.\-\"' ]+?)\s*\]\]?\s*(#.*)?$")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
+
+
+@dataclass
+class TomlDocument:
+    """Parsed values with the text that they came from."""
+
+    values: dict[str, Any]
+    source: str
+    text: str
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> TomlDocument:
+        """Raises ConfigError with the line where the text is not TOML."""
+        try:
+            return cls(tomllib.loads(text), source, text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{source}: not valid TOML: {error}") from error
+
+    def override(self, key: str, value: Any) -> None:
+        """Sets a dotted key, as `--set cohort.size=5` does."""
+        table = self.values
+        *path, last = key.split(".")
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"--set {key}: {part!r} is a value, not a table")
+        table[last] = value
+
+    def line_of(self, path: tuple[str | int, ...]) -> int | None:
+        """The line of the key at `path`, or of the nearest table around it; None if it is in no line."""
+        wanted = tuple(part for part in path if isinstance(part, str))
+        best: tuple[int, int] | None = None
+        for number, found in _keys(self.text):
+            depth = len(found)
+            if wanted[:depth] == found and (best is None or depth > best[0]):
+                best = (depth, number)
+        return best[1] if best else None
+
+
+def read_toml(path: Path) -> TomlDocument:
+    """The document at `path`; ConfigError if it cannot be read."""
+    try:
+        return TomlDocument.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+
+
+def validate(model: type[Model], document: TomlDocument) -> Model:
+    """The document as `model`; ConfigError with a line for each mistake otherwise."""
+    try:
+        return model.model_validate(document.values)
+    except ValidationError as error:
+        lines = [_describe(model, document, mistake) for mistake in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> str:
+    path = tuple(part for part in mistake["loc"] if not (isinstance(part, str) and "(" in part))
+    line = document.line_of(path)
+    place = f"{document.source}:{line}" if line else document.source
+    key = ".".join(str(part) for part in path) or "file"
+    if mistake["type"] == "extra_forbidden":
+        known = list(_table_at(model, path[:-1]).model_fields)
+        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"{place}: {key}: unknown key; {hint}"
+    if mistake["type"] == "missing":
+        return f"{place}: {key}: missing; it has no default"
+    message = mistake["msg"].removeprefix("Value error, ")
+    if mistake["type"] == "literal_error":
+        close = difflib.get_close_matches(
+            str(mistake["input"]), re.findall(r"'([^']*)'", message), n=1, cutoff=0.5
+        )
+        message += f"; did you mean {close[0]!r}?" if close else ""
+    got = "" if mistake["type"] == "value_error" else f" (got {mistake['input']!r})"
+    return f"{place}: {key}: {message}{got}"
+
+
+def _table_at(model: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
+    for part in path:
+        field = model.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return model
+        model = inner
+    return model
+
+
+def _keys(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(line, full dotted path) of every table header and key that stands on a line of its own."""
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = _parts(header[1])
+            yield number, table
+        elif key := _KEY.match(line):
+            yield number, table + _parts(key[1])
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
