@@ -1,0 +1,273 @@
+"""What goes into the round engine and what comes out: plain values, all of them JSON-able."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roundtable.core.errors import SiteFailure
+
+TRAIN = "train"
+AGGREGATE = "aggregate"
+EVALUATE = "evaluate"
+COMMIT = "commit"
+SELECT = "select"
+
+ClientState = Literal["available", "training", "uploading", "offline", "dropped", "done"]
+JobStatus = Literal["waiting", "running", "paused", "finished", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, order=True)
+class Step:
+    """(round, attempt, phase): with the job's name the key under which everything is idempotent."""
+
+    round: int
+    attempt: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What is declared about a client: `metadata` comes from the silo, `examples` from past rounds."""
+
+    name: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    examples: int | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """One client's accepted update, by reference: the vector itself is wherever `digest` says.
+
+    `loss` is the mean training loss over the `examples`; `metrics` are named (sum, count).
+    """
+
+    client: str
+    digest: str
+    examples: int
+    loss: float | None = None
+    metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin; sent once, after the population that is known so far."""
+
+
+@dataclass(frozen=True)
+class ClientJoined:
+    """A client is there (again) and can be asked to work; also sent for each one known from before."""
+
+    info: ClientInfo
+    online: bool = True
+
+
+@dataclass(frozen=True)
+class ClientLeft:
+    """The connection is gone. The client may come back and deliver until the deadline."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class WorkStarted:
+    """The client has begun, or has gone on to `state`."""
+
+    client: str
+    step: Step
+    state: ClientState = "training"
+
+
+@dataclass(frozen=True)
+class UpdateArrived:
+    """A whole, durable, well-formed update."""
+
+    step: Step
+    update: Update
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A client's test metrics for the model of `step`."""
+
+    client: str
+    step: Step
+    metrics: Mapping[str, tuple[float, int]]
+
+
+@dataclass(frozen=True)
+class ClientFailed:
+    """The client will not answer this step, and said or showed why."""
+
+    step: Step
+    failure: SiteFailure
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """A timer that `SetTimer` asked for has run out."""
+
+    timer: str
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """The driver has combined the updates and stored the new model.
+
+    `optimizer` names the artifact with the server optimizer's state ("" for none); `excluded` maps
+    a client to the reason why its update was left out; `charge` is what the round costs in privacy.
+    """
+
+    step: Step
+    model: str
+    optimizer: str = ""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    diagnosis: Mapping[str, Any] = field(default_factory=dict)
+    charge: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AggregationFailed:
+    """The updates cannot be combined; the attempt has failed for this reason."""
+
+    step: Step
+    reason: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The record of `Commit` is durable."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Stop for good."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stop for now; the round that runs is given up."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on after a pause, with a new attempt at the same round."""
+
+
+Event = (
+    Start
+    | ClientJoined
+    | ClientLeft
+    | WorkStarted
+    | UpdateArrived
+    | Evaluated
+    | ClientFailed
+    | DeadlinePassed
+    | Aggregated
+    | AggregationFailed
+    | Committed
+    | Cancel
+    | Pause
+    | Resume
+)
+
+
+@dataclass(frozen=True)
+class Instruct:
+    """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent."""
+
+    client: str
+    step: Step
+    model: str
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Tell the client that the step no longer matters."""
+
+    client: str
+    step: Step
+    reason: str
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    """Send `DeadlinePassed(timer)` at time `at`. A timer of the same name replaces the older one."""
+
+    timer: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """Combine these updates, sorted by client; answer with `Aggregated` or `AggregationFailed`.
+
+    `cohort` is how many were selected: the denominator under differential privacy.
+    """
+
+    step: Step
+    model: str
+    optimizer: str
+    updates: tuple[Update, ...]
+    cohort: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """All that is kept of a committed round. Metrics are named (sum, count) over the silos."""
+
+    round: int
+    attempt: int
+    model: str
+    optimizer: str
+    cohort: tuple[str, ...]
+    contributors: tuple[str, ...]
+    failures: Mapping[str, str]
+    excluded: Mapping[str, str]
+    weights: Mapping[str, float]
+    training: Mapping[str, tuple[float, int]]
+    evaluation: Mapping[str, tuple[float, int]]
+    client_metrics: Mapping[str, Mapping[str, tuple[float, int]]]
+    diagnosis: Mapping[str, Any]
+    charge: Mapping[str, Any]
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Make the record durable in one transaction with the engine's snapshot; answer with `Committed`."""
+
+    record: RoundRecord
+
+
+@dataclass(frozen=True)
+class Note:
+    """For the job's history and for people: a stable kind, a sentence, and values."""
+
+    kind: str
+    message: str
+    round: int = 0
+    attempt: int = 0
+    client: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StatusChanged:
+    """The job is now in this state; finished, cancelled and failed are final."""
+
+    status: JobStatus
+    reason: str
+
+
+Action = Instruct | Withdraw | SetTimer | Aggregate | Commit | Note | StatusChanged
