@@ -13,9 +13,8 @@ import typing
 
 _T = typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(
-    collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta
-): ...
+class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+
 class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -82,10 +81,7 @@ class AgentsServicer(metaclass=abc.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[roundtable.proto.agent_pb2.FromAgent],
         context: _ServicerContext,
-    ) -> typing.Union[
-        collections.abc.Iterator[roundtable.proto.agent_pb2.ToAgent],
-        collections.abc.AsyncIterator[roundtable.proto.agent_pb2.ToAgent],
-    ]:
+    ) -> typing.Union[collections.abc.Iterator[roundtable.proto.agent_pb2.ToAgent], collections.abc.AsyncIterator[roundtable.proto.agent_pb2.ToAgent]]:
         """The control stream: one for each agent, open as long as it lives. Small messages only."""
 
     @abc.abstractmethod
@@ -93,10 +89,7 @@ class AgentsServicer(metaclass=abc.ABCMeta):
         self,
         request: roundtable.proto.common_pb2.DownloadRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        collections.abc.Iterator[roundtable.proto.common_pb2.Chunk],
-        collections.abc.AsyncIterator[roundtable.proto.common_pb2.Chunk],
-    ]:
+    ) -> typing.Union[collections.abc.Iterator[roundtable.proto.common_pb2.Chunk], collections.abc.AsyncIterator[roundtable.proto.common_pb2.Chunk]]:
         """An artifact's bytes from an offset onwards."""
 
     @abc.abstractmethod
@@ -104,10 +97,7 @@ class AgentsServicer(metaclass=abc.ABCMeta):
         self,
         request: roundtable.proto.agent_pb2.UploadHeader,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.agent_pb2.UploadState,
-        collections.abc.Awaitable[roundtable.proto.agent_pb2.UploadState],
-    ]:
+    ) -> typing.Union[roundtable.proto.agent_pb2.UploadState, collections.abc.Awaitable[roundtable.proto.agent_pb2.UploadState]]:
         """How much of an interrupted upload has arrived, and whether the step still waits for it."""
 
     @abc.abstractmethod
@@ -115,12 +105,7 @@ class AgentsServicer(metaclass=abc.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[roundtable.proto.agent_pb2.UploadPart],
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.agent_pb2.UploadReceipt,
-        collections.abc.Awaitable[roundtable.proto.agent_pb2.UploadReceipt],
-    ]:
+    ) -> typing.Union[roundtable.proto.agent_pb2.UploadReceipt, collections.abc.Awaitable[roundtable.proto.agent_pb2.UploadReceipt]]:
         """An update's bytes: a header, then chunks from the header's offset onwards."""
 
-def add_AgentsServicer_to_server(
-    servicer: AgentsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]
-) -> None: ...
+def add_AgentsServicer_to_server(servicer: AgentsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -13,9 +13,8 @@ import typing
 
 _T = typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(
-    collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta
-): ...
+class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+
 class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -156,10 +155,7 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         self,
         request: roundtable.proto.operator_pb2.StatusRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.StatusReply,
-        collections.abc.Awaitable[roundtable.proto.operator_pb2.StatusReply],
-    ]:
+    ) -> typing.Union[roundtable.proto.operator_pb2.StatusReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.StatusReply]]:
         """The coordinator's version, state and load."""
 
     @abc.abstractmethod
@@ -167,10 +163,7 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[roundtable.proto.operator_pb2.PutPart],
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.PutReply,
-        collections.abc.Awaitable[roundtable.proto.operator_pb2.PutReply],
-    ]:
+    ) -> typing.Union[roundtable.proto.operator_pb2.PutReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.PutReply]]:
         """Stores bytes, for example a job's initial model, and verifies their digest. Resumable."""
 
     @abc.abstractmethod
@@ -178,10 +171,7 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         self,
         request: roundtable.proto.common_pb2.DownloadRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        collections.abc.Iterator[roundtable.proto.common_pb2.Chunk],
-        collections.abc.AsyncIterator[roundtable.proto.common_pb2.Chunk],
-    ]:
+    ) -> typing.Union[collections.abc.Iterator[roundtable.proto.common_pb2.Chunk], collections.abc.AsyncIterator[roundtable.proto.common_pb2.Chunk]]:
         """An artifact's bytes from an offset onwards."""
 
     @abc.abstractmethod
@@ -189,9 +179,7 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         self,
         request: roundtable.proto.operator_pb2.SubmitJobRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]
-    ]:
+    ) -> typing.Union[roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]]:
         """Starts a job. Submitting the same request_id twice gives the same job."""
 
     @abc.abstractmethod
@@ -199,28 +187,21 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         self,
         request: roundtable.proto.operator_pb2.ListJobsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.ListJobsReply,
-        collections.abc.Awaitable[roundtable.proto.operator_pb2.ListJobsReply],
-    ]: ...
+    ) -> typing.Union[roundtable.proto.operator_pb2.ListJobsReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.ListJobsReply]]: ...
+
     @abc.abstractmethod
     def GetJob(
         self,
         request: roundtable.proto.operator_pb2.JobRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.JobDetail,
-        collections.abc.Awaitable[roundtable.proto.operator_pb2.JobDetail],
-    ]: ...
+    ) -> typing.Union[roundtable.proto.operator_pb2.JobDetail, collections.abc.Awaitable[roundtable.proto.operator_pb2.JobDetail]]: ...
+
     @abc.abstractmethod
     def WatchJob(
         self,
         request: roundtable.proto.operator_pb2.WatchJobRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        collections.abc.Iterator[roundtable.proto.operator_pb2.JobUpdate],
-        collections.abc.AsyncIterator[roundtable.proto.operator_pb2.JobUpdate],
-    ]:
+    ) -> typing.Union[collections.abc.Iterator[roundtable.proto.operator_pb2.JobUpdate], collections.abc.AsyncIterator[roundtable.proto.operator_pb2.JobUpdate]]:
         """The job's events from a sequence number onwards, and those to come until it ends."""
 
     @abc.abstractmethod
@@ -228,36 +209,28 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         self,
         request: roundtable.proto.operator_pb2.JobRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]
-    ]: ...
+    ) -> typing.Union[roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]]: ...
+
     @abc.abstractmethod
     def PauseJob(
         self,
         request: roundtable.proto.operator_pb2.JobRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]
-    ]: ...
+    ) -> typing.Union[roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]]: ...
+
     @abc.abstractmethod
     def ResumeJob(
         self,
         request: roundtable.proto.operator_pb2.JobRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]
-    ]: ...
+    ) -> typing.Union[roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]]: ...
+
     @abc.abstractmethod
     def ListClients(
         self,
         request: roundtable.proto.operator_pb2.ListClientsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[
-        roundtable.proto.operator_pb2.ListClientsReply,
-        collections.abc.Awaitable[roundtable.proto.operator_pb2.ListClientsReply],
-    ]:
+    ) -> typing.Union[roundtable.proto.operator_pb2.ListClientsReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.ListClientsReply]]:
         """Every agent that the coordinator knows."""
 
-def add_OperatorsServicer_to_server(
-    servicer: OperatorsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]
-) -> None: ...
+def add_OperatorsServicer_to_server(servicer: OperatorsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

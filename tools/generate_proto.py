@@ -62,7 +62,7 @@ def main() -> int:
                 shutil.copyfile(file, committed)
     if drifted:
         print(
-            f"differ from what the .proto files give: {', '.join(drifted)}; run python tools/generate_proto.py"
+            f"{', '.join(drifted)} differ from what the .proto files give; run python tools/generate_proto.py"
         )
     return 1 if drifted else 0
 
