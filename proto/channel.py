@@ -1,0 +1,41 @@
+"""Channel options that both ends of the wire share.
+
+Both sides ping at the same interval, also while no call is open, and the coordinator tolerates pings as
+often as agents send them: so an idle connection through a firewall stays open, a dead one is noticed
+within `KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS`, and nobody is ever told "too many pings".
+"""
+
+from __future__ import annotations
+
+from roundtable.proto import MAX_MESSAGE_BYTES
+
+KEEPALIVE_MS = 20_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+
+_SHARED: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_SHARED,
+    ("grpc.http2.min_time_between_pings_ms", KEEPALIVE_MS // 2),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+)
+"""For `grpc.aio.secure_channel`, at agents and operators."""
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_SHARED,
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 4),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 4),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)
+"""For `grpc.aio.server`: a second server on the same port is an error, not a silent sharing of it."""
+
+__all__ = ["CLIENT_OPTIONS", "KEEPALIVE_MS", "KEEPALIVE_TIMEOUT_MS", "SERVER_OPTIONS"]
