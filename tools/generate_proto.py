@@ -10,28 +10,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-GENERATOR = ROOT / "build" / "protoc"
+from environments import ROOT, environment
+
 PINS = ["grpcio-tools==1.62.3", "protobuf==4.25.8", "grpcio==1.62.3", "setuptools<81", "mypy-protobuf==3.6.0"]
-
-
-def generator() -> Path:
-    """The Python of the generator's environment, made on first use."""
-    python = GENERATOR / "bin" / "python"
-    stamp = GENERATOR / "pins.txt"
-    if not stamp.exists() or stamp.read_text() != "\n".join(PINS):
-        venv.create(GENERATOR, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS], check=True)
-        stamp.write_text("\n".join(PINS))
-    return python
 
 
 def generate(out: Path) -> list[Path]:
     """Writes the generated files to `out` and returns their paths."""
-    python = generator()
+    python = environment("protoc", PINS)
     command = [
         str(python),
         "-m",

@@ -1,0 +1,6 @@
+# Each target is one plain command; see tools/house.py for what it runs.
+PYTHON ?= python3
+
+.PHONY: dev demo test lint types layers proto compat wheel pins
+dev demo test lint types layers proto compat wheel pins:
+	@$(PYTHON) tools/house.py $@

@@ -1,0 +1,189 @@
+"""What `make` runs, as plain commands for any Python from 3.11 on: `python3 tools/house.py NAME`.
+
+dev      the virtual environment .venv with everything for development
+demo     dev, then `roundtable demo`
+test     dev, then every check below: the one command that tells whether the project is well
+lint     ruff's rules and format
+types    mypy, strict
+layers   which folder may import which (contracts in setup.cfg)
+proto    generated code against the .proto files
+compat   generated code on the oldest and on the newest protobuf and grpcio
+wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
+pins     writes constraints.txt from what is installed
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+from environments import ROOT, environment
+
+VENV = ROOT / ".venv"
+BIN = VENV / "bin"
+CONSTRAINTS = ROOT / "constraints.txt"
+OLDEST = ["protobuf==4.25.8", "grpcio==1.62.3"]
+# The oldest grpcio has no wheel for newer Pythons, and building it takes many minutes.
+HAS_OLDEST = sys.version_info < (3, 13)
+
+
+def run(*command: str | Path, **environ: str) -> None:
+    """Runs a command from the top of the tree, showing it first; stops everything where it fails."""
+    shown = " ".join(str(part).removeprefix(f"{ROOT}/") for part in command)
+    print(
+        f"$ {' '.join(f'{key}={value}' for key, value in environ.items())} {shown}".replace("$  ", "$ "),
+        flush=True,
+    )
+    done = subprocess.run(list(command), cwd=ROOT, env={**os.environ, **environ}, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def dev() -> None:
+    """Makes .venv, and again only when what it was made from has changed."""
+    made_from = [ROOT / "setup.cfg", ROOT / "pyproject.toml", CONSTRAINTS]
+    stamp = VENV / "made-from.txt"
+    state = "\n".join(file.read_text() for file in made_from)
+    if stamp.exists() and stamp.read_text() == state:
+        return
+    if not (BIN / "python").exists():
+        run(sys.executable, "-m", "venv", VENV)
+    torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
+    # torch comes first and alone, so that nothing that depends on it picks another build of it.
+    run(BIN / "python", "-m", "pip", "install", "--quiet", torch)
+    run(BIN / "python", "-m", "pip", "install", "--quiet", "-c", CONSTRAINTS, "-e", ".[dev]")
+    stamp.write_text(state)
+
+
+def demo() -> None:
+    """The main job."""
+    dev()
+    run(BIN / "roundtable", "demo")
+
+
+def lint() -> None:
+    """Rules and format."""
+    run(BIN / "ruff", "check", ".")
+    run(BIN / "ruff", "format", "--check", ".")
+
+
+def types() -> None:
+    """Strict types of the whole package, under its import name."""
+    run(BIN / "python", "tools/tree.py")
+    run(BIN / "mypy", "build/tree/roundtable")
+
+
+def layers() -> None:
+    """The table of docs/architecture.md."""
+    run(BIN / "python", "tools/tree.py")
+    run(BIN / "lint-imports", PYTHONPATH="build/tree")
+
+
+def proto() -> None:
+    """Fails when a .proto file and the code generated from it drift apart."""
+    if HAS_OLDEST:
+        run(BIN / "python", "tools/generate_proto.py", "--check")
+    else:
+        print("skipped: the generator has no wheel for this Python; CI checks on 3.11")
+
+
+def compat() -> None:
+    """A real round trip under the oldest and the newest versions."""
+    pinned = [line for line in CONSTRAINTS.read_text().split() if line.startswith(("grpcio==", "protobuf=="))]
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(build_wheel()) as wheel:
+            wheel.extractall(
+                folder, [name for name in wheel.namelist() if name.startswith("roundtable/proto/")]
+            )
+        for name, pins in (("newest", pinned), ("oldest", OLDEST)):
+            if name == "newest" or HAS_OLDEST:
+                run(environment(name, pins), "tools/proto_roundtrip.py", PYTHONPATH=folder)
+            else:
+                print("skipped: the oldest grpcio has no wheel for this Python; CI checks on 3.11")
+
+
+def build_wheel() -> Path:
+    """The wheel, from a clean build folder, so that no deleted module survives in it."""
+    out = ROOT / "build" / "wheel"
+    for stale in (ROOT / "build" / "lib", out):
+        shutil.rmtree(stale, ignore_errors=True)
+    run(BIN / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, ".")
+    return next(out.glob("*.whl"))
+
+
+def wheel(*arguments: str) -> None:
+    """The fast tests against the wheel in a new environment outside the tree.
+
+    Other people's packages come from .venv by a path file, which does not bring .venv's editable
+    install of this one along: a module that the wheel lacks is missing here.
+    """
+    built = build_wheel()
+    with tempfile.TemporaryDirectory(prefix="roundtable-wheel-") as folder:
+        venv.create(folder, with_pip=False)
+        python = Path(folder, "bin", "python")
+        site = Path(capture(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
+        ours = capture(BIN / "python", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        (site / "others.pth").write_text(ours + "\n")
+        run(BIN / "python", "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", built)
+        found = capture(python, "import roundtable; print(roundtable.__file__)")
+        if not Path(found).is_relative_to(site):
+            raise SystemExit(f"the tests would run on {found}, which is not the wheel's code")
+        tests = arguments or ("-q", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile")
+        run(
+            python,
+            "-P",
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+            OMP_NUM_THREADS="1",
+            ROUNDTABLE_WHEEL=str(site),
+        )
+
+
+def capture(python: Path, code: str) -> str:
+    """What a line of Python prints."""
+    done = subprocess.run([python, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def pins() -> None:
+    """Pins of everything that an install with the extra `dev` brings, without platform suffixes."""
+    run(BIN / "python", "tools/pins.py")
+
+
+def test() -> None:
+    """Every check, cheap ones first."""
+    dev()
+    for check in (lint, types, layers, proto, compat, wheel):
+        start = time.monotonic()
+        print(f"\n== {check.__name__}", flush=True)
+        check()
+        print(f"   {time.monotonic() - start:.0f} s", flush=True)
+    print("\nall checks passed")
+
+
+COMMANDS = (dev, demo, test, lint, types, layers, proto, compat, wheel, pins)
+
+
+def main() -> int:
+    """Runs the command that the first argument names."""
+    commands = {command.__name__: command for command in COMMANDS}
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in commands or (len(sys.argv) > 2 and name != "wheel"):
+        print(__doc__)
+        return 2
+    commands[name](*sys.argv[2:])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""Writes constraints.txt: the installed versions of everything that an install of `.[dev]` brings."""
+
+from __future__ import annotations
+
+from importlib.metadata import distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = "# What is tested; `python3 tools/house.py pins` writes this file. Ranges are in setup.cfg.\n"
+
+
+def closure(requirement: str) -> dict[str, str]:
+    """Name → version of all that `requirement` needs on this machine, itself left out."""
+    found: dict[str, str] = {}
+    seen: set[tuple[str, str]] = set()
+    waiting = [Requirement(requirement)]
+    while waiting:
+        wanted = waiting.pop()
+        for extra in ("", *wanted.extras):
+            name = canonicalize_name(wanted.name)
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            installed = distribution(name)
+            found[name] = installed.version.partition("+")[0]
+            for line in installed.requires or ():
+                inner = Requirement(line)
+                if inner.marker is None or inner.marker.evaluate({"extra": extra}):
+                    waiting.append(inner)
+    del found["roundtable"]
+    return found
+
+
+if __name__ == "__main__":
+    rows = (f"{name}=={version}\n" for name, version in sorted(closure("roundtable[dev]").items()))
+    (ROOT / "constraints.txt").write_text(HEAD + "".join(rows))
