@@ -1,0 +1,25 @@
+"""The round engine: events in, actions out; the same for the coordinator and the simulation."""
+
+from roundtable.engine.engine import RoundEngine
+from roundtable.engine.metrics import add_up, mean, means
+from roundtable.engine.population import NumberedClients, NumberedNames, Population, Roster
+from roundtable.engine.selection import STRATEGIES, Candidate
+from roundtable.engine.state import record_from_plain, record_to_plain
+from roundtable.engine.view import ClientView, EngineView
+
+__all__ = [
+    "STRATEGIES",
+    "Candidate",
+    "ClientView",
+    "EngineView",
+    "NumberedClients",
+    "NumberedNames",
+    "Population",
+    "Roster",
+    "RoundEngine",
+    "add_up",
+    "mean",
+    "means",
+    "record_from_plain",
+    "record_to_plain",
+]

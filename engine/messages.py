@@ -13,9 +13,11 @@ AGGREGATE = "aggregate"
 EVALUATE = "evaluate"
 COMMIT = "commit"
 SELECT = "select"
+AUTHORIZE = "authorize"
 
 ClientState = Literal["available", "training", "uploading", "offline", "dropped", "done"]
 JobStatus = Literal["waiting", "running", "paused", "finished", "cancelled", "failed"]
+FINAL: tuple[JobStatus, ...] = ("finished", "cancelled", "failed")
 
 
 @dataclass(frozen=True, order=True)
@@ -144,6 +146,21 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class Authorized:
+    """The privacy budget holds what this attempt can cost."""
+
+    step: Step
+
+
+@dataclass(frozen=True)
+class Denied:
+    """The privacy budget does not hold another round: the job ends with the model that it has."""
+
+    step: Step
+    reason: str
+
+
+@dataclass(frozen=True)
 class Cancel:
     """Stop for good."""
 
@@ -174,10 +191,19 @@ Event = (
     | Aggregated
     | AggregationFailed
     | Committed
+    | Authorized
+    | Denied
     | Cancel
     | Pause
     | Resume
 )
+
+
+@dataclass(frozen=True)
+class Authorize:
+    """Check the ledger before anything is asked of anyone; answer with `Authorized` or `Denied`."""
+
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -270,4 +296,4 @@ class StatusChanged:
     reason: str
 
 
-Action = Instruct | Withdraw | SetTimer | Aggregate | Commit | Note | StatusChanged
+Action = Authorize | Instruct | Withdraw | SetTimer | Aggregate | Commit | Note | StatusChanged

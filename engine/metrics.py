@@ -1,0 +1,28 @@
+"""Named sums over examples: what silos report, and how it adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+Sums = Mapping[str, tuple[float, int]]
+
+
+def add_up(parts: Iterable[Sums]) -> dict[str, tuple[float, int]]:
+    """Sums and counts over silos; a metric that only some silos report is summed over those."""
+    total: dict[str, tuple[float, int]] = {}
+    for part in parts:
+        for name, (value, count) in part.items():
+            before = total.get(name, (0.0, 0))
+            total[name] = (before[0] + value, before[1] + count)
+    return total
+
+
+def mean(sums: Sums, name: str) -> float | None:
+    """The mean of a metric; None where nobody reported it or nobody had an example."""
+    value, count = sums.get(name, (0.0, 0))
+    return value / count if count else None
+
+
+def means(sums: Sums) -> dict[str, float]:
+    """The mean of every metric that has one."""
+    return {name: value / count for name, (value, count) in sums.items() if count}

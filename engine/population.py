@@ -1,0 +1,119 @@
+"""The clients that an engine can choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from roundtable.engine.messages import ClientInfo
+
+
+class Population(Protocol):
+    """Known clients and which of them are there now. Sequences are sorted and may be lazy."""
+
+    def known(self) -> Sequence[str]:
+        """Every client, there or not: what Poisson sampling draws from."""
+
+    def online(self) -> Sequence[str]:
+        """Those that can be asked now."""
+
+    def is_online(self, name: str) -> bool:
+        """Whether this one can be asked now."""
+
+    def info(self, name: str) -> ClientInfo:
+        """What is declared about it."""
+
+    def join(self, info: ClientInfo, online: bool) -> None:
+        """It is known, and there or not."""
+
+    def leave(self, name: str) -> None:
+        """It is not there now."""
+
+
+class Roster:
+    """A population that is told of each client: the coordinator's silos."""
+
+    def __init__(self) -> None:
+        self._infos: dict[str, ClientInfo] = {}
+        self._online: set[str] = set()
+
+    def known(self) -> Sequence[str]:
+        return sorted(self._infos)
+
+    def online(self) -> Sequence[str]:
+        return sorted(self._online)
+
+    def is_online(self, name: str) -> bool:
+        return name in self._online
+
+    def info(self, name: str) -> ClientInfo:
+        return self._infos.get(name, ClientInfo(name))
+
+    def join(self, info: ClientInfo, online: bool) -> None:
+        self._infos[info.name] = info
+        if online:
+            self._online.add(info.name)
+
+    def leave(self, name: str) -> None:
+        self._online.discard(name)
+
+
+@dataclass(frozen=True)
+class NumberedNames(Sequence[str]):
+    """`client-0`, `client-1`, … as a sequence that holds nothing; zero-padded, so order is by number."""
+
+    total: int
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]
+        if not 0 <= index < self.total:
+            raise IndexError(index)
+        return f"client-{index:0{len(str(self.total - 1))}d}"
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(self.total))
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return isinstance(name, str) and self[self.index_of(name)] == name
+        except (ValueError, IndexError):
+            return False
+
+    @staticmethod
+    def index_of(name: str) -> int:
+        """The number in a name."""
+        return int(name.removeprefix("client-"))
+
+
+class NumberedClients:
+    """A simulated population of any size; only those that are away are remembered."""
+
+    def __init__(self, count: int) -> None:
+        self.names = NumberedNames(count)
+        self._away: set[str] = set()
+
+    def known(self) -> Sequence[str]:
+        return self.names
+
+    def online(self) -> Sequence[str]:
+        if not self._away:
+            return self.names
+        return [name for name in self.names if name not in self._away]
+
+    def is_online(self, name: str) -> bool:
+        return name not in self._away
+
+    def info(self, name: str) -> ClientInfo:
+        return ClientInfo(name)
+
+    def join(self, info: ClientInfo, online: bool) -> None:
+        if online:
+            self._away.discard(info.name)
+        else:
+            self._away.add(info.name)
+
+    def leave(self, name: str) -> None:
+        self._away.add(name)

@@ -1,0 +1,138 @@
+"""Who takes part in a round: each strategy a small pure function over what is known of the clients.
+
+All take the names that can be chosen, in a fixed order, and a seeded generator, and give the chosen
+names; the same generator gives the same choice. Only `uniform` and `poisson` choose independently
+of the clients' properties: privacy accountants can amplify by them, and by no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roundtable.core.config import CohortTable
+from roundtable.engine.messages import ClientInfo
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a strategy may know of a client. Counts are over the job's past rounds."""
+
+    info: ClientInfo
+    selected: int = 0
+    completed: int = 0
+    last_round: int = 0
+
+    @property
+    def reliability(self) -> float:
+        """Estimated probability of answering: (completed + 1) / (selected + 1); new clients get 1."""
+        return min(1.0, (self.completed + 1) / (self.selected + 1))
+
+
+Lookup = Callable[[str], Candidate]
+Strategy = Callable[[Sequence[str], int, np.random.Generator, Lookup, CohortTable], list[str]]
+
+
+def uniform(
+    names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
+) -> list[str]:
+    """`size` clients without replacement, each subset equally likely (McMahan et al. 2017, Algorithm 1)."""
+    picks = chance.choice(len(names), size=size, replace=False, shuffle=False)
+    return [names[int(i)] for i in picks]
+
+
+def poisson(
+    names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
+) -> list[str]:
+    """Each client independently with the job's `probability`; the cohort may be empty. `size` is not used.
+
+    Draws the binomial size first and then a uniform subset of that size, which is the same
+    distribution in time proportional to the cohort instead of the population.
+    """
+    assert cohort.probability is not None
+    count = int(chance.binomial(len(names), cohort.probability))
+    return uniform(names, count, chance, lookup, cohort)
+
+
+def data_size(
+    names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
+) -> list[str]:
+    """Without replacement, with probabilities proportional to the examples that a client has.
+
+    A client whose count is not known yet counts as the mean of those known.
+    """
+    counts = [lookup(name).info.examples for name in names]
+    known = [count for count in counts if count is not None]
+    typical = sum(known) / len(known) if known else 1.0
+    return _weighted(names, size, chance, [typical if count is None else float(count) for count in counts])
+
+
+def reliability(
+    names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
+) -> list[str]:
+    """Without replacement, with probabilities proportional to the share of past rounds that were answered."""
+    return _weighted(names, size, chance, [lookup(name).reliability for name in names])
+
+
+def diversity(
+    names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
+) -> list[str]:
+    """As equal a number as possible from each value of the declared metadata key `label`, uniform within one.
+
+    Clients that declare nothing under that key form a group of their own.
+    """
+    assert cohort.label is not None
+    groups: dict[str, list[str]] = {}
+    for index in chance.permutation(len(names)):
+        name = names[int(index)]
+        groups.setdefault(lookup(name).info.metadata.get(cohort.label, ""), []).append(name)
+    order = [sorted(groups)[int(i)] for i in chance.permutation(len(groups))]
+    chosen: list[str] = []
+    while len(chosen) < size:
+        for label in order:
+            if groups[label] and len(chosen) < size:
+                chosen.append(groups[label].pop())
+    return chosen
+
+
+def round_robin(
+    names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
+) -> list[str]:
+    """Those whose last round is longest ago, ties in the order of names."""
+    return sorted(names, key=lambda name: (lookup(name).last_round, name))[:size]
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "uniform": uniform,
+    "poisson": poisson,
+    "data_size": data_size,
+    "reliability": reliability,
+    "diversity": diversity,
+    "round_robin": round_robin,
+}
+
+
+def quorum(cohort: CohortTable, size: int) -> int:
+    """Updates without which a round of `size` fails: as stated, or more than half; Poisson allows none."""
+    if cohort.strategy == "poisson":
+        return min(cohort.minimum or 0, size)
+    return min(cohort.minimum, size) if cohort.minimum is not None else size // 2 + 1
+
+
+def least_for_selection(cohort: CohortTable, settled: bool) -> int:
+    """How many clients must be there to draw a cohort; `settled` once the time to wait for all has passed."""
+    if cohort.strategy == "poisson":
+        return 1
+    least = max(1, cohort.minimum if cohort.minimum is not None else quorum(cohort, cohort.size or 1))
+    return least if settled or cohort.size is None else max(least, cohort.size)
+
+
+def _weighted(
+    names: Sequence[str], size: int, chance: np.random.Generator, weights: list[float]
+) -> list[str]:
+    """Successive draws without replacement (Efraimidis and Spirakis 2006: the largest u^(1/w), in logs)."""
+    with np.errstate(divide="ignore"):
+        keys = np.log(chance.random(len(names))) / np.maximum(np.array(weights), 1e-12)
+    return [names[int(i)] for i in np.argsort(-keys, kind="stable")[:size]]

@@ -1,0 +1,121 @@
+"""What the engine remembers, and its form in JSON: a snapshot restores to the same behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from roundtable.core.errors import SiteFailure
+from roundtable.engine.messages import Aggregated, ClientState, JobStatus, RoundRecord, Step, Update
+
+
+@dataclass
+class ClientRecord:
+    """A client that has been asked at least once, or that said something about itself."""
+
+    state: ClientState = "available"
+    since: float = 0.0
+    note: str = ""
+    selected: int = 0
+    completed: int = 0
+    last_round: int = 0
+    examples: int | None = None
+
+
+@dataclass
+class Attempt:
+    """The attempt at a round that is under way.
+
+    `awaited` holds who has neither answered nor failed in the phase that runs, in order: a dict
+    without values, because cohorts can be large and every event looks a name up.
+    """
+
+    round: int
+    number: int
+    phase: str
+    started: float
+    cohort: tuple[str, ...] = ()
+    target: int = 0
+    minimum: int = 0
+    deadline: float | None = None
+    settled: bool = False
+    awaited: dict[str, None] = field(default_factory=dict)
+    updates: dict[str, Update] = field(default_factory=dict)
+    failures: dict[str, SiteFailure] = field(default_factory=dict)
+    aggregated: Aggregated | None = None
+    evaluations: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+    record: RoundRecord | None = None
+
+    @property
+    def step(self) -> Step:
+        """The key of the phase that runs."""
+        return Step(self.round, self.number, self.phase)
+
+
+@dataclass
+class EngineState:
+    """A whole job."""
+
+    model: str
+    selection_seed: int
+    optimizer: str = ""
+    status: JobStatus = "waiting"
+    reason: str = "not started"
+    started: float | None = None
+    attempt: Attempt | None = None
+    clients: dict[str, ClientRecord] = field(default_factory=dict)
+    history: list[RoundRecord] = field(default_factory=list)
+
+
+def to_plain(state: EngineState) -> dict[str, Any]:
+    """A JSON-able form, without the history: each record is kept once, by the driver that committed it."""
+    plain = asdict(state)
+    del plain["history"]
+    return plain
+
+
+def from_plain(plain: Mapping[str, Any], history: list[RoundRecord]) -> EngineState:
+    """The state that `to_plain` described."""
+    values = dict(plain)
+    values["attempt"] = _attempt(values["attempt"]) if values["attempt"] else None
+    values["clients"] = {name: ClientRecord(**record) for name, record in values["clients"].items()}
+    return EngineState(**values, history=list(history))
+
+
+def record_to_plain(record: RoundRecord) -> dict[str, Any]:
+    """A round's record in a JSON-able form."""
+    return asdict(record)
+
+
+def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
+    """The record that `record_to_plain` described."""
+    values = dict(plain)
+    values["cohort"] = tuple(values["cohort"])
+    values["contributors"] = tuple(values["contributors"])
+    for name in ("training", "evaluation"):
+        values[name] = _sums(values[name])
+    values["client_metrics"] = {client: _sums(sums) for client, sums in values["client_metrics"].items()}
+    return RoundRecord(**values)
+
+
+def _attempt(plain: Mapping[str, Any]) -> Attempt:
+    values = dict(plain)
+    values["cohort"] = tuple(values["cohort"])
+    values["updates"] = {
+        name: Update(**{**update, "metrics": _sums(update["metrics"])})
+        for name, update in values["updates"].items()
+    }
+    values["failures"] = {name: SiteFailure(**failure) for name, failure in values["failures"].items()}
+    values["evaluations"] = {name: _sums(sums) for name, sums in values["evaluations"].items()}
+    if values["aggregated"]:
+        aggregated = dict(values["aggregated"])
+        aggregated["step"] = Step(**aggregated["step"])
+        values["aggregated"] = Aggregated(**aggregated)
+    if values["record"]:
+        values["record"] = record_from_plain(values["record"])
+    return Attempt(**values)
+
+
+def _sums(plain: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    return {name: (float(value[0]), int(value[1])) for name, value in plain.items()}

@@ -1,0 +1,83 @@
+"""A job as people see it: where it stands, what each client does, what the round waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roundtable.core.config import JobConfig
+from roundtable.engine import messages as m
+from roundtable.engine.population import Population
+from roundtable.engine.selection import least_for_selection
+from roundtable.engine.state import Attempt, ClientRecord, EngineState
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ClientView:
+    """What one client does, since when (in the time that `handle` was given)."""
+
+    state: m.ClientState
+    since: float
+    note: str
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """Where the job stands; `waiting_for` is one sentence, empty when it waits for nobody."""
+
+    round: int
+    attempt: int
+    phase: str
+    status: m.JobStatus
+    reason: str
+    deadline: float | None
+    waiting_for: str
+    model: str
+    clients: Mapping[str, ClientView]
+
+
+def view(job: JobConfig, state: EngineState, population: Population) -> EngineView:
+    """The view of a state."""
+    attempt = state.attempt
+    clients = {
+        name: ClientView(_state_of(name, record, population), record.since, record.note)
+        for name, record in sorted(state.clients.items())
+    }
+    return EngineView(
+        round=attempt.round if attempt else len(state.history),
+        attempt=attempt.number if attempt else 0,
+        phase=attempt.phase if attempt else "",
+        status=state.status,
+        reason=state.reason,
+        deadline=attempt.deadline if attempt else None,
+        waiting_for=_waiting_for(job, state, population) if attempt and state.status != "paused" else "",
+        model=state.model,
+        clients=clients,
+    )
+
+
+def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> str:
+    attempt = state.attempt
+    assert attempt is not None
+    if attempt.phase == m.SELECT:
+        there, least = len(population.online()), least_for_selection(job.cohort, attempt.settled)
+        return f"{there} of {least} clients are available; waiting for more to connect"
+    if attempt.phase in (m.TRAIN, m.EVALUATE):
+        return _waiting_for_answers(attempt, state, population)
+    return {m.AGGREGATE: "combining the updates", m.COMMIT: "storing the round"}.get(attempt.phase, "")
+
+
+def _waiting_for_answers(attempt: Attempt, state: EngineState, population: Population) -> str:
+    word, have = (
+        ("updates", attempt.updates) if attempt.phase == m.TRAIN else ("evaluations", attempt.evaluations)
+    )
+    awaited = list(attempt.awaited)
+    shown = ", ".join(f"{n} ({_state_of(n, state.clients[n], population)})" for n in awaited[:_SHOWN])
+    more = f" and {len(awaited) - _SHOWN} more" if len(awaited) > _SHOWN else ""
+    return f"{len(have)} of {len(have) + len(awaited)} {word}; waiting for {shown or 'nobody'}{more}"
+
+
+def _state_of(name: str, record: ClientRecord, population: Population) -> m.ClientState:
+    return record.state if population.is_online(name) else "offline"
