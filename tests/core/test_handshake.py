@@ -1,0 +1,109 @@
+"""A failed connection is explained: each case against a real gRPC server or socket."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from roundtable.core.errors import ConfigError
+from roundtable.core.handshake import diagnose_connection, split_address
+from roundtable.core.identity import create_ca, issue
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[int]:
+    """A bare gRPC server with these credentials that wants a client certificate; gives its port."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    pair = ((folder / "node.key").read_bytes(), (folder / "node.crt").read_bytes())
+    trusted = (folder / "ca.crt").read_bytes()
+    port = server.add_secure_port(
+        "127.0.0.1:0", grpc.ssl_server_credentials([pair], trusted, require_client_auth=True)
+    )
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.fixture
+def ca(tmp_path: Path) -> Path:
+    create_ca(tmp_path / "ca")
+    return tmp_path / "ca"
+
+
+@pytest.fixture
+def operator(ca: Path, tmp_path: Path) -> Path:
+    return issue(ca, "ada", "operator", tmp_path / "ada")
+
+
+def test_nothing_to_say_when_it_works(ca: Path, operator: Path, tmp_path: Path) -> None:
+    with serving(issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"])) as port:
+        assert diagnose_connection(f"localhost:{port}", operator) == ""
+
+
+def test_another_name(ca: Path, operator: Path, tmp_path: Path) -> None:
+    with serving(issue(ca, "hub", "coordinator", tmp_path / "hub", ["hub.example"])) as port:
+        said = diagnose_connection(f"localhost:{port}", operator)
+    assert "is not for the name 'localhost'" in said
+    assert "--host localhost" in said
+
+
+def test_expired_server(ca: Path, operator: Path, tmp_path: Path) -> None:
+    start = datetime.now(UTC) - timedelta(days=9)
+    with serving(
+        issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"], days=1, start=start)
+    ) as port:
+        assert "has expired" in diagnose_connection(f"localhost:{port}", operator)
+
+
+def test_another_authority(operator: Path, tmp_path: Path) -> None:
+    create_ca(tmp_path / "other")
+    hub = issue(tmp_path / "other", "hub", "coordinator", tmp_path / "hub", ["localhost"])
+    with serving(hub) as port:
+        assert "is from another authority" in diagnose_connection(f"localhost:{port}", operator)
+
+
+def test_a_client_that_the_server_does_not_accept(ca: Path, tmp_path: Path) -> None:
+    create_ca(tmp_path / "other")
+    stranger = issue(tmp_path / "other", "eve", "operator", tmp_path / "eve")
+    shutil.copy(ca / "ca.crt", stranger / "ca.crt")
+    with serving(issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"])) as port:
+        said = diagnose_connection(f"localhost:{port}", stranger)
+    assert "does not accept" in said
+    assert "eve/node.crt" in said
+
+
+def test_nobody_there_and_no_tls(operator: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert f"nothing listens at {address}" in diagnose_connection(address, operator)
+    plain = grpc.server(ThreadPoolExecutor(1))
+    port = plain.add_insecure_port("127.0.0.1:0")
+    plain.start()
+    assert "does not speak TLS" in diagnose_connection(f"127.0.0.1:{port}", operator)
+    plain.stop(None).wait()
+
+
+def test_a_host_without_address(operator: Path) -> None:
+    assert "cannot be resolved" in diagnose_connection("no-such-host.invalid:7443", operator)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":7443", "host:port", "host:0", "host:70000"])
+def test_malformed_addresses(address: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        split_address(address)
+
+
+def test_addresses() -> None:
+    assert split_address("hub.example:7443") == ("hub.example", 7443)
+    assert split_address("[::1]:7443") == ("::1", 7443)
