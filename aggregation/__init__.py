@@ -1,0 +1,69 @@
+"""From the updates of a round to one vector, and from that vector to the next model.
+
+    config = AggregationConfig(rule="trimmed_mean", parameters={"f": 4})
+    result = aggregate(TensorMatrix(updates), clients, config)
+    state, model = optimizer.apply(state, model, result.vector, step)
+
+Rules are pure functions of a matrix whose rows are updates, in memory or in files, and are found by the name
+that a job file uses.
+"""
+
+from roundtable.aggregation import rules
+from roundtable.aggregation.diagnosis import Diagnosis
+from roundtable.aggregation.files import FileMatrix
+from roundtable.aggregation.gram import combine, gram, squared_distances, squared_norms
+from roundtable.aggregation.matrix import MixedRows, TensorMatrix, UpdateMatrix
+from roundtable.aggregation.mean import StreamingMean
+from roundtable.aggregation.optimizers import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedLion,
+    FedYogi,
+    OptimizerState,
+    ServerOptimizer,
+    make_optimizer,
+)
+from roundtable.aggregation.pipeline import Aggregate, AggregationConfig, Context, aggregate
+from roundtable.aggregation.preaggregation import PRE_AGGREGATIONS
+from roundtable.aggregation.registry import ENTRY_POINT_GROUP, RULES, RuleResult, find_rule, rule_names
+from roundtable.aggregation.schedules import Schedule
+from roundtable.aggregation.validation import ClientRow, Exclusion, check_update
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "PRE_AGGREGATIONS",
+    "RULES",
+    "Aggregate",
+    "AggregationConfig",
+    "ClientRow",
+    "Context",
+    "Diagnosis",
+    "Exclusion",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedLion",
+    "FedYogi",
+    "FileMatrix",
+    "MixedRows",
+    "OptimizerState",
+    "RuleResult",
+    "Schedule",
+    "ServerOptimizer",
+    "StreamingMean",
+    "TensorMatrix",
+    "UpdateMatrix",
+    "aggregate",
+    "check_update",
+    "combine",
+    "find_rule",
+    "gram",
+    "make_optimizer",
+    "rule_names",
+    "rules",
+    "squared_distances",
+    "squared_norms",
+]

@@ -1,0 +1,20 @@
+"""Refusals of parameters under which a rule would promise nothing."""
+
+from __future__ import annotations
+
+from roundtable.core.errors import AggregationError
+
+
+def require(rule: str, condition: str, holds: bool, **found: object) -> None:
+    """Raises AggregationError with the paper's condition where it does not hold."""
+    if not holds:
+        values = ", ".join(f"{name} = {value}" for name, value in found.items())
+        raise AggregationError(
+            f"{rule} needs {condition}, but here {values}: lower f, or let more silos take part in the round"
+        )
+
+
+def require_positive(rule: str, name: str, value: float) -> None:
+    """Raises AggregationError where a parameter is not a positive finite number."""
+    if not 0 < value < float("inf"):
+        raise AggregationError(f"{rule}: {name} must be a positive number, not {value!r}")

@@ -1,0 +1,126 @@
+"""What a round's updates looked like, and what the rule made of each: for people who have to act on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roundtable.aggregation.gram import squared_distances
+from roundtable.aggregation.validation import Exclusion
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A round's updates, by client.
+
+    clients: whose updates the rule saw, in order. norms: their lengths. influence: share of each in the
+    result, 1/n each in a plain mean, 0 for a rejected one. contribution: share of each in the length of the
+    result, which is negative for an update that pulled the other way. cosine, distance: between pairs,
+    [n, n]. Whatever was not measured is None. details: what the rule says about itself.
+    """
+
+    rule: str
+    clients: tuple[str, ...]
+    excluded: tuple[Exclusion, ...] = ()
+    clipped: tuple[Exclusion, ...] = ()
+    norms: np.ndarray | None = None
+    influence: np.ndarray | None = None
+    contribution: np.ndarray | None = None
+    cosine: np.ndarray | None = None
+    distance: np.ndarray | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything as plain lists and numbers, for JSON."""
+        arrays = ("norms", "influence", "contribution", "cosine", "distance")
+        values: dict[str, object] = {
+            name: None if (array := getattr(self, name)) is None else array.tolist() for name in arrays
+        }
+        values["rule"] = self.rule
+        values["clients"] = list(self.clients)
+        for name in ("excluded", "clipped"):
+            values[name] = [vars(exclusion) for exclusion in getattr(self, name)]
+        values["details"] = {key: _plain(value) for key, value in self.details.items()}
+        return values
+
+    def verdicts(self) -> list[tuple[str, str]]:
+        """`(client, verdict)`: used, left out and why, rejected, or weighed down and by how much."""
+        rows = [(exclusion.client, f"left out: {exclusion.message}") for exclusion in self.excluded]
+        clipped = {exclusion.client: exclusion.message for exclusion in self.clipped}
+        fair = 1 / max(len(self.clients), 1)
+        for index, client in enumerate(self.clients):
+            share = None if self.influence is None else float(self.influence[index])
+            if share is None or share >= 0.9 * fair:
+                verdict = "used"
+            elif share <= 1e-12:
+                verdict = f"rejected by {self.rule}"
+            else:
+                verdict = f"weighed down by {self.rule} to {share / fair:.0%} of an equal share"
+            note = f"; clipped: {clipped[client]}" if client in clipped else ""
+            rows.append((client, verdict + note))
+        return sorted(rows)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Header and rows of text, for a terminal."""
+        header = ["silo", "norm", "influence", "contribution", "verdict"]
+        index = {client: position for position, client in enumerate(self.clients)}
+
+        def cell(values: np.ndarray | None, client: str, style: str) -> str:
+            return format(values[index[client]], style) if values is not None and client in index else "–"
+
+        return header, [
+            [
+                client,
+                cell(self.norms, client, ".4g"),
+                cell(self.influence, client, ".1%"),
+                cell(self.contribution, client, ".1%"),
+                verdict,
+            ]
+            for client, verdict in self.verdicts()
+        ]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws cosines and distances of all pairs as heat maps into a PNG, SVG or PDF file."""
+        if self.cosine is None or self.distance is None:
+            raise ValueError(
+                "this diagnosis holds no pairwise values; ask aggregate for them with diagnose=True"
+            )
+        from matplotlib.figure import Figure
+
+        figure = Figure(
+            figsize=(5 + 0.5 * len(self.clients), 2 + 0.25 * len(self.clients)), layout="constrained"
+        )
+        panels = figure.subplots(1, 2)
+        pictures = (
+            (self.cosine, "cosine", "coolwarm", -1.0, 1.0),
+            (self.distance, "distance", "viridis", 0.0, None),
+        )
+        for panel, (values, title, colours, low, high) in zip(panels, pictures, strict=True):
+            image = panel.imshow(values, cmap=colours, vmin=low, vmax=high)
+            panel.set_title(f"{title} of updates")
+            panel.set_xticks(range(len(self.clients)), self.clients, rotation=90)
+            panel.set_yticks(range(len(self.clients)), self.clients)
+            figure.colorbar(image, ax=panel, shrink=0.8)
+        figure.savefig(path)
+
+
+def pairwise(products: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Norms [n], cosines [n, n] and distances [n, n] from the Gram matrix; the cosine of a zero row is 0."""
+    norms = np.sqrt(np.diagonal(products))
+    lengths = np.outer(norms, norms)
+    cosine = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+    return norms, np.clip(cosine, -1.0, 1.0), np.sqrt(squared_distances(products))
+
+
+def contributions(products: np.ndarray, influence: np.ndarray) -> np.ndarray:
+    """influence[i] ⟨row i, a⟩ / ‖a‖² for the result a = Σ_i influence[i] · row i, [n]; they sum to 1."""
+    along = products @ influence
+    length = float(influence @ along)
+    return influence * along / length if length > 0 else np.zeros_like(influence)
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

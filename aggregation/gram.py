@@ -1,0 +1,139 @@
+"""Inner products of updates, in float64: all that a distance-based rule has to know.
+
+A rule that looks at norms, distances, angles or principal directions of n updates is a function of their
+n × n Gram matrix, and its answer is a linear combination of the updates. So two passes over the data are
+enough however many iterations the rule makes, and they work out of core.
+
+Float64 is not a luxury: updates of one round share a large common part, and in float32 the distances of
+near-equal updates drown in cancellation (Krum then picks the wrong one). Centring on a row first would let
+a single hostile row of large norm destroy the precision of all others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+
+import numpy as np
+import torch
+
+from roundtable.aggregation.files import FileMatrix
+from roundtable.aggregation.kernels import Kernels, kernels_for
+from roundtable.aggregation.matrix import CELL, MixedRows, SelectedRows, UpdateMatrix, block_ranges
+from roundtable.aggregation.workers import in_ranges
+
+_CUDA_CELL = CELL << 7
+_TILE = CELL << 1
+
+_grams: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
+_norms: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
+
+
+def gram(matrix: UpdateMatrix) -> np.ndarray:
+    """⟨row i, row j⟩ for all pairs, [n, n] in float64: one pass over the data, remembered for this matrix.
+
+    A row that is not finite spoils only its own line and column.
+    """
+    if isinstance(matrix, SelectedRows):
+        return np.asarray(gram(matrix.base)[np.ix_(matrix.indices, matrix.indices)])
+    if isinstance(matrix, MixedRows):
+        mixed = matrix.mixing @ gram(matrix.base) @ matrix.mixing.T
+        return np.asarray((mixed + mixed.T) / 2)
+    if matrix not in _grams:
+        _grams[matrix] = _over_cells(matrix, "gram_cells", (matrix.rows, matrix.rows), lambda x: x @ x.T)
+    return _grams[matrix]
+
+
+def squared_norms(matrix: UpdateMatrix) -> np.ndarray:
+    """‖row i‖², [n] in float64: from the Gram matrix where it is known, else by one pass, remembered."""
+    if isinstance(matrix, SelectedRows):
+        return squared_norms(matrix.base)[list(matrix.indices)]
+    if isinstance(matrix, MixedRows):
+        return _mixed_norms(matrix)
+    if matrix in _grams:
+        return np.diagonal(_grams[matrix]).copy()
+    if matrix not in _norms:
+        _norms[matrix] = _over_cells(matrix, "norm_cells", (matrix.rows,), lambda x: (x * x).sum(dim=1))
+    return _norms[matrix]
+
+
+def squared_distances(products: np.ndarray) -> np.ndarray:
+    """‖row i − row j‖² from the Gram matrix, [n, n]; never negative, zero on the diagonal."""
+    norms = np.diagonal(products)
+    distances = np.maximum(norms[:, None] + norms[None, :] - 2 * products, 0.0)
+    np.fill_diagonal(distances, 0.0)
+    return np.asarray(distances)
+
+
+def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Σ_i factors[i] · row i, [d] in the dtype of the matrix; rows with factor 0 are not looked at."""
+    if isinstance(matrix, MixedRows):
+        return combine(matrix.base, factors @ matrix.mixing, out)
+    if isinstance(matrix, SelectedRows):
+        spread = np.zeros(matrix.base.rows)
+        np.add.at(spread, list(matrix.indices), factors)
+        return combine(matrix.base, spread, out)
+    used = np.flatnonzero(factors)
+    if isinstance(matrix, FileMatrix) and len(used) < matrix.rows:
+        matrix, factors = matrix.subset(used.tolist()), factors[used]
+    if out is None:
+        out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
+    for start, stop, values in matrix.blocks():
+        _combine_block(values, factors, out[start:stop], matrix.rows * matrix.columns)
+    return out
+
+
+def _combine_block(values: torch.Tensor, factors: np.ndarray, out: torch.Tensor, size: int) -> None:
+    compiled = kernels_for(values, size)
+    if compiled is None:
+        used = torch.from_numpy(np.flatnonzero(factors)).to(values.device)
+        weights = torch.from_numpy(factors).to(values.device)[used]
+        for start, stop in block_ranges(values.shape[1], _TILE):
+            out[start:stop] = weights @ values[:, start:stop].index_select(0, used).double()
+        return
+    pointer = np.ascontiguousarray(factors).ctypes
+
+    def work(start: int, stop: int) -> None:
+        compiled.call("combine", values[:, start:stop], pointer.data, out[start:stop].data_ptr())
+
+    in_ranges(work, values.shape[1], CELL)
+
+
+def _mixed_norms(matrix: MixedRows) -> np.ndarray:
+    mixing = matrix.mixing
+    if mixing.shape[0] == mixing.shape[1] and np.array_equal(mixing, np.diag(np.diagonal(mixing))):
+        return np.asarray(np.diagonal(mixing) ** 2 * squared_norms(matrix.base))
+    return np.diagonal(gram(matrix)).copy()
+
+
+def _over_cells(
+    matrix: UpdateMatrix,
+    kernel: str,
+    shape: tuple[int, ...],
+    eager: Callable[[torch.Tensor], torch.Tensor],
+) -> np.ndarray:
+    """Adds up, in order, what `kernel` or `eager` makes of each cell of columns."""
+    total = np.zeros(shape)
+    cell = CELL if matrix.device.type == "cpu" else _CUDA_CELL
+    for _, _, values in matrix.blocks():
+        compiled = kernels_for(values, matrix.rows * matrix.columns)
+        if compiled is not None:
+            parts = _cells_compiled(compiled, kernel, values, shape)
+        else:
+            ranges = block_ranges(values.shape[1], cell)
+            parts = (eager(values[:, left:right].double()).cpu().numpy() for left, right in ranges)
+        for part in parts:
+            total += part
+    return total
+
+
+def _cells_compiled(
+    kernels: Kernels, name: str, values: torch.Tensor, shape: tuple[int, ...]
+) -> Iterable[np.ndarray]:
+    sums = np.empty((-(-values.shape[1] // CELL), *shape))
+
+    def work(start: int, stop: int) -> None:
+        kernels.call(name, values[:, start:stop], CELL, sums[start // CELL :].ctypes.data)
+
+    in_ranges(work, values.shape[1], CELL)
+    return sums

@@ -1,0 +1,108 @@
+"""Steps in front of a rule, in any number and order: clipping, ARC, nearest-neighbour mixing, bucketing.
+
+Each returns a mixing matrix [m, n]: row i of its output is a linear combination of the n updates. So a step
+needs norms or the Gram matrix, never a copy of the updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from roundtable.aggregation.conditions import require, require_positive
+from roundtable.aggregation.gram import gram, squared_distances, squared_norms
+from roundtable.aggregation.matrix import UpdateMatrix
+from roundtable.aggregation.registry import check_parameters
+from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.seeds import numpy_generator
+
+
+@dataclass(frozen=True)
+class PreAggregation:
+    """A step as the pipeline knows it. scales_only: rows stay one per client and keep their weights."""
+
+    name: str
+    function: Callable[..., np.ndarray]
+    needs_gram: bool
+    scales_only: bool
+
+    def check(self, parameters: Mapping[str, object]) -> None:
+        """Raises ConfigError for parameters that the step does not have, or lacks; f may be the rule's."""
+        assumed = {"f": 0, **parameters} if self.takes_f else parameters
+        check_parameters(f"pre-aggregation {self.name!r}", self.function, assumed)
+
+    @property
+    def takes_f(self) -> bool:
+        return "f" in self.function.__annotations__
+
+
+def clip(matrix: UpdateMatrix, weights: np.ndarray, *, norm: float | str = "median") -> np.ndarray:
+    """Scales down rows longer than `norm` (static clipping), or than the median of the norms."""
+    lengths = np.sqrt(squared_norms(matrix))
+    if isinstance(norm, str):
+        if norm != "median":
+            raise AggregationError(f'clip: norm must be a positive number or "median", not {norm!r}')
+        return np.diag(_clip_factors(lengths, float(np.median(lengths))))
+    require_positive("clip", "norm", norm)
+    return np.diag(_clip_factors(lengths, norm))
+
+
+def arc(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> np.ndarray:
+    """Adaptive robust clipping (Allouah et al. 2025, algorithm 2): the k = ⌊2 (f/n)(n − f)⌋ longest rows are
+    clipped to the norm of the next one. Needs n > 2f."""
+    rows = matrix.rows
+    require("arc", "n > 2f (Allouah et al. 2025)", rows > 2 * f, n=rows, f=f)
+    lengths = np.sqrt(squared_norms(matrix))
+    clipped = 2 * f * (rows - f) // rows
+    return np.diag(_clip_factors(lengths, float(np.sort(lengths)[rows - clipped - 1])))
+
+
+def nnm(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> np.ndarray:
+    """Nearest-neighbour mixing (Allouah et al. 2023, algorithm 2): every row becomes the mean of the
+    n − f rows nearest to it, itself included. Needs n > 2f."""
+    rows = matrix.rows
+    require("nnm", "n > 2f (Allouah et al. 2023)", rows > 2 * f, n=rows, f=f)
+    nearest = np.argsort(squared_distances(gram(matrix)), axis=1, kind="stable")[:, : rows - f]
+    mixing = np.zeros((rows, rows))
+    np.put_along_axis(mixing, nearest, 1 / (rows - f), axis=1)
+    return mixing
+
+
+def bucketing(matrix: UpdateMatrix, weights: np.ndarray, *, size: int, seed: int) -> np.ndarray:
+    """Bucketing (Karimireddy et al. 2022, algorithm 1): the means of random buckets of `size` rows,
+    ⌈n/size⌉ of them. f byzantine rows can spoil f buckets: a rule behind it must stand f among
+    that many."""
+    if size < 1:
+        raise AggregationError(f"bucketing: size must be at least 1, not {size}")
+    return bucket_means(numpy_generator(seed, "bucketing").permutation(matrix.rows), size)
+
+
+def bucket_means(order: np.ndarray, size: int) -> np.ndarray:
+    """The mixing matrix [⌈n/size⌉, n] that averages successive groups of `size` rows of `order`."""
+    mixing = np.zeros((math.ceil(len(order) / size), len(order)))
+    for bucket in range(len(mixing)):
+        members = order[bucket * size : (bucket + 1) * size]
+        mixing[bucket, members] = 1 / len(members)
+    return mixing
+
+
+def _clip_factors(lengths: np.ndarray, bound: float) -> np.ndarray:
+    return np.asarray(np.divide(bound, lengths, out=np.ones_like(lengths), where=lengths > bound))
+
+
+PRE_AGGREGATIONS = {
+    "clip": PreAggregation("clip", clip, needs_gram=False, scales_only=True),
+    "arc": PreAggregation("arc", arc, needs_gram=False, scales_only=True),
+    "nnm": PreAggregation("nnm", nnm, needs_gram=True, scales_only=False),
+    "bucketing": PreAggregation("bucketing", bucketing, needs_gram=False, scales_only=False),
+}
+
+
+def find_pre_aggregation(name: str) -> PreAggregation:
+    """The step of this name; ConfigError where there is none."""
+    if name not in PRE_AGGREGATIONS:
+        raise ConfigError(f"unknown pre-aggregation {name!r}; known are {', '.join(PRE_AGGREGATIONS)}")
+    return PRE_AGGREGATIONS[name]

@@ -1,0 +1,135 @@
+"""Rules and pre-aggregations by the name that a job file uses.
+
+A rule is a plain function `(matrix, weights, **parameters) → vector`, or `→ RuleResult` where it can say how
+much each row counted. Rules of others are found through the entry-point group
+`roundtable.aggregation_rules`: the entry point's name is the rule's name, its object the function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+import torch
+
+from roundtable.core.errors import AggregationError, ConfigError
+
+ENTRY_POINT_GROUP = "roundtable.aggregation_rules"
+
+PROVIDED = ("seed", "previous", "root_update", "history")
+"""Parameters that the pipeline fills in itself, for a rule that has them in its signature."""
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    """A rule's answer.
+
+    vector: [d]. influence: how much each row counts in it, [n], summing to 1 for a mean of rows; None where
+    that differs from parameter to parameter. details: what the rule found, for the diagnosis.
+    """
+
+    vector: torch.Tensor
+    influence: np.ndarray | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
+
+
+RuleFunction = Callable[..., RuleResult | torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule as the pipeline knows it.
+
+    needs_gram: its first step is the Gram matrix. weighted: it uses the weights of rows; a robust rule does
+    not, because a client can claim any number of examples. kept: for a coordinate-wise rule, the first and
+    last sorted row that count, from n and the parameters.
+    """
+
+    name: str
+    function: RuleFunction
+    paper: str = ""
+    needs_gram: bool = False
+    weighted: bool = False
+    kept: Callable[[int, Mapping[str, Any]], tuple[int, int]] | None = None
+
+    def check(self, parameters: Mapping[str, object]) -> None:
+        """Raises ConfigError for parameters that the rule does not have, or lacks."""
+        check_parameters(f"aggregation rule {self.name!r}", self.function, parameters)
+
+    def takes(self, parameter: str) -> bool:
+        """Whether the rule's function has this parameter."""
+        return parameter in inspect.signature(self.function).parameters
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    name: str,
+    *,
+    paper: str,
+    needs_gram: bool = False,
+    weighted: bool = False,
+    kept: Callable[[int, Mapping[str, Any]], tuple[int, int]] | None = None,
+) -> Callable[[Callable[..., RuleResult]], Callable[..., RuleResult]]:
+    """Registers one of the rules of this package."""
+
+    def register(function: Callable[..., RuleResult]) -> Callable[..., RuleResult]:
+        RULES[name] = Rule(name, function, paper, needs_gram, weighted, kept)
+        return function
+
+    return register
+
+
+def find_rule(name: str) -> Rule:
+    """The rule of this name, of this package or of an installed one; ConfigError where there is none."""
+    if name in RULES:
+        return RULES[name]
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            return Rule(name, point.load(), paper=point.value, weighted=True)
+    known = ", ".join(rule_names())
+    raise ConfigError(f"unknown aggregation rule {name!r}; known are {known}")
+
+
+def rule_names() -> list[str]:
+    """Names of all rules that a job file can use, installed ones included."""
+    return sorted({*RULES, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def check_parameters(owner: str, function: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Raises ConfigError where `given` does not fit the keyword parameters of `function`."""
+    declared = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in declared):
+        return
+    options = {p.name: p for p in list(declared)[2:] if p.name not in PROVIDED}
+    for name, value in given.items():
+        if name not in options:
+            allowed = ", ".join(options) or "none"
+            raise ConfigError(f"{owner} has no parameter {name!r}; it takes: {allowed}")
+        _check_type(owner, name, str(options[name].annotation), value)
+    for name, parameter in options.items():
+        if parameter.default is inspect.Parameter.empty and name not in given:
+            raise ConfigError(f"{owner} needs the parameter {name!r}")
+
+
+def _check_type(owner: str, name: str, annotation: str, value: object) -> None:
+    """Refuses what is plainly of another type than the annotation says; booleans are not numbers."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "float": (int, float),
+        "str": (str,),
+        "bool": (bool,),
+    }
+    wanted = [kinds[part.strip()] for part in annotation.split("|") if part.strip() in kinds]
+    if not wanted or (value is None and "None" in annotation):
+        return
+    accepted = tuple({kind for group in wanted for kind in group})
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+        raise ConfigError(f"{owner}: {name} must be of type {annotation}, not {value!r}")
+    if name == "f" and isinstance(value, int) and value < 0:
+        raise AggregationError(f"{owner}: f counts byzantine silos and cannot be {value}")

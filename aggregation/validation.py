@@ -1,0 +1,135 @@
+"""What an update must be before any rule sees it, and what happens to one that is not.
+
+Broken updates (not finite, an impossible example count, the same client twice) are faults of a client and
+are counted against the f that the rule was told to withstand. An update of too large a norm may be honest,
+so leaving it out lowers no f.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from roundtable.aggregation.gram import gram, squared_norms
+from roundtable.aggregation.matrix import TensorMatrix, UpdateMatrix
+from roundtable.core.errors import InvalidUpdate
+
+ValidationPolicy = Literal["exclude", "clip", "fail"]
+
+MAX_EXAMPLES = 2**53
+"""Counts above this are not exact in float64, and no silo holds that many examples."""
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """Who sent a row, and what the client says about it.
+
+    examples: number of training examples, 1 to 2^53. loss: training loss, for inverse-loss weighting. norm:
+    Euclidean norm of the row where it was measured on arrival (`check_update`), which saves a pass.
+    """
+
+    name: str
+    examples: int = 1
+    loss: float | None = None
+    norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A client whose update was left out or scaled down: a short stable word, and a message for people."""
+
+    client: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Screening:
+    """Outcome of the validation: indices of the rows kept, their factors in (0, 1], who was left out or
+    clipped."""
+
+    kept: tuple[int, ...]
+    factors: np.ndarray
+    excluded: tuple[Exclusion, ...]
+    clipped: tuple[Exclusion, ...]
+
+    @property
+    def faults(self) -> tuple[Exclusion, ...]:
+        """Those left out because of a fault, which count against f."""
+        return tuple(exclusion for exclusion in self.excluded if exclusion.reason != "norm")
+
+
+def check_update(vector: torch.Tensor, columns: int) -> float:
+    """The Euclidean norm of one update [d], measured on arrival in one pass; float64 inside.
+
+    Raises InvalidUpdate: `layout` for another length, `non_finite` for NaN or infinities.
+    """
+    if vector.dim() != 1 or vector.numel() != columns:
+        raise InvalidUpdate(
+            "layout", f"the update has shape {list(vector.shape)}; the layout has {columns} values"
+        )
+    norm = math.sqrt(float(squared_norms(TensorMatrix(vector[None]))[0]))
+    if not math.isfinite(norm):
+        raise InvalidUpdate("non_finite", "the update holds values that are not finite")
+    return norm
+
+
+def screen(
+    matrix: UpdateMatrix,
+    clients: Sequence[ClientRow],
+    policy: ValidationPolicy,
+    max_norm: float | None,
+    with_gram: bool,
+) -> Screening:
+    """Looks at every row before a rule does. `with_gram`: the rule needs the Gram matrix anyway, so norms are
+    read off it. Raises InvalidUpdate where the policy is to fail."""
+    norms = _norms(matrix, clients, with_gram)
+    names = Counter(client.name for client in clients)
+    kept, factors, excluded, clipped = [], [], [], []
+    for index, client in enumerate(clients):
+        fault = _fault(client, norms[index], names[client.name])
+        too_large = max_norm is not None and norms[index] > max_norm
+        if fault is None and too_large:
+            fault = Exclusion(
+                client.name, "norm", f"norm {norms[index]:.6g} exceeds the bound {max_norm:.6g}"
+            )
+        if fault is not None and policy == "fail":
+            raise InvalidUpdate(
+                fault.reason, f"update of {fault.client}: {fault.message}; the job fails on such"
+            )
+        if fault is not None and (fault.reason != "norm" or policy == "exclude"):
+            excluded.append(fault)
+            continue
+        if fault is not None:
+            clipped.append(fault)
+        kept.append(index)
+        factors.append(max_norm / norms[index] if fault is not None and max_norm is not None else 1.0)
+    return Screening(tuple(kept), np.array(factors), tuple(excluded), tuple(clipped))
+
+
+def _norms(matrix: UpdateMatrix, clients: Sequence[ClientRow], with_gram: bool) -> np.ndarray:
+    measured = [client.norm for client in clients]
+    if with_gram:
+        return np.asarray(np.sqrt(np.diagonal(gram(matrix))))
+    if None not in measured:
+        return np.array(measured, dtype=np.float64)
+    return np.asarray(np.sqrt(squared_norms(matrix)))
+
+
+def _fault(client: ClientRow, norm: float, submissions: int) -> Exclusion | None:
+    if submissions > 1:
+        return Exclusion(
+            client.name, "duplicate", f"{submissions} updates under one name; none can be trusted"
+        )
+    count = client.examples
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_EXAMPLES:
+        return Exclusion(client.name, "examples", f"the example count must be from 1 to 2^53, not {count!r}")
+    if not math.isfinite(norm):
+        return Exclusion(client.name, "non_finite", "the update holds values that are not finite")
+    return None
