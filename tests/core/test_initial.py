@@ -1,0 +1,54 @@
+"""The initial model is the same wherever it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from roundtable.core import ArrayTask, Task, model_digest, open_model, parse_job, save_model
+from roundtable.core.errors import TaskError
+from roundtable.core.initial import initial_model
+
+
+class Net(Task):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Arrays(ArrayTask):
+    def weights(self) -> dict[str, np.ndarray]:
+        return {"coefficients": np.zeros((2, 3)), "intercept": np.ones(2)}
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes() -> None:
+    job, other = parse_job('task = "net"\nseed = 1'), parse_job('task = "net"\nseed = 2')
+    torch.manual_seed(0)
+    first = model_digest(initial_model(job, Net()))
+    torch.manual_seed(99)
+    assert model_digest(initial_model(job, Net())) == first
+    assert model_digest(initial_model(other, Net())) != first
+
+
+def test_what_stays_local_is_carried_beside_the_vector(tmp_path: Path) -> None:
+    job = parse_job('task = "net"\n[model]\nlocal = ["2.*"]')
+    save_model(tmp_path / "m.safetensors", initial_model(job, Net()))
+    model = open_model(tmp_path / "m.safetensors")
+    assert set(model.local) == {"1.num_batches_tracked", "2.weight", "2.bias"}
+    fresh = Net().model()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh.state_dict()["2.weight"], model.local["2.weight"])
+
+
+def test_arrays_travel_as_one_vector() -> None:
+    model = initial_model(parse_job('task = "arrays"'), Arrays())
+    assert model.vector.tolist() == [0.0] * 6 + [1.0] * 2
+    assert model.state_dict()["intercept"].dtype == torch.float64
+
+
+def test_a_model_of_which_nothing_travels() -> None:
+    with pytest.raises(TaskError, match="no tensor of its model travels"):
+        initial_model(parse_job('task = "net"\n[model]\ndrop = ["*"]'), Net())
