@@ -55,7 +55,7 @@ class CohortTable(Table):
 
     size: int | None = Field(None, ge=1, description="clients a round; default: all that are available")
     minimum: int | None = Field(
-        None, ge=0, description="updates without which a round fails; default: the size, or 1"
+        None, ge=0, description="updates without which a round fails; default: more than half"
     )
     over_selection: float = Field(
         1.0, ge=1.0, le=10.0, description="ask size × this many, go on when size have answered"
@@ -126,8 +126,8 @@ class ServerOptimizerTable(Table):
     )
     learning_rate: Finite = Field(1.0, gt=0, description="the server's learning rate")
     momentum: Finite | None = Field(None, ge=0, lt=1, description="fedavgm")
-    beta1: Finite | None = Field(None, ge=0, lt=1, description="fedadagrad, fedadam, fedyogi, fedlion")
-    beta2: Finite | None = Field(None, ge=0, lt=1, description="fedadam, fedyogi, fedlion")
+    beta_1: Finite | None = Field(None, ge=0, lt=1, description="fedadagrad, fedadam, fedyogi, fedlion")
+    beta_2: Finite | None = Field(None, ge=0, lt=1, description="fedadam, fedyogi, fedlion")
     tau: Finite | None = Field(
         None, gt=0, description="adaptivity: the constant added to the root of the second moment"
     )
@@ -158,13 +158,16 @@ class AggregationTable(Table):
     )
     server_optimizer: ServerOptimizerTable = Field(default_factory=ServerOptimizerTable)
     validation: ValidationTable = Field(default_factory=ValidationTable)
+    diagnosis: bool = Field(
+        False, description="compare the round's updates with each other even if the rule does not"
+    )
 
 
 class EvaluationTable(Table):
     """`[evaluation]`: the new model is evaluated by silos on their own test data."""
 
     every: int = Field(
-        1, ge=0, description="rounds between evaluations; 0 for never (the last round is always evaluated)"
+        1, ge=0, description="rounds between evaluations, the last round included; 0 for never"
     )
     clients: Literal["all", "cohort"] = Field(
         "all", description="all that are available, or the round's cohort"

@@ -88,6 +88,10 @@ class TensorSpec:
         """Number of elements; 1 for shape `()`."""
         return prod(self.shape)
 
+    def same_memory(self, other: TensorSpec) -> bool:
+        """Whether `other` can be another name of this tensor."""
+        return (self.shape, self.dtype, self.rule) == (other.shape, other.dtype, other.rule)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -114,8 +118,10 @@ class Layout:
         )
         specs: list[TensorSpec] = []
         seen: dict[tuple[Any, ...], str] = {}
+        rules_of: dict[str, Rule] = {}
         offset = 0
         for name, tensor in state.items():
+            _check_name(name)
             if tensor.dtype not in _DTYPE_NAMES:
                 raise LayoutError(
                     f"tensor {name!r} has dtype {tensor.dtype}, which cannot be carried; "
@@ -125,6 +131,12 @@ class Layout:
             rule = rules.rule_for(name, kind, tensor.dtype)
             identity = _identity(tensor)
             alias = seen.get(identity) if identity else None
+            if alias is not None and rules_of[alias] != rule:
+                raise LayoutError(
+                    f"tensors {alias!r} and {name!r} share their memory but have the rules "
+                    f"{rules_of[alias]!r} and {rule!r}; give both the same in [model]"
+                )
+            rules_of[name] = rule
             place = offset if rule == "average" and alias is None else -1
             specs.append(
                 TensorSpec(name, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], kind, rule, place, alias)
@@ -238,9 +250,13 @@ class Layout:
             value = values[spec.name]
             if value.dtype != torch.float32 or not value.is_contiguous() or value.device.type != "cpu":
                 return None
-            root = value._base if value._base is not None else value
-            base = root if base is None else base
-            if root is not base or value.storage_offset() - base.storage_offset() != spec.offset:
+            # Only views count: a lone flat parameter must be copied, or the vector would follow training.
+            base = value._base if base is None else base
+            if (
+                base is None
+                or value._base is not base
+                or value.storage_offset() - base.storage_offset() != spec.offset
+            ):
                 return None
         if base is None or base.dim() != 1 or base.numel() != self.size or base.requires_grad:
             return None
@@ -270,13 +286,22 @@ def _from_float32(view: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point:
         return view.to(dtype)
     info = torch.iinfo(dtype)
-    return view.double().round().clamp(info.min, info.max).to(dtype)
+    # The largest int64 has no double of its own: the next one above it would wrap around.
+    largest = min(info.max, 2**63 - 1024)
+    return view.double().round().clamp(info.min, largest).to(dtype)
+
+
+def _check_name(name: Any) -> None:
+    """Names that a file of safetensors can hold; half a surrogate pair, which JSON can spell, is none."""
+    if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
+        raise LayoutError(f"{name!r} cannot be the name of a tensor")
 
 
 def _spec_from_row(row: Iterable[Any]) -> TensorSpec:
     name, shape, dtype, kind, rule, offset, alias = row
     sizes_ok = isinstance(shape, list) and all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in shape)
-    if not (isinstance(name, str) and sizes_ok and len(shape) <= 64 and prod(shape) <= _MAX_ELEMENTS):
+    _check_name(name)
+    if not (sizes_ok and len(shape) <= 64 and prod(shape) <= _MAX_ELEMENTS):
         raise LayoutError(f"tensor {name!r} has an impossible shape {shape!r}")
     if dtype not in DTYPES or kind not in ("parameter", "buffer") or rule not in ("average", "local", "drop"):
         raise LayoutError(
@@ -298,7 +323,7 @@ def _check_places(specs: tuple[TensorSpec, ...]) -> None:
             raise LayoutError(f"tensor {spec.name!r} is described twice")
         if spec.alias_of is not None:
             target = seen.get(spec.alias_of)
-            if target is None or target.shape != spec.shape or spec.offset != -1:
+            if target is None or spec.offset != -1 or not target.same_memory(spec):
                 raise LayoutError(
                     f"tensor {spec.name!r} claims to share {spec.alias_of!r}, which does not fit"
                 )
@@ -306,6 +331,8 @@ def _check_places(specs: tuple[TensorSpec, ...]) -> None:
             if spec.offset != offset:
                 raise LayoutError(f"tensor {spec.name!r} lies at {spec.offset}, expected {offset}")
             offset += spec.size
+            if offset > _MAX_ELEMENTS:
+                raise LayoutError(f"a vector of {offset} elements is beyond the limit of {_MAX_ELEMENTS}")
         elif spec.offset != -1:
             raise LayoutError(f"tensor {spec.name!r} does not travel but has a place at {spec.offset}")
         seen[spec.name] = spec

@@ -1,7 +1,9 @@
 """The round engine: events in, actions out; the same for the coordinator and the simulation."""
 
+from roundtable.engine.combine import Combined, ServerState, combine, initial_server_state
 from roundtable.engine.engine import RoundEngine
 from roundtable.engine.metrics import add_up, mean, means
+from roundtable.engine.plan import Plan, PrivacyPlan, make_plan
 from roundtable.engine.population import NumberedClients, NumberedNames, Population, Roster
 from roundtable.engine.selection import STRATEGIES, Candidate
 from roundtable.engine.state import record_from_plain, record_to_plain
@@ -11,13 +13,20 @@ __all__ = [
     "STRATEGIES",
     "Candidate",
     "ClientView",
+    "Combined",
     "EngineView",
     "NumberedClients",
     "NumberedNames",
+    "Plan",
     "Population",
+    "PrivacyPlan",
     "Roster",
     "RoundEngine",
+    "ServerState",
     "add_up",
+    "combine",
+    "initial_server_state",
+    "make_plan",
     "mean",
     "means",
     "record_from_plain",

@@ -62,6 +62,11 @@ class RoundEngine:
             m.Resume: self._on_resume,
         }
 
+    @property
+    def _amplified(self) -> bool:
+        """Whether an accountant relies on the draw being from the whole population, whoever is there."""
+        return bool(self.job.privacy) and self.job.cohort.strategy == "uniform"
+
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """What is to be done after `event` at time `now` (seconds); never raises for a stale event."""
         self._handlers[type(event)](event, now)
@@ -282,7 +287,7 @@ class RoundEngine:
     def _try_select(self, now: float) -> None:
         """Draws the cohort if enough clients are there; waits for more otherwise, saying so once."""
         attempt, cohort = self._attempt(), self.job.cohort
-        sampled = cohort.strategy == "poisson"
+        sampled = cohort.strategy == "poisson" or self._amplified
         candidates = self.population.known() if sampled else self.population.online()
         if len(candidates) < least_for_selection(cohort, attempt.settled):
             if attempt.deadline is None:
@@ -391,7 +396,7 @@ class RoundEngine:
 
     def _evaluation_due(self, number: int) -> bool:
         every = self.job.evaluation.every
-        return number == self.job.rounds or (every > 0 and number % every == 0)
+        return every > 0 and (number % every == 0 or number == self.job.rounds)
 
     def _begin_evaluation(self, now: float) -> None:
         attempt = self._attempt()

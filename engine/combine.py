@@ -1,0 +1,166 @@
+"""What `Aggregate` means: a round's updates and the old model give the new model.
+
+validate → pre-aggregate → aggregate → central noise → server optimizer. Pure: the drivers bring
+the rows (in memory or mapped files) and store what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundtable.aggregation import (
+    AggregationConfig,
+    ClientRow,
+    Context,
+    OptimizerState,
+    UpdateMatrix,
+    aggregate,
+    find_rule,
+)
+from roundtable.core.errors import AggregationError, EncodingError
+from roundtable.core.layout import Layout
+from roundtable.core.models import Model
+from roundtable.core.seeds import derive_seed
+from roundtable.engine.messages import Update
+from roundtable.engine.plan import Plan, PrivacyPlan
+from roundtable.privacy import NoiseSource
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What passes from round to round beside the model: the server optimizer's vectors and counters,
+    the last aggregate where the rule starts from it, the clip norm where it adapts."""
+
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    previous: Tensor | None = None
+    clip_norm: float | None = None
+
+    def to_model(self) -> Model:
+        """As an artifact: vectors become tensors, numbers metadata; `from_model` is exact."""
+        vectors = {f"optimizer.{name}": value for name, value in self.optimizer.vectors.items()}
+        if self.previous is not None:
+            vectors["previous"] = self.previous
+        metadata = {f"optimizer.{name}": str(value) for name, value in self.optimizer.scalars.items()}
+        if self.clip_norm is not None:
+            metadata["clip_norm"] = self.clip_norm.hex()
+        layout = Layout.of(vectors)
+        return Model(layout, layout.flatten(vectors), metadata=metadata)
+
+    @classmethod
+    def from_model(cls, model: Model) -> ServerState:
+        """The state that `to_model` wrote. Raises EncodingError for another kind of artifact."""
+        tensors = model.state_dict()
+        vectors = {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
+        numbers = {
+            n.removeprefix("optimizer."): v for n, v in model.metadata.items() if n.startswith("optimizer.")
+        }
+        clip_norm = model.metadata.get("clip_norm")
+        try:
+            scalars = {name: int(value) for name, value in numbers.items()}
+            bound = float.fromhex(clip_norm) if clip_norm is not None else None
+        except ValueError as error:
+            raise EncodingError(f"the server optimizer's state cannot be read: {error}") from error
+        return cls(OptimizerState(vectors, scalars), tensors.get("previous"), bound)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The new model's vector [d], the state for the next round, and the account of what was done."""
+
+    vector: Tensor
+    state: ServerState
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    diagnosis: Mapping[str, Any] = field(default_factory=dict)
+    charge: Mapping[str, Any] = field(default_factory=dict)
+
+
+def initial_server_state(plan: Plan, columns: int) -> ServerState:
+    """The state before round 1."""
+    clip_norm = plan.central.mechanism.bound if plan.central and plan.central.mechanism.adaptive else None
+    return ServerState(plan.optimizer.init(columns), clip_norm=clip_norm)
+
+
+def combine(
+    plan: Plan,
+    matrix: UpdateMatrix,
+    updates: Sequence[Update],
+    model: Tensor,
+    state: ServerState,
+    *,
+    round: int,
+    seed: int,
+    noise: NoiseSource | None = None,
+    diagnose: bool = False,
+) -> Combined:
+    """The outcome of round `round` (from 1): row i of `matrix` is the update of `updates[i]`.
+
+    `model` is the global vector, float32 [d]; it is left alone. `noise` is needed by plans with
+    central noise. Raises AggregationError where the updates give no sound answer.
+    """
+    if plan.central is not None:
+        if noise is None:
+            raise AggregationError("this job adds noise centrally, and no source of noise was given")
+        return _with_noise(plan, plan.central, matrix, updates, model, state, round, noise)
+    rows = [ClientRow(update.client, update.examples, update.loss) for update in updates]
+    context = Context(previous=state.previous)
+    result = aggregate(
+        matrix,
+        rows,
+        plan.aggregation,
+        derive_seed(seed, round, "aggregation"),
+        context=context,
+        diagnose=diagnose,
+    )
+    optimizer, vector = plan.optimizer.apply(state.optimizer, model, result.vector, round - 1)
+    previous = result.vector if _starts_from_previous(plan.aggregation) else None
+    return Combined(
+        _finite(vector),
+        ServerState(optimizer, previous),
+        excluded={exclusion.client: exclusion.message for exclusion in result.excluded},
+        weights=result.weights,
+        diagnosis=result.diagnosis.to_dict(),
+    )
+
+
+def _with_noise(
+    plan: Plan,
+    central: PrivacyPlan,
+    matrix: UpdateMatrix,
+    updates: Sequence[Update],
+    model: Tensor,
+    state: ServerState,
+    round: int,
+    noise: NoiseSource,
+) -> Combined:
+    mechanism = central.at(state.clip_norm)
+    result = mechanism.prepare(matrix, noise)
+    optimizer, vector = plan.optimizer.apply(state.optimizer, model, result.vector, round - 1)
+    clip_norm = result.next_clip.clip_norm if result.next_clip else None
+    excluded = {updates[row].client: "the update holds values that are not finite" for row in result.rejected}
+    charge = {
+        "level": "client",
+        "charge": central.charge.to_json(),
+        "clip_norm": mechanism.bound,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "standard_deviation": result.standard_deviation,
+        "guarantee": result.guarantee,
+    }
+    return Combined(_finite(vector), ServerState(optimizer, clip_norm=clip_norm), excluded, charge=charge)
+
+
+def _starts_from_previous(config: AggregationConfig) -> bool:
+    return find_rule(config.rule).takes("previous")
+
+
+def _finite(vector: Tensor) -> Tensor:
+    if vector.numel() and not bool(torch.isfinite(vector.abs().amax())):
+        raise AggregationError(
+            "the new model is not finite although the aggregate is: lower the server's learning rate"
+        )
+    return vector
