@@ -1,0 +1,53 @@
+"""Differential privacy: bounding, noise, and the account of what has been spent.
+
+Pure code: no network, no database. Importing this is cheap; accountants, Opacus and plots are loaded
+by the functions that need them.
+"""
+
+from roundtable.privacy.accounting import compose, merged, relation_of
+from roundtable.privacy.calibration import solve_noise, solve_steps
+from roundtable.privacy.central import CentralDP, CentralResult, RowMatrix
+from roundtable.privacy.charge import Charge, gaussian_charge, local_gaussian_charge
+from roundtable.privacy.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
+from roundtable.privacy.config import PrivacyConfig, check_delta
+from roundtable.privacy.ledger import Budget, Entry, Spent, check, reserved, spent
+from roundtable.privacy.mechanisms import NoisyVector, add_gaussian, local_gaussian
+from roundtable.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from roundtable.privacy.sampling import SamplingModel, accountant_for
+from roundtable.privacy.statement import statement
+
+__all__ = [
+    "AdaptiveClip",
+    "Budget",
+    "CentralDP",
+    "CentralResult",
+    "Charge",
+    "Clipped",
+    "Entry",
+    "NoiseSource",
+    "NoisyVector",
+    "PrivacyConfig",
+    "RowMatrix",
+    "SamplingModel",
+    "SecureNoise",
+    "SeededNoise",
+    "Spent",
+    "accountant_for",
+    "add_gaussian",
+    "check",
+    "check_delta",
+    "clip",
+    "clip_per_layer",
+    "compose",
+    "gaussian_charge",
+    "l2_norm",
+    "local_gaussian",
+    "local_gaussian_charge",
+    "merged",
+    "relation_of",
+    "reserved",
+    "solve_noise",
+    "solve_steps",
+    "spent",
+    "statement",
+]

@@ -1,0 +1,65 @@
+"""Which sampling an accountant may assume, given how the cohort is really chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roundtable.core.errors import PrivacyError
+
+
+@dataclass(frozen=True)
+class SamplingModel:
+    """What a selection strategy supports: `kind` is poisson, fixed_size or none; `sentence` says why."""
+
+    kind: str
+    population: int
+    cohort: int
+    sentence: str
+
+    @property
+    def rate(self) -> float:
+        """Cohort over population."""
+        return self.cohort / self.population
+
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of a `Charge` that describe this sampling."""
+        if self.kind == "poisson":
+            return {"sampling": "poisson", "rate": self.rate}
+        if self.kind == "fixed_size":
+            return {"sampling": "fixed_size", "sample": self.cohort, "population": self.population}
+        return {"sampling": "none"}
+
+
+def accountant_for(strategy: str, population: int, cohort: int) -> SamplingModel:
+    """The sampling model that a selection strategy supports.
+
+    Only `poisson` (each silo in or out by its own coin) and `uniform` (every set of the cohort's size
+    equally likely) hide who took part; any other strategy lets the choice be guessed and gets no
+    amplification. Both also need that the draw is secret, is made from the whole population, and is
+    not topped up by whoever is online: an engine that replaces absent silos must ask for `online`.
+    Raises `PrivacyError` for a cohort that the population cannot give.
+    """
+    if not 0 < cohort <= population:
+        raise PrivacyError(f"a cohort of {cohort} cannot be drawn from a population of {population}")
+    if strategy == "poisson":
+        text = (
+            f"Each of the {population} silos joins a round by its own secret coin of probability "
+            f"{cohort / population:.4g}: amplification by Poisson sampling."
+        )
+        return SamplingModel("poisson", population, cohort, text)
+    if strategy == "uniform":
+        text = (
+            f"Each round draws {cohort} of the {population} silos uniformly without replacement: "
+            "amplification for a "
+            "fixed size, under replacement of one silo's data."
+        )
+        return SamplingModel("fixed_size", population, cohort, text)
+    text = (
+        f"The selection strategy {strategy!r} depends on something other than secret chance, so it "
+        "amplifies nothing: "
+        "every round is charged as if each silo took part. Use strategy 'poisson' or 'uniform', or level "
+        "'dp_ftrl'."
+    )
+    return SamplingModel("none", population, cohort, text)

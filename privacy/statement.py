@@ -1,0 +1,99 @@
+"""The guarantee in words for the provenance of a model: what is hidden, from whom, and on what it rests."""
+
+from __future__ import annotations
+
+from roundtable.privacy.config import PrivacyConfig
+from roundtable.privacy.ledger import Spent
+
+_UNIT = {
+    "client": "all data of any one participating organisation (silo)",
+    "example": "any one record held by a participating organisation (silo)",
+}
+_RELATION = {
+    "add_remove": "had {unit} been absent instead of present, or present instead of absent",
+    "replace_one": "had {unit} been replaced by any other data",
+}
+_TRUST = {
+    "client": (
+        "The coordinator sees each silo's clipped update and is trusted not to reveal it; it adds the "
+        "noise. The "
+        "guarantee covers everyone who sees only the published models. It does not cover the coordinator "
+        "itself."
+    ),
+    "dp_ftrl": (
+        "The coordinator sees each silo's clipped update, keeps the noise of earlier rounds secret, and "
+        "enforces the "
+        "minimum number of rounds between two participations of a silo. No trust is placed in how silos "
+        "are sampled."
+    ),
+    "client_local": (
+        "Each silo adds the noise before anything leaves it. Nobody else is trusted: the guarantee "
+        "covers the "
+        "coordinator and the other silos as well."
+    ),
+    "distributed": (
+        "Each silo adds a share of the noise and the shares and updates are summed under secure "
+        "aggregation. The "
+        "coordinator is not trusted with any silo's update; it is relied upon that at least as many "
+        "honest silos as "
+        "planned finish each round, and that the secure aggregation is not broken."
+    ),
+    "example": (
+        "Each silo adds the noise to its own training, before anything leaves it. No other party is "
+        "trusted. The "
+        "guarantee is each silo's own and covers its records; it does not hide that the silo took part."
+    ),
+}
+
+
+def statement(config: PrivacyConfig, spent: Spent, sampling: str = "", guarantee: bool = True) -> str:
+    """A paragraph in plain words. `sampling` is `SamplingModel.sentence`.
+
+    `guarantee` is False where the noise could be repeated (simulation): the text then begins by saying
+    that nothing is guaranteed.
+    """
+    if not config.private:
+        return (
+            "No differential privacy was used: this model carries no mathematical guarantee about any "
+            "person or silo."
+        )
+    unit = _UNIT[config.unit]
+    parts = []
+    if not guarantee:
+        parts.append(
+            "NO GUARANTEE: the noise came from a seeded generator, as simulations do, and could be "
+            "reproduced by "
+            "anyone who knows the seed. The figures below describe what a real run with the same "
+            "settings would have."
+        )
+    parts += [
+        f"Privacy spent: epsilon = {spent.epsilon:.3f} at delta = {spent.delta:g} (differential privacy), "
+        "over "
+        f"{_count(spent.releases, 'release')} of {_count(len(spent.jobs), 'job')} that used this data.",
+        f"What it means: {_RELATION[spent.relation].format(unit=unit)}, any outcome published would have "
+        "been at most "
+        f"{_times(spent.epsilon)} times as likely as it was, or as unlikely, up to a probability of "
+        f"{spent.delta:g} in which "
+        "this may fail. Whoever studies the results can therefore learn little about that unit that "
+        "could not be "
+        "learnt without it.",
+        _TRUST[config.level],
+    ]
+    if sampling and config.level == "client":
+        parts.append(sampling)
+    elif config.level == "distributed":
+        parts.append("No amplification by sampling is claimed, since the coordinator knows who takes part.")
+    parts.append(
+        "What it does not cover: facts about the whole population that the model is meant to learn, "
+        "other uses of "
+        "the same data outside this ledger, and figures published from the data without noise."
+    )
+    return " ".join(parts)
+
+
+def _times(epsilon: float) -> str:
+    return f"{2.718281828459045**epsilon:,.3g}" if epsilon < 20.0 else "an unusably large number of"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}" + ("" if number == 1 else "s")

@@ -1,0 +1,220 @@
+"""ε agrees with numbers computed elsewhere, and composes as it must."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundtable.core.errors import PrivacyError
+from roundtable.privacy import (
+    Charge,
+    accountant_for,
+    compose,
+    gaussian_charge,
+    local_gaussian_charge,
+    solve_noise,
+    solve_steps,
+)
+
+NONE = {"sampling": "none"}
+SLOW = pytest.mark.slow
+
+
+def poisson(rate: float, z: float, steps: int = 1) -> Charge:
+    return gaussian_charge("client", {"sampling": "poisson", "rate": rate}, z, steps=steps)
+
+
+def cases(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return list(json.loads((folder / "accountant_cases.json").read_text())[kind])
+
+
+def test_renyi_agrees_with_the_reference(reference_dir: Path) -> None:
+    for case in cases(reference_dir, "poisson"):
+        epsilon = compose([poisson(case["q"], case["sigma"], case["steps"])], case["delta"], "rdp")
+        assert epsilon == pytest.approx(case["dpa_rdp"], rel=1e-3), case
+
+
+@pytest.mark.parametrize(
+    ("accountant", "every"),
+    [("pld", 4), ("prv", 8), pytest.param("pld", 1, marks=SLOW), pytest.param("prv", 1, marks=SLOW)],
+)
+def test_loss_distributions_agree_with_the_reference(
+    reference_dir: Path, accountant: str, every: int
+) -> None:
+    for case in cases(reference_dir, "poisson")[::every]:
+        epsilon = compose([poisson(case["q"], case["sigma"], case["steps"])], case["delta"], accountant)
+        assert case["pld_lower_1e-4"] <= epsilon <= case["opacus_prv"] * 1.01, case
+
+
+def test_fixed_size_sampling_agrees_with_the_reference(reference_dir: Path) -> None:
+    """The reference takes σ over 2C, we take it over C: passed raw it would claim 5.38 for 14.05."""
+    for case in cases(reference_dir, "fixed_size"):
+        sampling = accountant_for("uniform", case["n"], case["m"]).fields()
+        charge = gaussian_charge("client", sampling, 2 * case["sigma"], steps=case["steps"])
+        expected = case["fixedsize_WOR_replaceone_rdp(sigma wrt clip C)"]
+        assert compose([charge], case["delta"]) == pytest.approx(expected, rel=1e-3)
+        none = gaussian_charge("client", NONE, case["sigma"], steps=case["steps"])
+        assert compose([none], case["delta"], "rdp") == pytest.approx(case["no_amplification_rdp"], rel=1e-3)
+        assert compose([none], case["delta"]) == pytest.approx(case["no_amplification_pld"], rel=1e-3)
+
+
+def test_replace_one_of_a_poisson_sample_agrees_with_the_reference(reference_dir: Path) -> None:
+    """A negligible charge under replace-one turns the whole account to that relation."""
+    faint = Charge("gaussian", "client", "none", (("update", 1e6),), relation="replace_one")
+    for case in cases(reference_dir, "fixed_size")[:2]:
+        charge = poisson(case["m"] / case["n"], case["sigma"], case["steps"])
+        epsilon = compose([charge, faint], case["delta"])
+        assert epsilon == pytest.approx(case["poisson_replaceone_pld"], rel=2e-3)
+
+
+def test_order_and_grouping_do_not_matter() -> None:
+    a, b, c = poisson(0.1, 2.0, 10), poisson(0.05, 1.5, 7), gaussian_charge("client", NONE, 8.0, steps=3)
+    whole = compose([a, b, c], 1e-5)
+    apart = [a.repeated(4), c.repeated(1), b.repeated(7), a.repeated(6), c.repeated(2)]
+    assert compose(apart, 1e-5) == whole
+    assert max(compose([x], 1e-5) for x in (a, b, c)) < whole < sum(compose([x], 1e-5) for x in (a, b, c))
+
+
+def test_epsilon_is_cumulative() -> None:
+    values = [compose([poisson(0.1, 2.0, n)], 1e-5) for n in (1, 10, 100)]
+    assert values == sorted(values)
+    assert values[0] < values[2] / 2
+    assert compose([], 1e-5) == 0.0
+    assert compose([poisson(0.1, 2.0, 0)], 1e-5) == 0.0
+
+
+def test_two_queries_of_one_sample_cost_more_than_two_samples() -> None:
+    """They are one joint release: amplified once, not each apart."""
+    joint = gaussian_charge(
+        "client", {"sampling": "poisson", "rate": 0.05}, 1.0, more={"clip_bit": 1.0}, steps=50
+    )
+    apart = poisson(0.05, 1.0, 100)
+    assert joint.noise_multiplier == pytest.approx(0.5**0.5)
+    assert dict(joint.parts) == {"update": 1.0, "clip_bit": 1.0}
+    assert compose([joint], 1e-5) > compose([apart], 1e-5)
+
+
+def test_mixed_kinds_give_a_valid_bound() -> None:
+    fixed = gaussian_charge("client", accountant_for("uniform", 1000, 50).fields(), 4.0, steps=20)
+    plain = gaussian_charge("client", NONE, 20.0, steps=5)
+    sampled = poisson(0.05, 2.0, 20)
+    for others in ([plain], [sampled], [plain, sampled]):
+        both = compose([fixed, *others], 1e-5)
+        assert both > compose([fixed], 1e-5)
+        assert both > compose(others, 1e-5)
+
+
+def test_local_noise_hides_a_silo_against_any_other_update() -> None:
+    """A sensitivity of C instead of 2C would claim half of the truth."""
+    assert compose([local_gaussian_charge(2.0)], 1e-5) == compose(
+        [gaussian_charge("client", NONE, 1.0)], 1e-5
+    )
+
+
+def test_charges_survive_json() -> None:
+    charge = Charge(
+        "skellam", "client", "none", (("update", 3.0),), 4, grid_std=100.0, dimension=64, shares=7
+    )
+    for each in (charge, poisson(0.1, 1.1, 3), local_gaussian_charge(1.0)):
+        assert Charge.from_json(each.to_json()) == each
+    for text in ("", "[]", "{}", '{"parts": {"a": 1.0}, "colour": 1}'):
+        with pytest.raises(PrivacyError):
+            Charge.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parts": ()},
+        {"parts": (("update", 0.0),)},
+        {"parts": (("update", float("nan")),)},
+        {"sampling": "poisson", "rate": 0.0},
+        {"sampling": "poisson", "rate": 1.1},
+        {"sampling": "fixed_size", "sample": 5, "population": 10},
+        {"sampling": "fixed_size", "sample": 11, "population": 10, "relation": "replace_one"},
+        {"mechanism": "skellam"},
+        {"mechanism": "skellam", "sampling": "poisson", "grid_std": 1.0, "dimension": 1},
+        {"mechanism": "laplace"},
+        {"unit": "household"},
+        {"steps": -1},
+    ],
+)
+def test_impossible_charges_are_refused(fields: dict[str, Any]) -> None:
+    good: dict[str, Any] = {
+        "mechanism": "gaussian",
+        "unit": "client",
+        "sampling": "none",
+        "parts": (("update", 1.0),),
+    }
+    with pytest.raises(PrivacyError):
+        Charge(**good | fields)
+
+
+def test_clients_and_examples_are_never_added_up() -> None:
+    with pytest.raises(PrivacyError, match="different units"):
+        compose([gaussian_charge("client", NONE, 1.0), gaussian_charge("example", NONE, 1.0)], 1e-5)
+
+
+def test_gdp_is_not_offered() -> None:
+    """It is a central-limit approximation, and below the truth where it matters."""
+    with pytest.raises(PrivacyError, match="unknown"):
+        compose([poisson(0.001, 0.5, 1000)], 1e-5, "gdp")
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("epsilon", [0.5, 3.0])
+def test_the_noise_for_a_budget_uses_it_and_no_more(accountant: str, epsilon: float) -> None:
+    charge = solve_noise(poisson(0.05, 1.0, 200), epsilon, 1e-5, accountant)
+    cost = compose([charge], 1e-5, accountant)
+    assert 0.995 * epsilon <= cost <= epsilon
+
+
+def test_noise_is_solved_on_top_of_what_is_spent() -> None:
+    before = gaussian_charge("client", NONE, 10.0, steps=5)
+    charge = solve_noise(gaussian_charge("client", NONE, 1.0, steps=10), 3.0, 1e-5, spent=[before])
+    assert 2.98 <= compose([before, charge], 1e-5) <= 3.0
+    with pytest.raises(PrivacyError, match="no noise keeps this"):
+        solve_noise(charge, 0.5, 1e-5, spent=[before])
+
+
+def test_steps_for_a_budget() -> None:
+    charge = gaussian_charge("client", NONE, 20.0)
+    steps = solve_steps(charge, 2.0, 1e-5)
+    assert compose([charge.repeated(steps)], 1e-5) <= 2.0 < compose([charge.repeated(steps + 1)], 1e-5)
+    assert solve_steps(gaussian_charge("client", NONE, 0.1), 2.0, 1e-5) == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [("poisson", "poisson"), ("uniform", "fixed_size")]
+    + [
+        (other, "none")
+        for other in ("by_data_size", "reliability", "diversity", "round_robin", "online", "new one")
+    ],
+)
+def test_only_secret_chance_amplifies(strategy: str, kind: str) -> None:
+    model = accountant_for(strategy, 100, 10)
+    assert model.kind == kind
+    charge = gaussian_charge("client", model.fields(), 1.0, steps=10)
+    unamplified = compose([gaussian_charge("client", NONE, 1.0, steps=10)], 1e-5)
+    if kind == "none":
+        assert compose([charge], 1e-5) == unamplified
+        assert strategy in model.sentence
+        assert "amplifies nothing" in model.sentence
+
+
+def test_a_cohort_beyond_the_population_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="cannot be drawn"):
+        accountant_for("poisson", 10, 11)
+
+
+def test_importing_the_package_loads_no_accountant() -> None:
+    heavy = ["opacus", "dp_accounting", "matplotlib", "scipy"]
+    code = f"import sys, roundtable.privacy; print([name for name in {heavy} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
