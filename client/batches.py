@@ -1,0 +1,185 @@
+"""A silo's data set as batches: the order is seeded, the last partial batch is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from roundtable.core.errors import TaskError
+
+# Above this an epoch's shuffled copy would cost more memory than gathering each batch costs time.
+_COPY_LIMIT_BYTES = 256 << 20
+
+
+class Batch(NamedTuple):
+    """What `Task.loss` gets, and where it stands: `epoch` from 1, `size` in examples."""
+
+    epoch: int
+    size: int
+    data: Any
+
+
+class NoExamples(TaskError):
+    """The silo has no data for this; the step is refused rather than answered with nothing."""
+
+
+def as_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
+    """The tensors of a tuple of tensors or arrays, or of a TensorDataset; None for another kind of data set.
+
+    Raises TaskError where their lengths differ, or where a tuple holds something else.
+    """
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors
+    if not isinstance(dataset, (tuple, list)):
+        return None
+    if not dataset or not all(isinstance(part, (Tensor, np.ndarray)) for part in dataset):
+        kinds = ", ".join(type(part).__name__ for part in dataset[:4]) or "nothing"
+        raise TaskError(
+            f"a data set given as a {type(dataset).__name__} must hold tensors of equal length, "
+            f"not {kinds}; return tensors or a map-style torch Dataset from data()"
+        )
+    tensors = tuple(torch.as_tensor(part) for part in dataset)
+    lengths = [len(tensor) if tensor.dim() else None for tensor in tensors]
+    if len(set(lengths)) != 1 or lengths[0] is None:
+        raise TaskError(f"the tensors of a data set must have equal lengths, not {lengths}")
+    return tensors
+
+
+def count_examples(dataset: Any) -> int | None:
+    """How many examples a data set holds; None where only iterating would tell."""
+    if dataset is None:
+        return 0
+    tensors = as_tensors(dataset)
+    if tensors is not None:
+        return len(tensors[0])
+    if isinstance(dataset, DataLoader):
+        raise TaskError("data() returned a DataLoader; return its data set: the job says how to batch it")
+    if isinstance(dataset, IterableDataset):
+        return None
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise TaskError(
+            f"a {type(dataset).__name__} is no data set: data() must return tuples of tensors or "
+            "torch Datasets"
+        ) from error
+
+
+def training_batches(
+    dataset: Any,
+    *,
+    batch_size: int,
+    generator: torch.Generator,
+    epochs: int = 1,
+    steps: int | None = None,
+    device: torch.device | None = None,
+) -> Iterator[Batch]:
+    """Shuffled batches of so many epochs, or exactly `steps` batches over as many epochs as that takes.
+
+    Each epoch's order is one `torch.randperm` of `generator`. Raises NoExamples for an empty data
+    set, TaskError for an iterable one when `steps` is not set.
+    """
+    examples = count_examples(dataset)
+    if examples is None:
+        if steps is None:
+            raise TaskError(
+                f"{type(dataset).__name__} can only be iterated, so an epoch has no stated length: set "
+                "[algorithm] steps in the job, or return a map-style data set"
+            )
+        return _streamed(dataset, batch_size, steps, device)
+    if examples == 0:
+        raise NoExamples("the training data set is empty: there are zero examples to learn from")
+    return _shuffled(dataset, examples, batch_size, generator, epochs, steps, device)
+
+
+def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None = None) -> Iterator[Batch]:
+    """The data set once, in its own order; nothing for an empty one or None."""
+    examples = count_examples(dataset)
+    if examples is None:
+        yield from _numbered(DataLoader(dataset, batch_size=batch_size), 1, device)
+    elif examples:
+        yield from _epoch(dataset, torch.arange(examples), 1, batch_size, device)
+
+
+def _shuffled(
+    dataset: Any,
+    examples: int,
+    batch_size: int,
+    generator: torch.Generator,
+    epochs: int,
+    steps: int | None,
+    device: torch.device | None,
+) -> Iterator[Batch]:
+    left = steps if steps is not None else epochs * -(-examples // batch_size)
+    epoch = 0
+    while left > 0:
+        epoch += 1
+        order = torch.randperm(examples, generator=generator)
+        if left * batch_size < examples:
+            order = order[: left * batch_size]
+        yield from _epoch(dataset, order, epoch, batch_size, device)
+        left -= -(-len(order) // batch_size)
+
+
+def _epoch(
+    dataset: Any, order: Tensor, epoch: int, batch_size: int, device: torch.device | None
+) -> Iterator[Batch]:
+    tensors = as_tensors(dataset)
+    if tensors is None:
+        rows = [part.tolist() for part in torch.split(order, batch_size)]
+        # The loader would otherwise draw its base seed from the global generator.
+        loader = DataLoader(dataset, batch_sampler=rows, generator=torch.Generator())
+        yield from _numbered(loader, epoch, device)
+        return
+    if sum(tensor.nbytes for tensor in tensors) <= _COPY_LIMIT_BYTES:
+        copies = [_moved(tensor.index_select(0, order), device) for tensor in tensors]
+        for parts in zip(*(torch.split(copy, batch_size) for copy in copies), strict=True):
+            yield Batch(epoch, len(parts[0]), parts)
+    else:
+        for places in torch.split(order, batch_size):
+            parts = tuple(_moved(tensor.index_select(0, places), device) for tensor in tensors)
+            yield Batch(epoch, len(places), parts)
+
+
+def _streamed(dataset: Any, batch_size: int, steps: int, device: torch.device | None) -> Iterator[Batch]:
+    done = epoch = 0
+    while done < steps:
+        epoch += 1
+        before = done
+        for batch in _numbered(DataLoader(dataset, batch_size=batch_size), epoch, device):
+            yield batch
+            done += 1
+            if done == steps:
+                return
+        if done == before:
+            raise NoExamples(f"the training stream {type(dataset).__name__} gave no example")
+
+
+def _numbered(loader: DataLoader[Any], epoch: int, device: torch.device | None) -> Iterator[Batch]:
+    for data in loader:
+        yield Batch(epoch, _size(data), _moved(data, device))
+
+
+def _size(data: Any) -> int:
+    """Examples in a collated batch: the length of the first tensor in it."""
+    if isinstance(data, Tensor):
+        return len(data) if data.dim() else 1
+    parts = list(data.values()) if isinstance(data, dict) else data
+    return _size(parts[0]) if isinstance(parts, (tuple, list)) and parts else 1
+
+
+def _moved(data: Any, device: torch.device | None) -> Any:
+    if device is None or device.type == "cpu":
+        return data
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: _moved(value, device) for key, value in data.items()}
+    if isinstance(data, (tuple, list)):
+        return type(data)(_moved(value, device) for value in data)
+    return data

@@ -1,0 +1,31 @@
+"""Metrics as named (sum, count): sums of batches, and of silos, add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roundtable.core.errors import TaskError
+
+Metrics = dict[str, tuple[float, int]]
+
+
+def add(sums: Metrics, more: Mapping[str, tuple[float, int]]) -> None:
+    """Adds `more` into `sums`."""
+    for name, (value, count) in more.items():
+        old = sums.get(name, (0.0, 0))
+        sums[name] = (old[0] + value, old[1] + count)
+
+
+def checked(metrics: Any, task: object, reserved: str | None = None) -> Metrics:
+    """What a task reported, as plain numbers; TaskError for any other form or for the name `reserved`."""
+    try:
+        numbers = {str(name): (float(total), int(count)) for name, (total, count) in metrics.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise TaskError(
+            f"the metrics of {type(task).__name__} must be {{name: (sum, count)}}, for example "
+            f"{{'accuracy': (correct, total)}}: {error}"
+        ) from error
+    if reserved in numbers:
+        raise TaskError(f"{type(task).__name__}.metrics() may not use the name {reserved!r}: it is the loss")
+    return numbers

@@ -1,0 +1,389 @@
+"""Local training against loops written out independently."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from roundtable.client import NoExamples, evaluate, split_data, train
+from roundtable.core import (
+    ArrayTask,
+    JobConfig,
+    Layout,
+    LayoutRules,
+    Site,
+    Task,
+    initial_state,
+    torch_generator,
+)
+from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
+
+
+class Linear(Task):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def data(self, site: Site) -> object:
+        return toy_data(10), toy_data(7, seed=1)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        x, y = batch
+        return {"accuracy": ((model(x).argmax(1) == y).sum(), len(y))}
+
+
+class Normed(Linear):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def toy_data(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(count, 4, generator=generator),
+        torch.randint(0, 3, (count,), generator=generator),
+    )
+
+
+def job_of(**algorithm: object) -> JobConfig:
+    return JobConfig.model_validate({"task": "toy", "seed": 5, "algorithm": {"batch_size": 4, **algorithm}})
+
+
+def setting(task: Task, rules: LayoutRules | None = None) -> tuple[nn.Module, Layout, Tensor]:
+    model = initial_state(task, 5)
+    assert isinstance(model, nn.Module)
+    layout = Layout.of(model, rules)
+    return model, layout, layout.flatten(model).clone()
+
+
+def plain_loop(task: Task, job: JobConfig, data: tuple[Tensor, Tensor], round: int, client: str) -> nn.Module:
+    """Algorithm 1 of McMahan et al. with torch's own optimizer and a term for FedProx."""
+    table = job.algorithm
+    model = initial_state(task, job.seed)
+    assert isinstance(model, nn.Module)
+    anchor = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=table.learning_rate * table.learning_rate_decay ** (round - 1),
+        momentum=table.momentum,
+        weight_decay=table.weight_decay,
+    )
+    order = torch_generator(job.seed, round, client, "batches")
+    for _ in range(table.epochs):
+        permutation = torch.randperm(len(data[0]), generator=order)
+        for start in range(0, len(permutation), table.batch_size):
+            rows = permutation[start : start + table.batch_size]
+            optimizer.zero_grad()
+            loss = task.loss(model, (data[0][rows], data[1][rows]))
+            for weight, origin in zip(model.parameters(), anchor, strict=True):
+                loss = loss + table.mu / 2 * ((weight - origin) ** 2).sum()
+            loss.backward()
+            if table.max_gradient_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), table.max_gradient_norm)
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"epochs": 3, "momentum": 0.9},
+        {"epochs": 2, "weight_decay": 0.1, "momentum": 0.5},
+        {"learning_rate_decay": 0.5},
+        {"epochs": 2, "max_gradient_norm": 0.1},
+        {"name": "fedprox", "mu": 0.7, "epochs": 3, "learning_rate": 0.3},
+    ],
+)
+def test_equals_a_plain_loop(algorithm: dict[str, object]) -> None:
+    task, job = Linear(), job_of(**algorithm)
+    model, layout, vector = setting(task)
+    update = train(task, model, toy_data(10), job, layout, vector, round=3, client="a")
+    expected = layout.flatten(plain_loop(task, job, toy_data(10), 3, "a")) - vector
+    if "mu" in algorithm:
+        torch.testing.assert_close(update.delta, expected)
+    else:
+        assert torch.equal(update.delta, expected)
+    assert update.examples == 10
+    assert update.steps == 3 * job.algorithm.epochs
+
+
+def test_the_proximal_term_has_its_closed_form() -> None:
+    """On the loss c·w a step of FedProx is w ← w − η(c + μ(w − w₀)), a geometric series."""
+
+    class Slope(Task):
+        def model(self) -> nn.Module:
+            return nn.Linear(1, 1, bias=False)
+
+        def loss(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+            return 2.0 * model(batch[0]).mean()
+
+    rate, mu, steps = 0.1, 0.5, 7
+    model, layout, vector = setting(Slope())
+    job = job_of(name="fedprox", mu=mu, learning_rate=rate, steps=steps)
+    update = train(Slope(), model, (torch.ones(4, 1),), job, layout, vector, round=1, client="a")
+    expected = -2.0 / mu * (1 - (1 - rate * mu) ** steps)
+    assert update.delta.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_same_call_same_bits_and_no_trace_in_global_generators() -> None:
+    task, job = Normed(), job_of(epochs=2)
+    model, layout, vector = setting(task)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())
+    first = train(task, model, toy_data(10), job, layout, vector, round=1, client="a")
+    other = train(task, model, toy_data(10), job, layout, vector, round=1, client="b")
+    again = train(task, model, toy_data(10), job, layout, vector, round=1, client="a")
+    assert torch.equal(first.delta, again.delta)
+    assert first.loss == again.loss
+    assert not torch.equal(first.delta, other.delta)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])
+    assert before[2] == random.getstate()
+
+
+def test_batch_statistics_are_averaged_and_the_counter_stays() -> None:
+    task = Normed()
+    model, layout, vector = setting(task)
+    update = train(task, model, toy_data(12), job_of(), layout, vector, round=1, client="a")
+    state = layout.unflatten(update.delta)
+    assert state["1.running_mean"].abs().sum() > 0
+    assert update.local == {"1.num_batches_tracked": torch.tensor(3)}
+    assert model.state_dict()["1.num_batches_tracked"] == 0
+    later = train(
+        task, model, toy_data(12), job_of(), layout, vector, round=2, client="a", local=update.local
+    )
+    assert later.local["1.num_batches_tracked"] == 6
+
+
+def test_local_tensors_go_in_and_come_out() -> None:
+    task = Linear()
+    model, layout, vector = setting(task, LayoutRules(local=("2.*",)))
+    mine = {"2.weight": torch.full((3, 8), 0.25), "2.bias": torch.ones(3)}
+    job = job_of(learning_rate=0.1)
+    update = train(task, model, toy_data(10), job, layout, vector, round=1, client="a", local=mine)
+    assert layout.size == 4 * 8 + 8
+    assert set(update.local) == set(mine)
+    assert not torch.equal(update.local["2.bias"], mine["2.bias"])
+    assert torch.equal(mine["2.bias"], torch.ones(3))
+    untouched = initial_state(task, 5)
+    assert isinstance(untouched, nn.Module)
+    assert torch.equal(model.state_dict()["2.bias"], untouched.state_dict()["2.bias"])
+    with_mine = evaluate(task, model, toy_data(7), layout, vector, local=mine)
+    assert with_mine != evaluate(task, model, toy_data(7), layout, vector)
+
+
+def test_low_precision_weights_do_not_pull_the_global_vector_to_their_grid() -> None:
+    class Half(Linear):
+        def model(self) -> nn.Module:
+            return super().model().to(torch.bfloat16)
+
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(model(batch[0].bfloat16()), batch[1])
+
+    model, layout, vector = setting(Half())
+    vector = vector + 1e-5
+    job = job_of(learning_rate=1e-30)
+    update = train(Half(), model, toy_data(4), job, layout, vector, round=1, client="a")
+    assert torch.equal(update.delta, torch.zeros(layout.size))
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, data: tuple[Tensor, Tensor]) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.data[0][index], self.data[1][index]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, data: tuple[Tensor, Tensor]) -> None:
+        self.data = data
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(zip(*self.data, strict=True))
+
+
+def test_every_kind_of_data_set_gives_the_same_bits() -> None:
+    task, data = Linear(), toy_data(10)
+    model, layout, vector = setting(task)
+    forms = [data, TensorDataset(*data), Rows(data), tuple(part.numpy() for part in data)]
+    updates = [
+        train(task, model, form, job_of(epochs=2), layout, vector, round=1, client="a") for form in forms
+    ]
+    tests = [evaluate(task, model, form, layout, vector, batch_size=3) for form in forms]
+    assert all(torch.equal(update.delta, updates[0].delta) for update in updates)
+    assert all(test == tests[0] for test in tests)
+
+
+def test_large_tensors_are_gathered_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Linear()
+    model, layout, vector = setting(task)
+    usual = train(task, model, toy_data(10), job_of(), layout, vector, round=1, client="a")
+    monkeypatch.setattr("roundtable.client.batches._COPY_LIMIT_BYTES", 0)
+    sparing = train(task, model, toy_data(10), job_of(), layout, vector, round=1, client="a")
+    assert torch.equal(usual.delta, sparing.delta)
+
+
+@pytest.mark.parametrize("form", ["tuple", "stream"])
+def test_steps_count_batches_over_epochs(form: str) -> None:
+    task, data = Linear(), toy_data(10)
+    model, layout, vector = setting(task)
+    seen: list[tuple[int, int]] = []
+    dataset = data if form == "tuple" else Stream(data)
+    job = job_of(steps=7)
+    update = train(
+        task,
+        model,
+        dataset,
+        job,
+        layout,
+        vector,
+        round=1,
+        client="a",
+        progress=lambda done, total, loss: seen.append((done, total)),
+    )
+    assert update.steps == 7
+    assert seen[-1] == (4 + 4 + 2 + 4 + 4 + 2 + 4, 28)
+
+
+def test_a_stream_without_steps_is_refused() -> None:
+    model, layout, vector = setting(Linear())
+    with pytest.raises(TaskError, match=r"\[algorithm\] steps"):
+        train(Linear(), model, Stream(toy_data(3)), job_of(), layout, vector, round=1, client="a")
+
+
+@pytest.mark.parametrize("empty", [toy_data(0), Rows(toy_data(0)), None])
+def test_zero_examples_are_refused(empty: object) -> None:
+    model, layout, vector = setting(Linear())
+    with pytest.raises(NoExamples, match="zero examples"):
+        train(Linear(), model, empty, job_of(), layout, vector, round=1, client="a")
+    assert evaluate(Linear(), model, empty, layout, vector) == {}
+
+
+@pytest.mark.parametrize(
+    "wrong", [(toy_data(3), toy_data(3)), ("a", "b"), toy_data(3)[:1] + toy_data(4)[1:], 5]
+)
+def test_what_is_no_data_set_is_named(wrong: object) -> None:
+    model, layout, vector = setting(Linear())
+    with pytest.raises(TaskError, match="data set|equal lengths"):
+        train(Linear(), model, wrong, job_of(), layout, vector, round=1, client="a")
+
+
+def test_a_loss_that_is_not_finite_names_step_and_epoch() -> None:
+    model, layout, vector = setting(Linear())
+    data = toy_data(10)
+    data[0][5, 0] = float("nan")
+    with pytest.raises(InvalidUpdate, match=r"loss is nan at step \d+, epoch 1 of round 4") as caught:
+        train(Linear(), model, data, job_of(epochs=30), layout, vector, round=4, client="a")
+    assert caught.value.reason == "non_finite"
+    healthy = train(Linear(), model, toy_data(10), job_of(), layout, vector, round=4, client="a")
+    assert torch.isfinite(healthy.delta).all()
+
+
+def test_weights_that_overflow_in_the_last_step_are_caught() -> None:
+    model, layout, vector = setting(Linear())
+    job = job_of(learning_rate=1e38, steps=1)
+    data = (toy_data(4)[0] * 1e3, toy_data(4)[1])
+    with pytest.raises(InvalidUpdate, match="not finite"):
+        train(Linear(), model, data, job, layout, vector, round=1, client="a")
+
+
+def test_a_loss_that_is_no_scalar_is_named() -> None:
+    class Vectorial(Linear):
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    model, layout, vector = setting(Vectorial())
+    with pytest.raises(TaskError, match=r"scalar tensor, not \[4\]"):
+        train(Vectorial(), model, toy_data(4), job_of(), layout, vector, round=1, client="a")
+
+
+def test_evaluation_sums_over_batches_in_evaluation_mode() -> None:
+    task = Normed()
+    model, layout, vector = setting(task)
+    data = toy_data(7)
+    found = evaluate(task, model, data, layout, vector, batch_size=3)
+    reference = initial_state(task, 5)
+    assert isinstance(reference, nn.Module)
+    reference.eval()
+    with torch.no_grad():
+        logits = reference(data[0])
+    assert found["accuracy"] == (float((logits.argmax(1) == data[1]).sum()), 7)
+    assert found["loss"][0] / 7 == pytest.approx(F.cross_entropy(logits, data[1]).item(), rel=1e-5)
+    assert found["loss"][1] == 7
+
+
+def test_a_model_of_another_layout_is_refused() -> None:
+    _, layout, vector = setting(Linear())
+    with pytest.raises(LayoutError, match="differ from the layout"):
+        train(Linear(), nn.Linear(4, 3), toy_data(4), job_of(), layout, vector, round=1, client="a")
+
+
+def test_the_tasks_own_optimizer_is_used_and_decays() -> None:
+    class Adam(Linear):
+        def optimizer(self, parameters):  # type: ignore[no-untyped-def]
+            return torch.optim.Adam(parameters, lr=0.01)
+
+    model, layout, vector = setting(Adam())
+    job = job_of(learning_rate_decay=0.5, epochs=1, batch_size=10)
+    update = train(Adam(), model, toy_data(10), job, layout, vector, round=2, client="a")
+    assert update.delta.abs().max().item() == pytest.approx(0.005, rel=1e-3)
+
+
+class Mean(ArrayTask):
+    """The weighted mean of the data: one step to the optimum."""
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {"mean": np.zeros(2), "seen": np.zeros((), dtype=np.int64)}
+
+    def data(self, site: Site) -> np.ndarray:
+        return np.array([[1.0, 2.0], [3.0, 4.0]])
+
+    def fit(self, weights, data, options):  # type: ignore[no-untyped-def]
+        assert options["learning_rate"] == 0.01
+        weights["mean"][:] = data.mean(0)
+        return {**weights, "seen": weights["seen"] + len(data)}, len(data), {"loss": 0.5}
+
+    def evaluate(self, weights, data):  # type: ignore[no-untyped-def]
+        return {"distance": (float(np.abs(data - weights["mean"]).sum()), len(data))}
+
+
+def test_array_tasks_go_through_the_same_two_functions() -> None:
+    task = Mean()
+    state = initial_state(task, 5)
+    layout = Layout.of(state)
+    vector = layout.flatten(state)
+    data, test = split_data(task, Site("a"))
+    update = train(task, state, data, job_of(), layout, vector, round=1, client="a")
+    assert torch.equal(update.delta, torch.tensor([2.0, 3.0]))
+    assert (update.examples, update.loss, update.metrics) == (2, 0.5, {"loss": (1.0, 2)})
+    assert update.local == {"seen": torch.tensor(2)}
+    again = train(task, state, data, job_of(), layout, vector, round=2, client="a", local=update.local)
+    assert again.local == {"seen": torch.tensor(4)}
+    assert evaluate(task, state, test, layout, vector + update.delta) == {"distance": (4.0, 2)}
+
+
+def test_an_array_task_that_reports_nothing_is_refused() -> None:
+    class Idle(Mean):
+        def fit(self, weights, data, options):  # type: ignore[no-untyped-def]
+            return weights, 0, {}
+
+    state = initial_state(Idle(), 5)
+    layout = Layout.of(state)
+    with pytest.raises(NoExamples, match="zero examples"):
+        train(Idle(), state, None, job_of(), layout, layout.flatten(state), round=1, client="a")
