@@ -10,7 +10,7 @@ import socket
 import ssl
 from pathlib import Path
 
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, UnavailableError
 from roundtable.core.identity import CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY
 
 _EXPIRED = 10
@@ -29,53 +29,59 @@ def split_address(address: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def diagnose_connection(address: str, credentials: Path, timeout: float = 5.0) -> str:
-    """One sentence about what is wrong and what to do; "" if the handshake succeeds.
+def check_connection(address: str, credentials: Path, timeout: float = 5.0) -> None:
+    """Makes one TLS handshake with the coordinator; its failure is one sentence with the remedy.
 
-    `credentials` is a folder that `load_credentials` has accepted. Makes one TCP connection, which
-    takes at most about twice `timeout` seconds.
+    `credentials` is a folder that `load_credentials` has accepted. Raises UnavailableError if nobody
+    answers within about `timeout` seconds, ProtocolError if no TLS is spoken there, and IdentityError
+    if either side does not accept the other's certificate.
     """
     host, port = split_address(address)
     try:
         with socket.create_connection((host, port), timeout) as raw:
-            return _handshake(raw, host, address, credentials)
+            raw.settimeout(timeout)
+            _handshake(raw, host, address, credentials)
     except socket.gaierror as error:
-        return f"the host name {host!r} cannot be resolved ({error.strerror}); check its spelling and the DNS"
-    except ConnectionRefusedError:
-        return f"nothing listens at {address}; start the coordinator (`roundtable server`), or check the port"
-    except TimeoutError:
-        return f"{address} does not answer within {timeout:g} s; a firewall may be in the way"
+        raise UnavailableError(
+            f"the host name {host!r} cannot be resolved ({error.strerror}); check its spelling and the DNS"
+        ) from error
+    except ConnectionRefusedError as error:
+        raise UnavailableError(
+            f"nothing listens at {address}; start the coordinator (`roundtable server`), or check the port"
+        ) from error
+    except TimeoutError as error:
+        raise UnavailableError(
+            f"{address} does not answer within {timeout:g} s; a firewall may be in the way"
+        ) from error
     except OSError as error:
-        return f"{address} cannot be reached: {error.strerror or error}"
+        raise UnavailableError(f"{address} cannot be reached: {error.strerror or error}") from error
 
 
-def _handshake(raw: socket.socket, host: str, address: str, credentials: Path) -> str:
+def _handshake(raw: socket.socket, host: str, address: str, credentials: Path) -> None:
     context = ssl.create_default_context(cafile=str(credentials / CA_CERTIFICATE))
     context.load_cert_chain(credentials / NODE_CERTIFICATE, credentials / NODE_KEY)
     context.set_alpn_protocols(["h2"])
+    welcomed = False
     try:
         with context.wrap_socket(raw, server_hostname=host) as connection:
             # The server judges our certificate after our side of the handshake is over.
             welcomed = bool(connection.recv(1))
     except ssl.SSLCertVerificationError as error:
-        return _describe(error, host, address, credentials)
+        raise IdentityError(_describe(error, host, address, credentials)) from error
     except ssl.SSLError as error:
-        if "ALERT" in (error.reason or ""):
-            welcomed = False
-        else:
-            return (
+        if "ALERT" not in (error.reason or ""):
+            raise ProtocolError(
                 f"{address} does not speak TLS ({error.reason}); "
                 "check that the port is the coordinator's and no proxy stands between"
-            )
+            ) from error
     except ConnectionResetError:
-        welcomed = False
-    if welcomed:
-        return ""
-    shown = credentials / NODE_CERTIFICATE
-    return (
-        f"the coordinator at {address} closed the connection: it does not accept {shown}; "
-        "it must be issued by the coordinator's own authority and not be expired by the coordinator's clock"
-    )
+        pass
+    if not welcomed:
+        shown = credentials / NODE_CERTIFICATE
+        raise IdentityError(
+            f"the coordinator at {address} closed the connection: it does not accept {shown}; "
+            "it must come from the coordinator's own authority and be valid by the coordinator's clock"
+        )
 
 
 def _describe(error: ssl.SSLCertVerificationError, host: str, address: str, credentials: Path) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from roundtable.core.errors import ConfigError
-from roundtable.core.handshake import diagnose_connection, split_address
+from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, UnavailableError
+from roundtable.core.handshake import check_connection, split_address
 from roundtable.core.identity import create_ca, issue
 
 
@@ -47,55 +47,56 @@ def operator(ca: Path, tmp_path: Path) -> Path:
 
 def test_nothing_to_say_when_it_works(ca: Path, operator: Path, tmp_path: Path) -> None:
     with serving(issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"])) as port:
-        assert diagnose_connection(f"localhost:{port}", operator) == ""
+        check_connection(f"localhost:{port}", operator)
 
 
 def test_another_name(ca: Path, operator: Path, tmp_path: Path) -> None:
-    with serving(issue(ca, "hub", "coordinator", tmp_path / "hub", ["hub.example"])) as port:
-        said = diagnose_connection(f"localhost:{port}", operator)
-    assert "is not for the name 'localhost'" in said
-    assert "--host localhost" in said
+    hub = issue(ca, "hub", "coordinator", tmp_path / "hub", ["hub.example"])
+    refusal = pytest.raises(IdentityError, match=r"is not for the name 'localhost'.*--host localhost")
+    with serving(hub) as port, refusal:
+        check_connection(f"localhost:{port}", operator)
 
 
 def test_expired_server(ca: Path, operator: Path, tmp_path: Path) -> None:
     start = datetime.now(UTC) - timedelta(days=9)
-    with serving(
-        issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"], days=1, start=start)
-    ) as port:
-        assert "has expired" in diagnose_connection(f"localhost:{port}", operator)
+    hub = issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"], days=1, start=start)
+    with serving(hub) as port, pytest.raises(IdentityError, match="has expired"):
+        check_connection(f"localhost:{port}", operator)
 
 
 def test_another_authority(operator: Path, tmp_path: Path) -> None:
     create_ca(tmp_path / "other")
     hub = issue(tmp_path / "other", "hub", "coordinator", tmp_path / "hub", ["localhost"])
-    with serving(hub) as port:
-        assert "is from another authority" in diagnose_connection(f"localhost:{port}", operator)
+    with serving(hub) as port, pytest.raises(IdentityError, match="is from another authority"):
+        check_connection(f"localhost:{port}", operator)
 
 
 def test_a_client_that_the_server_does_not_accept(ca: Path, tmp_path: Path) -> None:
     create_ca(tmp_path / "other")
     stranger = issue(tmp_path / "other", "eve", "operator", tmp_path / "eve")
     shutil.copy(ca / "ca.crt", stranger / "ca.crt")
-    with serving(issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"])) as port:
-        said = diagnose_connection(f"localhost:{port}", stranger)
-    assert "does not accept" in said
-    assert "eve/node.crt" in said
+    hub = issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"])
+    with serving(hub) as port, pytest.raises(IdentityError, match=r"does not accept .*eve/node\.crt"):
+        check_connection(f"localhost:{port}", stranger)
 
 
 def test_nobody_there_and_no_tls(operator: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert f"nothing listens at {address}" in diagnose_connection(address, operator)
+        with pytest.raises(UnavailableError, match=f"nothing listens at {address}"):
+            check_connection(address, operator)
     plain = grpc.server(ThreadPoolExecutor(1))
     port = plain.add_insecure_port("127.0.0.1:0")
     plain.start()
-    assert "does not speak TLS" in diagnose_connection(f"127.0.0.1:{port}", operator)
+    with pytest.raises(ProtocolError, match="does not speak TLS"):
+        check_connection(f"127.0.0.1:{port}", operator)
     plain.stop(None).wait()
 
 
 def test_a_host_without_address(operator: Path) -> None:
-    assert "cannot be resolved" in diagnose_connection("no-such-host.invalid:7443", operator)
+    with pytest.raises(UnavailableError, match="cannot be resolved"):
+        check_connection("no-such-host.invalid:7443", operator)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":7443", "host:port", "host:0", "host:70000"])
