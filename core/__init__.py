@@ -1,12 +1,34 @@
-"""What everything else stands on: the flat vector, the task, the job, errors and seeds."""
+"""What everything else stands on: the flat vector, the task, the job, errors and seeds.
 
-from roundtable.core.config import JobConfig, job_from_json, load_job, parse_job
-from roundtable.core.encodings import ENCODINGS, Encoding, get_encoding
-from roundtable.core.errors import RoundtableError, SiteFailure
-from roundtable.core.layout import Layout, LayoutRules, TensorSpec
-from roundtable.core.models import Model, model_digest, open_model, save_model
-from roundtable.core.seeds import derive_seed, numpy_generator, torch_generator
-from roundtable.core.task import ArrayTask, Site, Task, initial_state, load_task
+Names are loaded when they are first used: who needs an error or a certificate does not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roundtable.core.config import JobConfig, job_from_json, load_job, parse_job
+    from roundtable.core.encodings import ENCODINGS, Encoding, get_encoding
+    from roundtable.core.errors import RoundtableError, SiteFailure
+    from roundtable.core.initial import initial_model
+    from roundtable.core.layout import Layout, LayoutRules, TensorSpec
+    from roundtable.core.models import Model, model_digest, open_model, save_model
+    from roundtable.core.seeds import derive_seed, numpy_generator, torch_generator
+    from roundtable.core.task import ArrayTask, Site, Task, initial_state, load_task
+
+_HOMES = {
+    "config": ("JobConfig", "job_from_json", "load_job", "parse_job"),
+    "encodings": ("ENCODINGS", "Encoding", "get_encoding"),
+    "errors": ("RoundtableError", "SiteFailure"),
+    "initial": ("initial_model",),
+    "layout": ("Layout", "LayoutRules", "TensorSpec"),
+    "models": ("Model", "model_digest", "open_model", "save_model"),
+    "seeds": ("derive_seed", "numpy_generator", "torch_generator"),
+    "task": ("ArrayTask", "Site", "Task", "initial_state", "load_task"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ENCODINGS",
@@ -23,6 +45,7 @@ __all__ = [
     "TensorSpec",
     "derive_seed",
     "get_encoding",
+    "initial_model",
     "initial_state",
     "job_from_json",
     "load_job",
@@ -34,3 +57,11 @@ __all__ = [
     "save_model",
     "torch_generator",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
