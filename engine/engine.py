@@ -106,7 +106,7 @@ class RoundEngine:
                 attempt.settled = False
                 self._try_select(now)
             case m.TRAIN | m.EVALUATE:
-                attempt.deadline = max(attempt.deadline or now, now + self.job.cohort.grace)
+                attempt.deadline = max(attempt.deadline or 0.0, now + self.job.cohort.grace)
                 self._out.append(m.SetTimer(self._timer("deadline"), attempt.deadline))
                 self._instruct(attempt.awaited, now)
             case m.AGGREGATE:
@@ -233,7 +233,7 @@ class RoundEngine:
         assert attempt.record is not None
         self.state.history.append(attempt.record)
         self._note("round_committed", f"round {attempt.round} is committed")
-        reason = stop_reason(self.job.stop, self.state.history, now - (self.state.started or now))
+        reason = stop_reason(self.job.stop, self.state.history, now - self._started)
         if reason is not None:
             self._finish("finished", reason)
         else:
@@ -484,6 +484,11 @@ class RoundEngine:
         record = self._record(name)
         if record.state != state or record.note != note:
             record.state, record.since, record.note = state, now, note
+
+    @property
+    def _started(self) -> float:
+        assert self.state.started is not None
+        return self.state.started
 
     def _attempt(self) -> Attempt:
         assert self.state.attempt is not None

@@ -12,7 +12,15 @@ from typing import Any
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
 from roundtable.core.config import AggregationTable, CohortTable, JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.privacy import AdaptiveClip, CentralDP, Charge, PrivacyConfig, accountant_for, solve_noise
+from roundtable.privacy import (
+    AdaptiveClip,
+    CentralDP,
+    Charge,
+    PrivacyConfig,
+    accountant_for,
+    check_delta,
+    solve_noise,
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,7 @@ def _central(
     assert privacy.clip_norm is not None
     assert privacy.delta is not None
     population = privacy.population or population
+    check_delta(privacy.delta, population)
     cohort = _expected_cohort(job.cohort, population)
     sampling = accountant_for(job.cohort.strategy, population, max(1, round(cohort)))
     adaptive = _adaptive(privacy, cohort)

@@ -1,0 +1,225 @@
+"""From updates to the next model: against the arithmetic written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundtable.aggregation import TensorMatrix
+from roundtable.core import open_model, parse_job, save_model
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AggregationError, ConfigError, PrivacyError
+from roundtable.engine import Combined, Plan, ServerState, combine, initial_server_state, make_plan
+from roundtable.engine.messages import Update
+from roundtable.privacy import SecureNoise, SeededNoise, compose
+
+
+def job(text: str = "") -> JobConfig:
+    return parse_job('task = "t"\n' + text)
+
+
+def updates(*examples: int) -> list[Update]:
+    return [Update(f"silo-{i}", f"d{i}", n, loss=1.0) for i, n in enumerate(examples)]
+
+
+def run(plan: Plan, rows: torch.Tensor, model: torch.Tensor, state: ServerState, number: int) -> Combined:
+    return combine(plan, TensorMatrix(rows), updates(*[1] * len(rows)), model, state, round=number, seed=3)
+
+
+def test_fedavg_is_the_mean_weighted_by_examples() -> None:
+    plan = make_plan(job(), population=3)
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [4.0, 4.0]])
+    model = torch.tensor([10.0, 20.0])
+    result = combine(
+        plan, TensorMatrix(rows), updates(1, 1, 2), model, initial_server_state(plan, 2), round=1, seed=0
+    )
+    assert result.vector.tolist() == [10 + 9 / 4, 20 + 9 / 4]
+    assert model.tolist() == [10.0, 20.0]
+    assert result.weights == {"silo-0": 0.25, "silo-1": 0.25, "silo-2": 0.5}
+
+
+def test_a_broken_update_is_left_out_and_named() -> None:
+    plan = make_plan(job(), population=2)
+    rows = torch.tensor([[1.0], [float("nan")]])
+    result = run(plan, rows, torch.zeros(1), initial_server_state(plan, 1), 1)
+    assert result.vector.tolist() == [1.0]
+    assert list(result.excluded) == ["silo-1"]
+
+
+def test_a_model_that_overflows_is_refused() -> None:
+    plan = make_plan(job(), population=1)
+    big = torch.tensor([3e38])
+    with pytest.raises(AggregationError, match="new model is not finite"):
+        run(plan, big[None], big, initial_server_state(plan, 1), 1)
+
+
+@pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedlion"])
+def test_the_server_state_survives_a_restart_to_the_bit(name: str, tmp_path: Path) -> None:
+    plan = make_plan(
+        job(f'[aggregation.server_optimizer]\nname = "{name}"\nschedule = {{ kind = "cosine", rounds = 9 }}'),
+        3,
+    )
+    generator = torch.Generator().manual_seed(1)
+    rounds = [torch.randn(3, 7, generator=generator) for _ in range(4)]
+
+    def play(restart: bool) -> torch.Tensor:
+        model, state = torch.ones(7), initial_server_state(plan, 7)
+        for number, rows in enumerate(rounds, start=1):
+            result = run(plan, rows, model, state, number)
+            model, state = result.vector, result.state
+            if restart:
+                save_model(tmp_path / "state", state.to_model())
+                state = ServerState.from_model(open_model(tmp_path / "state"))
+        return model
+
+    assert torch.equal(play(restart=True), play(restart=False))
+
+
+def test_centred_clipping_starts_from_the_last_aggregate() -> None:
+    plan = make_plan(job('[aggregation]\nrule = "centred_clipping"\nparameters = { tau = 1.0 }'), 3)
+    rows = torch.full((3, 1), 10.0)
+    first = run(plan, rows, torch.zeros(1), initial_server_state(plan, 1), 1)
+    second = run(plan, rows, torch.zeros(1), first.state, 2)
+    assert second.vector.item() > first.vector.item()
+
+
+PRIVATE = """
+rounds = 50
+[cohort]
+strategy = "{strategy}"
+{cohort}
+[aggregation]
+weighting = "uniform"
+[evaluation]
+every = 0
+[privacy]
+level = "client"
+clip_norm = 2.0
+delta = 1e-5
+{noise}
+"""
+
+
+def private(strategy: str = "poisson", noise: str = "epsilon = 4.0", cohort: str = "") -> JobConfig:
+    cohort = cohort or ("probability = 0.1" if strategy == "poisson" else "size = 100")
+    return job(PRIVATE.format(strategy=strategy, noise=noise, cohort=cohort).removeprefix("\n"))
+
+
+@pytest.mark.parametrize("strategy", ["poisson", "uniform", "round_robin"])
+def test_solved_noise_spends_the_budget_and_no_more(strategy: str) -> None:
+    central = make_plan(private(strategy), population=1000).central
+    assert central is not None
+    accountant = "rdp" if strategy == "uniform" else "pld"
+    spent = compose([central.charge.repeated(50)], 1e-5, accountant)
+    assert 3.98 < spent <= 4.0
+    # Under replacement of one silo the sum moves by 2C: the charge states half of what is drawn.
+    ratio = central.mechanism.noise_multiplier / central.charge.parts[0][1]
+    assert ratio == pytest.approx(2.0 if strategy == "uniform" else 1.0)
+
+
+def test_central_noise_has_the_stated_spread_and_a_fixed_denominator() -> None:
+    plan = make_plan(private(noise="noise_multiplier = 1.5"), population=1000)
+    rows = torch.zeros(2, 40_000)
+    result = combine(
+        plan,
+        TensorMatrix(rows),
+        updates(1, 10**6),
+        torch.zeros(40_000),
+        initial_server_state(plan, 40_000),
+        round=1,
+        seed=0,
+        noise=SecureNoise(),
+    )
+    assert result.vector.std().item() == pytest.approx(1.5 * 2.0 / 100, rel=0.03)
+    assert result.charge["standard_deviation"] == pytest.approx(0.03)
+    assert result.charge["guarantee"] is True
+
+
+def test_one_silo_moves_the_private_sum_by_no_more_than_the_clip_norm() -> None:
+    plan = make_plan(private(noise="noise_multiplier = 1.0"), population=1000)
+    honest = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+
+    def outcome(row: torch.Tensor, examples: int) -> torch.Tensor:
+        rows = torch.cat([honest, row[None]])
+        counts = updates(10, 10, 10, 10, 10, examples)
+        state = initial_server_state(plan, 64)
+        return combine(
+            plan, TensorMatrix(rows), counts, torch.zeros(64), state, round=1, seed=0, noise=SeededNoise(9)
+        ).vector
+
+    absent = outcome(torch.zeros(64), 1)
+    hostile = outcome(torch.full((64,), 1e6), 2**50)
+    assert torch.linalg.vector_norm(hostile - absent).item() <= 2.0 / 100 * (1 + 1e-4)
+
+
+def test_an_empty_poisson_cohort_is_pure_noise() -> None:
+    plan = make_plan(private(noise="noise_multiplier = 1.0"), population=1000)
+    state = initial_server_state(plan, 30_000)
+    result = combine(
+        plan,
+        TensorMatrix(torch.empty(0, 30_000)),
+        [],
+        torch.zeros(30_000),
+        state,
+        round=1,
+        seed=0,
+        noise=SecureNoise(),
+    )
+    assert result.vector.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_adaptive_clipping_passes_from_round_to_round_and_is_charged() -> None:
+    plan = make_plan(private(noise='noise_multiplier = 1.0\nclipping = "adaptive"'), population=1000)
+    assert plan.central is not None
+    assert "clip_bit" in dict(plan.central.charge.parts)
+    state = initial_server_state(plan, 4)
+    assert state.clip_norm == 2.0
+    for number in range(1, 15):
+        rows = torch.full((100, 4), 1e-3)
+        state = combine(
+            plan,
+            TensorMatrix(rows),
+            updates(*[1] * 100),
+            torch.zeros(4),
+            state,
+            round=number,
+            seed=0,
+            noise=SeededNoise(number),
+        ).state
+    assert state.clip_norm is not None
+    assert state.clip_norm < 0.6, "all updates are far inside the bound, so it shrinks"
+
+
+@pytest.mark.parametrize(
+    ("replace", "by", "message"),
+    [
+        ('weighting = "uniform"', 'weighting = "examples"', "claim any weight"),
+        ('weighting = "uniform"', 'weighting = "uniform"\nrule = "median"', "another sensitivity"),
+        ("every = 0", "every = 1", "evaluation.every = 0"),
+        ("[privacy]", '[stop]\nmetric = "accuracy"\ntarget = 0.9\n[privacy]', "stop.metric"),
+        ("epsilon = 4.0", "epsilon = -1.0", "above 0"),
+        ("delta = 1e-5", "delta = 0.01", "not below"),
+        ("clip_norm = 2.0", "clip_norm = 0.0", "clip_norm"),
+    ],
+)
+def test_settings_that_break_the_guarantee_are_refused(replace: str, by: str, message: str) -> None:
+    text = PRIVATE.format(strategy="poisson", noise="epsilon = 4.0", cohort="probability = 0.1")
+    assert replace in text
+    with pytest.raises(PrivacyError, match=message):
+        make_plan(job(text.replace(replace, by).removeprefix("\n")), population=1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[aggregation]\nrule = "trimed_mean"', "trimmed_mean"),
+        ('[aggregation]\nrule = "trimmed_mean"\nparameters = { g = 1 }', "g"),
+        ("[aggregation]\npre = [{ f = 1 }]", "table with a name"),
+        ('[aggregation.server_optimizer]\nname = "fedadam"\nmomentum = 0.5', "momentum"),
+    ],
+)
+def test_aggregation_that_cannot_work_is_refused_before_the_first_round(text: str, message: str) -> None:
+    with pytest.raises((ConfigError, AggregationError), match=message):
+        make_plan(job(text), population=10)

@@ -1,0 +1,184 @@
+"""The engine under arbitrary interleavings, against a naive model that knows only the rules.
+
+The machine throws joins, losses, updates (right, late, doubled, foreign), failures, deadlines,
+pauses, cancels and restarts at one job, and compares what is committed with what the oracle allows.
+"""
+
+from __future__ import annotations
+
+from engine_driver import Driver, job
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from roundtable.engine import messages as m
+
+NAMES = ["a", "b", "c", "d", "e"]
+names = st.sampled_from(NAMES)
+ROUNDS = 3
+
+
+class RoundMachine(RuleBasedStateMachine):
+    """`accepted` is the oracle: the first valid update of each cohort member in each attempt."""
+
+    driver: Driver
+
+    @initialize(
+        size=st.sampled_from([None, 1, 2, 3]),
+        minimum=st.sampled_from([None, 1]),
+        over=st.sampled_from([1.0, 1.6]),
+        strategy=st.sampled_from(["uniform", "data_size", "reliability", "round_robin"]),
+        every=st.sampled_from([0, 1]),
+    )
+    def begin(self, size: int | None, minimum: int | None, over: float, strategy: str, every: int) -> None:
+        lines = [
+            "[cohort]",
+            f'strategy = "{strategy}"',
+            "deadline = 20",
+            "retries = 2",
+            f"over_selection = {over}",
+        ]
+        lines += [f"size = {size}"] if size else []
+        lines += [f"minimum = {minimum}"] if minimum else []
+        lines += ["[evaluation]", f"every = {every}", "deadline = 7"]
+        self.driver = Driver(job("\n".join(lines), rounds=ROUNDS), automatic=False)
+        self.accepted: dict[m.Step, dict[str, str]] = {}
+        self.cancelled = False
+        self.count = 0
+        self.driver.send(m.Start())
+
+    @property
+    def attempt(self):  # type: ignore[no-untyped-def]
+        return self.driver.engine.state.attempt
+
+    @rule(name=names)
+    def join(self, name: str) -> None:
+        self.driver.join(name)
+
+    @rule(name=names)
+    def leave(self, name: str) -> None:
+        self.driver.send(m.ClientLeft(name))
+
+    @rule(name=names, shift=st.sampled_from([0, 0, 0, 0, -1, 1]))
+    def update(self, name: str, shift: int) -> None:
+        step = m.Step(1, 1, "train")
+        if self.attempt is not None:
+            step = m.Step(self.attempt.round, self.attempt.number + shift, "train")
+        self.count += 1
+        digest = f"u{self.count}"
+        open_to = self.attempt is not None and self.attempt.phase == "train" and shift == 0
+        if open_to and name in self.attempt.awaited:
+            self.accepted.setdefault(step, {}).setdefault(name, digest)
+        self.driver.send(m.UpdateArrived(step, m.Update(name, digest, 5, 0.5)))
+
+    @rule(name=names)
+    def fail(self, name: str) -> None:
+        if self.attempt is not None and self.attempt.phase:
+            self.driver.fail(name)
+
+    @rule(name=names)
+    def evaluate(self, name: str) -> None:
+        if self.attempt is not None:
+            self.driver.send(m.Evaluated(name, self.attempt.step, {"accuracy": (1.0, 1)}))
+
+    @rule(name=names, state=st.sampled_from(["training", "uploading"]))
+    def work(self, name: str, state: m.ClientState) -> None:
+        if self.attempt is not None:
+            self.driver.send(m.WorkStarted(name, self.attempt.step, state))
+
+    @rule(seconds=st.sampled_from([1, 5, 12, 40]))
+    def wait(self, seconds: int) -> None:
+        self.driver.advance(seconds)
+
+    @rule()
+    def finish(self) -> None:
+        self.driver.finish_pending()
+
+    @precondition(lambda self: any(isinstance(a, m.Aggregate) for a in self.driver.pending))
+    @rule()
+    def aggregation_fails(self) -> None:
+        action = self.driver.pending.pop(0)
+        if isinstance(action, m.Aggregate):
+            self.driver.send(m.AggregationFailed(action.step, "no"))
+
+    @rule()
+    def stale_answers(self) -> None:
+        self.driver.send(
+            m.Aggregated(m.Step(0, 1, "aggregate"), "bad"),
+            m.Committed(99),
+            m.DeadlinePassed("deadline:0.9.train"),
+            m.Authorized(m.Step(1, 1, "authorize")),
+        )
+
+    @rule()
+    def restart(self) -> None:
+        self.driver.restart()
+
+    @rule()
+    def pause_and_resume(self) -> None:
+        self.driver.send(m.Pause("lunch"))
+        self.driver.pending.clear()
+        self.driver.send(m.Resume())
+
+    @invariant()
+    def commits_are_in_order_and_never_of_a_bad_model(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        assert [record.round for record in self.driver.records] == list(
+            range(1, len(self.driver.records) + 1)
+        )
+        assert len(self.driver.records) <= ROUNDS
+        assert all(record.model == f"model-{record.round}" for record in self.driver.records)
+
+    @invariant()
+    def what_is_combined_is_what_the_oracle_accepted(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for action in self.driver.aggregates:
+            step = m.Step(action.step.round, action.step.attempt, "train")
+            assert {u.client: u.digest for u in action.updates} == self.accepted.get(step, {})
+            assert set(self.accepted.get(step, {})) <= set(action.cohort)
+            quorum = self.driver.job.cohort.minimum or 1
+            assert len(action.updates) >= min(quorum, len(action.cohort))
+
+    @invariant()
+    def instructions_go_to_the_cohort_and_attempts_never_repeat(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        cohorts: dict[m.Step, tuple[str, ...]] = {}
+        for note in self.driver.notes:
+            if note.kind == "round_started":
+                step = m.Step(note.round, note.attempt, "train")
+                assert step not in cohorts
+                cohorts[step] = tuple(note.detail["cohort"])
+        trained = [i for i in self.driver.instructions if i.step.phase == "train"]
+        assert all(i.client in cohorts[i.step] for i in trained)
+
+    def teardown(self) -> None:
+        """Whatever happened, a healthy fleet finishes the job from here."""
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        driver.finish_pending()
+        for _ in range(60):
+            status = driver.engine.state.status
+            if status == "finished":
+                break
+            if status == "paused":
+                driver.send(m.Resume())
+            driver.join(*NAMES)
+            if self.attempt is not None and self.attempt.phase == "train":
+                for name in driver.cohort():
+                    self.update(name, 0)
+            elif self.attempt is not None and self.attempt.phase == "evaluate":
+                for name in NAMES:
+                    driver.evaluate(name)
+            driver.advance(1)
+            driver.finish_pending()
+        assert driver.engine.state.status == "finished"
+        assert len(driver.records) == ROUNDS
+        self.what_is_combined_is_what_the_oracle_accepted()
+
+
+TestRounds = RoundMachine.TestCase
+TestRounds.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

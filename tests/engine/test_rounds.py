@@ -1,0 +1,296 @@
+"""Rounds as stories: who is asked, who answers, what happens when they do not."""
+
+from __future__ import annotations
+
+import pytest
+from engine_driver import Driver, job
+
+from roundtable.core.errors import SiteFailure
+from roundtable.engine import messages as m
+
+THREE = "[cohort]\nsize = 3\ndeadline = 60\n[evaluation]\nevery = 0\n"
+
+
+def started(text: str = THREE, rounds: int = 2, clients: str = "abc") -> Driver:
+    driver = Driver(job(text, rounds))
+    driver.join(*clients)
+    driver.send(m.Start())
+    return driver
+
+
+def test_a_whole_job_in_order() -> None:
+    driver = started(rounds=2)
+    assert [i.client for i in driver.instructions] == ["a", "b", "c"]
+    assert driver.instructions[0] == m.Instruct("a", m.Step(1, 1, "train"), "model-0", 60.0)
+    for client in "cab":
+        driver.update(client)
+    assert driver.aggregates[0].updates == tuple(
+        m.Update(c, f"{c}-1-1", 10, 1.0, {"accuracy": (5.0, 10)}) for c in "abc"
+    ), "updates are combined in the order of names, not of arrival"
+    assert driver.instructions[3].model == "model-1"
+    for client in "abc":
+        driver.update(client)
+    assert [record.round for record in driver.records] == [1, 2]
+    assert driver.records[1].training == {"accuracy": (15.0, 30), "loss": (30.0, 30)}
+    assert driver.statuses[-1] == m.StatusChanged("finished", "all 2 rounds are done")
+    assert driver.engine.view().model == "model-2"
+
+
+def test_no_rounds_are_done_at_once() -> None:
+    assert started(rounds=0).statuses == [m.StatusChanged("finished", "all 0 rounds are done")]
+
+
+def test_it_waits_for_the_cohort_and_says_for_how_many() -> None:
+    driver = started(clients="a")
+    assert driver.instructions == []
+    assert driver.engine.view().waiting_for == "1 of 3 clients are available; waiting for more to connect"
+    driver.join("b")
+    assert driver.instructions == []
+    driver.join("c")
+    assert len(driver.instructions) == 3
+
+
+def test_after_the_wait_it_starts_with_the_quorum() -> None:
+    driver = started(clients="a")
+    driver.advance(31)
+    assert driver.instructions == []
+    driver.join("b")
+    assert [i.client for i in driver.instructions] == ["a", "b"]
+    driver.update("a")
+    driver.update("b")
+    assert len(driver.records) == 1
+
+
+def test_the_round_goes_on_at_the_deadline_with_a_quorum_and_names_who_was_late() -> None:
+    driver = started()
+    driver.update("a")
+    driver.update("b")
+    driver.advance(60)
+    assert driver.records[0].failures == {"c": "no update before the deadline"}
+    assert driver.records[0].contributors == ("a", "b")
+    assert driver.withdrawn == [m.Withdraw("c", m.Step(1, 1, "train"), "the round's deadline has passed")]
+    failed = next(note for note in driver.notes if note.kind == "client_failed")
+    assert (failed.client, failed.detail["kind"]) == ("c", "slow_node")
+
+
+def test_without_a_quorum_the_round_is_tried_again_and_at_last_paused() -> None:
+    driver = started(THREE.replace("deadline = 60", "deadline = 60\nretries = 1"))
+    driver.update("a")
+    driver.advance(60)
+    assert driver.step() == m.Step(1, 2, "train")
+    driver.fail("a")
+    driver.fail("b", detail="no disk")
+    assert driver.statuses[-1].status == "paused"
+    assert "a: it broke; b: no disk" in driver.statuses[-1].reason
+    assert driver.engine.view().waiting_for == ""
+    driver.send(m.Resume())
+    assert driver.step() == m.Step(1, 3, "train"), "a resumed round never reuses an attempt's number"
+    for client in "abc":
+        driver.update(client)
+    assert [record.attempt for record in driver.records] == [3]
+
+
+def test_an_attempt_that_cannot_reach_its_quorum_fails_at_once() -> None:
+    driver = started()
+    driver.fail("a")
+    assert driver.step().attempt == 1
+    driver.fail("b")
+    assert driver.step() == m.Step(1, 2, "train")
+    assert ("c", m.Step(1, 1, "train")) in [(w.client, w.step) for w in driver.withdrawn]
+
+
+def test_over_selection_takes_the_first_and_withdraws_the_rest() -> None:
+    driver = started("[cohort]\nsize = 2\nover_selection = 1.5\n[evaluation]\nevery = 0\n")
+    assert len(driver.cohort()) == 3
+    driver.update("c")
+    driver.update("a")
+    assert driver.records[0].contributors == ("a", "c")
+    assert [w.client for w in driver.withdrawn] == ["b"]
+
+
+def test_late_doubled_and_foreign_updates_change_nothing() -> None:
+    driver = started()
+    driver.automatic = False
+    driver.update("a")
+    driver.update("a", examples=99)
+    driver.update("z")
+    driver.update("b", step=m.Step(7, 1, "train"))
+    assert {u: v.examples for u, v in driver.engine.state.attempt.updates.items()} == {"a": 10}
+    first = driver.step()
+    assert driver.engine.wants("a", first) == "duplicate"
+    assert driver.engine.wants("b", first) == "wanted"
+    assert driver.engine.wants("z", first) == "stale"
+    driver.update("b")
+    driver.update("c")
+    driver.automatic = True
+    driver.finish_pending()
+    assert driver.engine.wants("a", first) == "stale"
+
+
+def test_a_client_that_went_away_can_come_back_and_deliver() -> None:
+    driver = started()
+    driver.send(m.ClientLeft("c"))
+    assert driver.engine.view().clients["c"].state == "offline"
+    before = len(driver.instructions)
+    driver.join("c")
+    assert driver.instructions[before:] == [m.Instruct("c", m.Step(1, 1, "train"), "model-0", 60.0)]
+    for client in "abc":
+        driver.update(client)
+    assert len(driver.records) == 1
+
+
+def test_with_a_quorum_those_offline_are_waited_for_no_longer_than_the_grace() -> None:
+    driver = started(THREE.replace("deadline = 60", "deadline = 6000"))
+    driver.send(m.ClientLeft("c"))
+    driver.update("a")
+    driver.update("b")
+    driver.advance(29)
+    assert driver.records == []
+    driver.advance(2)
+    assert driver.records[0].failures == {"c": "still offline after the grace time"}
+
+
+def test_the_grace_does_not_hurt_who_came_back() -> None:
+    driver = started(THREE.replace("deadline = 60", "deadline = 6000"))
+    driver.send(m.ClientLeft("c"))
+    driver.update("a")
+    driver.update("b")
+    driver.join("c")
+    driver.advance(100)
+    assert driver.records == []
+    driver.update("c")
+    assert driver.records[0].contributors == ("a", "b", "c")
+
+
+def test_evaluation_goes_to_all_and_its_deadline_leaves_out_who_is_late() -> None:
+    driver = started("[cohort]\nsize = 2\n[evaluation]\ndeadline = 5\n", rounds=1)
+    for client in driver.cohort():
+        driver.update(client)
+    asked = [i for i in driver.instructions if i.step.phase == "evaluate"]
+    assert [(i.client, i.model) for i in asked] == [("a", "model-1"), ("b", "model-1"), ("c", "model-1")]
+    driver.evaluate("a", 8.0, 10)
+    driver.evaluate("b", 1.0, 2)
+    driver.evaluate("b", 1.0, 2)
+    driver.fail("nobody")
+    driver.advance(6)
+    assert driver.records[0].evaluation == {"accuracy": (9.0, 12)}
+    assert list(driver.records[0].client_metrics) == ["a", "b"]
+
+
+def test_a_failed_evaluation_does_not_hold_the_round() -> None:
+    driver = started("[cohort]\nsize = 3\n", rounds=1)
+    for client in "abc":
+        driver.update(client)
+    driver.evaluate("a")
+    driver.fail("b")
+    driver.evaluate("c")
+    assert driver.records[0].evaluation == {"accuracy": (16.0, 20)}
+    assert driver.records[0].failures == {}
+
+
+def test_aggregation_that_fails_is_an_attempt_that_fails() -> None:
+    driver = started()
+    driver.automatic = False
+    for client in "abc":
+        driver.update(client)
+    driver.send(m.AggregationFailed(m.Step(1, 1, "aggregate"), "two of three were NaN"))
+    assert driver.step() == m.Step(1, 2, "train")
+    assert "two of three were NaN" in driver.notes[-2].message or driver.kinds().count("attempt_failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "values", "rounds", "reason"),
+    [
+        ('metric = "accuracy"\ntarget = 0.9', [0.5, 0.9, 1.0], 2, "accuracy reached 0.9; the target was 0.9"),
+        ('metric = "accuracy"\npatience = 2', [0.5, 0.5, 0.4, 0.9], 3, "not improved for 2 evaluations"),
+        ('metric = "error"\ntarget = 0.2', [0.5, 0.1], 2, "error reached 0.1"),
+        ('time = "10s"', [0.5, 0.5, 0.5], 2, "the time of 10 s has passed"),
+    ],
+)
+def test_stop_rules(table: str, values: list[float], rounds: int, reason: str) -> None:
+    driver = started(f"[cohort]\nsize = 1\n[stop]\n{table}\n", rounds=9, clients="a")
+    for value in values:
+        if driver.engine.state.status == "finished":
+            break
+        driver.advance(5)
+        driver.update("a")
+        driver.send(m.Evaluated("a", driver.step(), {"accuracy": (value, 1), "error": (value, 1)}))
+    assert len(driver.records) == rounds
+    assert driver.statuses[-1].status == "finished"
+    assert reason in driver.statuses[-1].reason
+
+
+def test_cancel_withdraws_and_ends() -> None:
+    driver = started()
+    driver.send(m.Cancel("operator ana asked for it"))
+    assert driver.statuses[-1] == m.StatusChanged("cancelled", "operator ana asked for it")
+    assert sorted(w.client for w in driver.withdrawn) == ["a", "b", "c"]
+    before = len(driver.statuses)
+    driver.send(m.Resume(), m.Pause("no"), m.Cancel("again"), m.DeadlinePassed("deadline:1.1.train"))
+    driver.update("a", step=m.Step(1, 1, "train"))
+    assert len(driver.statuses) == before
+
+
+def test_privacy_is_authorised_before_anything_is_asked_and_a_denial_ends_the_job() -> None:
+    text = THREE + '[privacy]\nlevel = "client"\n'
+    driver = Driver(job(text), automatic=False)
+    driver.join(*"abc")
+    driver.send(m.Start())
+    assert driver.instructions == []
+    assert driver.pending == [m.Authorize(m.Step(1, 1, "authorize"))]
+    driver.finish_pending()
+    assert len(driver.instructions) == 3
+    driver.automatic = False
+    for client in "abc":
+        driver.update(client)
+    driver.pending.clear()
+    driver.send(m.Aggregated(m.Step(1, 1, "aggregate"), "model-1"), m.Committed(1))
+    assert driver.step() == m.Step(2, 1, "authorize")
+    driver.send(m.Denied(m.Step(2, 1, "authorize"), "epsilon would be 1.1 of 1"))
+    assert driver.statuses[-1] == m.StatusChanged("finished", "epsilon would be 1.1 of 1")
+
+
+def test_poisson_cohorts_come_from_all_that_are_known_and_may_be_empty() -> None:
+    text = '[cohort]\nstrategy = "poisson"\nprobability = 1e-9\n[evaluation]\nevery = 0\n'
+    driver = Driver(job(text, rounds=3))
+    driver.send(m.ClientJoined(m.ClientInfo("a"), online=False), m.Start())
+    assert [record.cohort for record in driver.records] == [(), (), ()]
+    all_of_them = Driver(job(text.replace("1e-9", "1.0"), rounds=1))
+    all_of_them.send(m.ClientJoined(m.ClientInfo("a"), online=False))
+    all_of_them.join("b")
+    all_of_them.send(m.Start())
+    assert all_of_them.cohort() == ("a", "b")
+    assert [i.client for i in all_of_them.instructions] == ["b"]
+    all_of_them.update("b")
+    all_of_them.advance(31)
+    assert all_of_them.records[0].failures == {"a": "still offline after the grace time"}
+
+
+def test_amplified_uniform_sampling_draws_from_the_population_not_from_who_is_there() -> None:
+    text = THREE.replace("size = 3", "size = 2") + '[privacy]\nlevel = "client"\n'
+    seen: set[str] = set()
+    driver = Driver(job(text, rounds=12))
+    driver.send(*(m.ClientJoined(m.ClientInfo(n), online=n < "c") for n in "abcd"), m.Start())
+    while driver.engine.state.status == "running":
+        seen.update(driver.cohort())
+        for name in driver.cohort():
+            driver.fail(name) if name >= "c" else driver.update(name)
+    assert seen == set("abcd")
+
+
+def test_a_restart_in_training_keeps_updates_and_asks_the_rest_again() -> None:
+    driver = started()
+    driver.update("b")
+    driver.now = 50
+    driver.instructions.clear()
+    driver.restart()
+    assert [i.client for i in driver.instructions] == ["a", "c"]
+    assert driver.timers["deadline:1.1.train"] == 80, "agents get the grace time to find their way back"
+    driver.update("a")
+    driver.update("c")
+    assert driver.records[0].contributors == ("a", "b", "c")
+
+
+def test_failures_carry_site_round_and_phase() -> None:
+    failure = SiteFailure("hospital-1", 3, 2, "train", "out_of_memory", "the worker was killed")
+    assert str(failure) == "hospital-1 failed in round 3, attempt 2, train: the worker was killed"

@@ -1,0 +1,114 @@
+"""Each strategy's distribution, against what it promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from roundtable.core.config import CohortTable
+from roundtable.engine import STRATEGIES, Candidate, NumberedClients, NumberedNames
+from roundtable.engine.messages import ClientInfo
+
+NAMES = ["a", "b", "c", "d"]
+PLAIN = CohortTable()
+
+
+def draw(
+    strategy: str, size: int, times: int, cohort: CohortTable = PLAIN, **clients: Candidate
+) -> Counter[tuple[str, ...]]:
+    def lookup(name: str) -> Candidate:
+        return clients.get(name, Candidate(ClientInfo(name)))
+
+    chance = np.random.default_rng(5)
+    return Counter(
+        tuple(sorted(STRATEGIES[strategy](NAMES, size, chance, lookup, cohort))) for _ in range(times)
+    )
+
+
+def test_uniform_gives_each_subset_equally_often() -> None:
+    counts = draw("uniform", 2, 6000)
+    assert set(counts) == set(combinations(NAMES, 2))
+    assert stats.chisquare(list(counts.values())).pvalue > 0.001
+
+
+def test_poisson_is_an_independent_coin_for_each_client() -> None:
+    cohort = CohortTable(strategy="poisson", probability=0.3)
+    counts = draw("poisson", 0, 8000, cohort)
+    expected = {
+        subset: 8000 * 0.3 ** len(subset) * 0.7 ** (4 - len(subset))
+        for size in range(5)
+        for subset in combinations(NAMES, size)
+    }
+    observed = [counts[subset] for subset in expected]
+    assert stats.chisquare(observed, list(expected.values())).pvalue > 0.001
+
+
+def test_data_size_follows_the_examples() -> None:
+    sizes = {n: Candidate(ClientInfo(n, examples=e)) for n, e in zip(NAMES, [10, 20, 30, 40], strict=True)}
+    counts = draw("data_size", 1, 8000, **sizes)
+    observed = [counts[(n,)] for n in NAMES]
+    assert stats.chisquare(observed, [800, 1600, 2400, 3200]).pvalue > 0.001
+
+
+def test_data_size_takes_the_mean_for_who_has_not_said() -> None:
+    sizes = {n: Candidate(ClientInfo(n, examples=30)) for n in "abc"}
+    counts = draw("data_size", 1, 8000, **sizes)
+    assert stats.chisquare([counts[(n,)] for n in NAMES]).pvalue > 0.001
+
+
+def test_reliability_follows_the_share_of_answers() -> None:
+    record = {
+        "a": Candidate(ClientInfo("a"), selected=9, completed=0),
+        "b": Candidate(ClientInfo("b"), selected=9, completed=4),
+    }
+    counts = draw("reliability", 1, 8000, **record)
+    total = 0.1 + 0.5 + 1 + 1
+    expected = [8000 * share / total for share in (0.1, 0.5, 1, 1)]
+    assert stats.chisquare([counts[(n,)] for n in NAMES], expected).pvalue > 0.001
+
+
+def test_diversity_balances_the_label_and_is_uniform_within() -> None:
+    cohort = CohortTable(strategy="diversity", label="region")
+    regions = {n: Candidate(ClientInfo(n, {"region": r})) for n, r in zip(NAMES, "nnns", strict=True)}
+    counts = draw("diversity", 2, 3000, cohort, **regions)
+    assert set(counts) == {("a", "d"), ("b", "d"), ("c", "d")}
+    assert stats.chisquare(list(counts.values())).pvalue > 0.001
+
+
+def test_diversity_fills_up_where_a_label_runs_out() -> None:
+    cohort = CohortTable(strategy="diversity", label="region")
+    regions = {n: Candidate(ClientInfo(n, {"region": r})) for n, r in zip(NAMES, "nnns", strict=True)}
+    assert set(draw("diversity", 4, 5, cohort, **regions)) == {tuple(NAMES)}
+
+
+def test_round_robin_takes_who_waited_longest() -> None:
+    past = {n: Candidate(ClientInfo(n), last_round=r) for n, r in zip(NAMES, [3, 1, 2, 0], strict=True)}
+    assert set(draw("round_robin", 2, 5, **past)) == {("b", "d")}
+
+
+def test_a_million_clients_are_a_sequence_that_holds_nothing() -> None:
+    names = NumberedNames(1_000_000)
+    assert (names[0], names[999_999], len(names)) == ("client-000000", "client-999999", 1_000_000)
+    assert "client-000042" in names
+    assert "client-1000000" not in names
+    assert "someone" not in names
+    assert names.index_of(names[77]) == 77
+    chosen = STRATEGIES["uniform"](
+        names, 1000, np.random.default_rng(0), lambda n: Candidate(ClientInfo(n)), PLAIN
+    )
+    assert len(set(chosen)) == 1000
+    with pytest.raises(IndexError):
+        names[1_000_000]
+
+
+def test_numbered_clients_remember_only_who_is_away() -> None:
+    clients = NumberedClients(5)
+    clients.leave("client-2")
+    assert not clients.is_online("client-2")
+    assert list(clients.online()) == ["client-0", "client-1", "client-3", "client-4"]
+    clients.join(ClientInfo("client-2"), online=True)
+    assert len(clients.online()) == 5
