@@ -20,7 +20,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
-from roundtable.engine.metrics import add_up
+from roundtable.engine.metrics import add_up, means
 from roundtable.engine.population import Population, Roster
 from roundtable.engine.selection import STRATEGIES, Candidate, least_for_selection, quorum
 from roundtable.engine.state import Attempt, ClientRecord, EngineState, from_plain, to_plain
@@ -232,7 +232,7 @@ class RoundEngine:
             return
         assert attempt.record is not None
         self.state.history.append(attempt.record)
-        self._note("round_committed", f"round {attempt.round} is committed")
+        self._note("round_committed", f"round {attempt.round} is committed", detail=_figures(attempt.record))
         reason = stop_reason(self.job.stop, self.state.history, now - self._started)
         if reason is not None:
             self._finish("finished", reason)
@@ -520,3 +520,14 @@ def _training_sums(update: m.Update) -> dict[str, tuple[float, int]]:
     if update.loss is not None:
         sums["loss"] = (update.loss * update.examples, update.examples)
     return sums
+
+
+def _figures(record: m.RoundRecord) -> dict[str, Any]:
+    """What somebody who watches wants to see of a committed round."""
+    return {
+        "training": means(record.training),
+        "evaluation": means(record.evaluation),
+        "cohort": len(record.cohort),
+        "contributors": len(record.contributors),
+        "seconds": record.ended - record.started,
+    }

@@ -33,6 +33,8 @@ def test_a_whole_job_in_order() -> None:
     assert [record.round for record in driver.records] == [1, 2]
     assert driver.records[1].training == {"accuracy": (15.0, 30), "loss": (30.0, 30)}
     assert driver.statuses[-1] == m.StatusChanged("finished", "all 2 rounds are done")
+    committed = [note for note in driver.notes if note.kind == "round_committed"]
+    assert committed[0].detail["training"] == {"accuracy": 0.5, "loss": 1.0}
     assert driver.engine.view().model == "model-2"
 
 
