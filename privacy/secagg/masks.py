@@ -1,0 +1,128 @@
+"""Ring elements, and masks expanded from 32-byte keys by AES-256-CTR in cache-sized pieces.
+
+A ring of 2^16 is computed in uint16, the rings of 2^24 and 2^32 in uint32 (whose wrap-around is a
+multiple of 2^24 too); on the wire an element takes `ring_bits / 8` bytes, little-endian. A key is
+used for one mask of one attempt, so the counter always starts at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+
+from roundtable.core.errors import PrivacyError, ProtocolError
+
+PIECE_BYTES = 1 << 18
+"""Bytes of keystream expanded at a time: a piece, its mask and the sum stay in the second-level cache."""
+RING_BITS = (16, 24, 32)
+
+Ring: TypeAlias = npt.NDArray[Any]
+"""Unsigned ring elements, shape (length,): uint16 or uint32, see `ring_dtype`."""
+
+
+class VectorSource(Protocol):
+    """A vector of ring elements that is read once, from front to back, in blocks."""
+
+    def __len__(self) -> int: ...
+
+    def block(self, start: int, stop: int) -> Ring:
+        """The elements from `start` to `stop`, in an array that the caller may overwrite."""
+        ...
+
+
+class ArraySource:
+    """An array (or memory map) of integers that are ring elements already."""
+
+    def __init__(self, values: npt.NDArray[np.integer]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def block(self, start: int, stop: int) -> Ring:
+        """The elements from `start` to `stop`; negative integers stand for their residue."""
+        return self.values[start:stop].astype(np.uint32)
+
+
+def ring_dtype(ring_bits: int) -> np.dtype[Any]:
+    """The dtype that sums modulo 2^ring_bits are computed in."""
+    if ring_bits not in RING_BITS:
+        raise PrivacyError(f"a ring of {ring_bits} bits is not supported; use one of {RING_BITS}")
+    return np.dtype("<u2") if ring_bits == 16 else np.dtype("<u4")
+
+
+def piece_length(ring_bits: int) -> int:
+    """Ring elements in one piece of keystream."""
+    return PIECE_BYTES // ring_dtype(ring_bits).itemsize
+
+
+class MaskSum:
+    """The signed sum of many masks, added to a vector piece by piece, in order.
+
+    `plus` and `minus` hold one 32-byte key for each mask that is added or subtracted.
+    """
+
+    def __init__(self, ring_bits: int, plus: Iterable[bytes], minus: Iterable[bytes]) -> None:
+        self._dtype = ring_dtype(ring_bits)
+        self._plus = [_keystream(key) for key in plus]
+        self._minus = [_keystream(key) for key in minus]
+        self._zeros = memoryview(bytes(PIECE_BYTES))
+        # The cipher asks for one block of room behind its output.
+        self._mask = bytearray(PIECE_BYTES + 16)
+
+    def add_to(self, piece: Ring) -> None:
+        """Add the next `len(piece)` elements of every mask to `piece`, in place.
+
+        Every piece but the last must be a multiple of 16 bytes long.
+        """
+        size = piece.nbytes
+        zeros = self._zeros[:size]
+        mask = np.frombuffer(self._mask, dtype=self._dtype, count=len(piece))
+        for stream in self._plus:
+            stream.update_into(zeros, self._mask)
+            np.add(piece, mask, out=piece)
+        for stream in self._minus:
+            stream.update_into(zeros, self._mask)
+            np.subtract(piece, mask, out=piece)
+
+    def erase(self) -> None:
+        """Drop the cipher states and clear the last piece of keystream."""
+        self._plus.clear()
+        self._minus.clear()
+        self._mask[:] = bytes(len(self._mask))
+
+
+def _keystream(key: bytes) -> CipherContext:
+    return Cipher(AES(key), CTR(bytes(16))).encryptor()
+
+
+def pack(values: Ring, ring_bits: int) -> memoryview:
+    """The wire form of ring elements: `ring_bits / 8` bytes each. No copy for 16 and 32 bits."""
+    if ring_bits == 24:
+        raw = values.view(np.uint8).reshape(-1, 4)[:, :3]
+        return np.ascontiguousarray(raw).data.cast("B")
+    return values.data.cast("B")
+
+
+def unpack(data: memoryview, ring_bits: int) -> Ring:
+    """Ring elements from their wire form; a view where that is possible."""
+    width = ring_bits // 8
+    if len(data) % width:
+        raise ProtocolError(f"{len(data)} bytes are not a whole number of {ring_bits}-bit ring elements")
+    if ring_bits != 24:
+        return np.frombuffer(data, dtype=ring_dtype(ring_bits))
+    wide = np.zeros((len(data) // 3, 4), dtype=np.uint8)
+    wide[:, :3] = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3)
+    return wide.reshape(-1).view("<u4")
+
+
+def reduce_ring(values: Ring, ring_bits: int) -> None:
+    """Bring sums computed in a wider word back below 2^ring_bits, in place."""
+    if ring_bits == 24:
+        np.bitwise_and(values, np.uint32(0xFFFFFF), out=values)
