@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from roundtable.core.errors import AggregationError
 
+NOT_FINITE = (
+    "an update holds values that are not finite; leave it out before a rule sees it, as "
+    "roundtable.aggregation.aggregate does"
+)
+
 
 def require(rule: str, condition: str, holds: bool, **found: object) -> None:
     """Raises AggregationError with the paper's condition where it does not hold."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from roundtable.aggregation.conditions import require
+from roundtable.aggregation.conditions import NOT_FINITE, require
 from roundtable.aggregation.kernels import Kernels, kernels_for
 from roundtable.aggregation.matrix import CELL, UpdateMatrix, block_ranges
 from roundtable.aggregation.networks import (
-    NOT_FINITE,
     Network,
     merge_exchange,
     network_for_mean,

@@ -94,7 +94,7 @@ class FileMatrix:
                 yield start, stop, values.float()
 
     def select(self, indices: Sequence[int]) -> UpdateMatrix:
-        return SelectedFiles(self, indices)
+        return SelectedFiles(self, indices, self.subset(indices))
 
     def subset(self, indices: Sequence[int]) -> FileMatrix:
         """The rows named by `indices` as a matrix of their own: the other files are not read at all."""
@@ -129,17 +129,15 @@ class FileMatrix:
 class SelectedFiles(SelectedRows):
     """Some rows of a `FileMatrix`; the files of the others are not read."""
 
-    def __init__(self, base: FileMatrix, indices: Sequence[int]) -> None:
+    def __init__(self, base: UpdateMatrix, indices: Sequence[int], files: FileMatrix) -> None:
         super().__init__(base, indices)
-        self._files = base.subset(self.indices)
+        self.files = files
 
     def block(self, start: int, stop: int) -> torch.Tensor:
-        return self._files.block(start, stop)
+        return self.files.block(start, stop)
 
     def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        return self._files.blocks(budget_bytes)
+        return self.files.blocks(budget_bytes)
 
     def select(self, indices: Sequence[int]) -> UpdateMatrix:
-        base = self.base
-        assert isinstance(base, FileMatrix)
-        return SelectedFiles(base, [self.indices[index] for index in indices])
+        return SelectedFiles(self, indices, self.files.subset(indices))

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable, MutableMapping
 import numpy as np
 import torch
 
-from roundtable.aggregation.files import FileMatrix
+from roundtable.aggregation.conditions import NOT_FINITE
+from roundtable.aggregation.files import FileMatrix, SelectedFiles
 from roundtable.aggregation.kernels import Kernels, kernels_for
 from roundtable.aggregation.matrix import CELL, MixedRows, SelectedRows, UpdateMatrix, block_ranges
 from roundtable.aggregation.workers import in_ranges
+from roundtable.core.errors import AggregationError
 
 _CUDA_CELL = CELL << 7
 _TILE = CELL << 1
@@ -34,7 +36,7 @@ def gram(matrix: UpdateMatrix) -> np.ndarray:
 
     A row that is not finite spoils only its own line and column.
     """
-    if isinstance(matrix, SelectedRows):
+    if isinstance(matrix, SelectedRows) and matrix.in_order:
         return np.asarray(gram(matrix.base)[np.ix_(matrix.indices, matrix.indices)])
     if isinstance(matrix, MixedRows):
         mixed = matrix.mixing @ gram(matrix.base) @ matrix.mixing.T
@@ -44,9 +46,25 @@ def gram(matrix: UpdateMatrix) -> np.ndarray:
     return _grams[matrix]
 
 
+def finite_gram(matrix: UpdateMatrix) -> np.ndarray:
+    """`gram`, for a rule: raises AggregationError where an update is not finite."""
+    products = gram(matrix)
+    if not np.isfinite(np.diagonal(products)).all():
+        raise AggregationError(NOT_FINITE)
+    return products
+
+
+def finite_norms(matrix: UpdateMatrix) -> np.ndarray:
+    """‖row i‖, [n], for a rule: raises AggregationError where an update is not finite."""
+    norms = np.sqrt(squared_norms(matrix))
+    if not np.isfinite(norms).all():
+        raise AggregationError(NOT_FINITE)
+    return np.asarray(norms)
+
+
 def squared_norms(matrix: UpdateMatrix) -> np.ndarray:
     """‖row i‖², [n] in float64: from the Gram matrix where it is known, else by one pass, remembered."""
-    if isinstance(matrix, SelectedRows):
+    if isinstance(matrix, SelectedRows) and matrix.in_order:
         return squared_norms(matrix.base)[list(matrix.indices)]
     if isinstance(matrix, MixedRows):
         return _mixed_norms(matrix)
@@ -65,21 +83,48 @@ def squared_distances(products: np.ndarray) -> np.ndarray:
     return np.asarray(distances)
 
 
+def without_rounding(values: np.ndarray) -> np.ndarray:
+    """Distances or scores to be ranked, cut to 40 bits each: what is equal but for rounding becomes a tie,
+    and a stable sort then decides it by row, not by noise."""
+    mantissa, exponent = np.frexp(values)
+    return np.asarray(np.ldexp(np.round(mantissa * 2.0**40), exponent - 40))
+
+
+def inner_products(matrix: UpdateMatrix, vector: torch.Tensor) -> tuple[np.ndarray, float]:
+    """⟨row i, vector⟩ for all rows, [n], and ‖vector‖², in float64: one pass over the data."""
+    if isinstance(matrix, MixedRows):
+        across, own = inner_products(matrix.base, vector)
+        return np.asarray(matrix.mixing @ across), own
+    if vector.shape != (matrix.columns,):
+        raise AggregationError(
+            f"a vector of {vector.numel()} values cannot be compared with updates of {matrix.columns}"
+        )
+    across, own = np.zeros(matrix.rows), 0.0
+    for begin, _, values in matrix.blocks():
+        for start, stop in block_ranges(values.shape[1], _TILE):
+            part = vector[begin + start : begin + stop].to(values.device, torch.float64)
+            across += (values[:, start:stop].double() @ part).cpu().numpy()
+            own += float(part @ part)
+    return across, own
+
+
 def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
     """Σ_i factors[i] · row i, [d] in the dtype of the matrix; rows with factor 0 are not looked at."""
     if isinstance(matrix, MixedRows):
         return combine(matrix.base, factors @ matrix.mixing, out)
-    if isinstance(matrix, SelectedRows):
+    if isinstance(matrix, SelectedRows) and matrix.in_order:
         spread = np.zeros(matrix.base.rows)
-        np.add.at(spread, list(matrix.indices), factors)
+        spread[list(matrix.indices)] = factors
         return combine(matrix.base, spread, out)
     used = np.flatnonzero(factors)
+    size = matrix.rows * matrix.columns
+    matrix = matrix.files if isinstance(matrix, SelectedFiles) else matrix
     if isinstance(matrix, FileMatrix) and len(used) < matrix.rows:
         matrix, factors = matrix.subset(used.tolist()), factors[used]
     if out is None:
         out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
     for start, stop, values in matrix.blocks():
-        _combine_block(values, factors, out[start:stop], matrix.rows * matrix.columns)
+        _combine_block(values, factors, out[start:stop], size)
     return out
 
 

@@ -12,6 +12,7 @@ many threads worked, or where the rows are kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -154,8 +155,13 @@ class SelectedRows:
         for start, stop, values in self.base.blocks(budget_bytes // 2):
             yield start, stop, values.index_select(0, self._index)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the rows come in the order of the base: what is known of that then holds to the last bit."""
+        return all(left < right for left, right in pairwise(self.indices))
+
     def select(self, indices: Sequence[int]) -> UpdateMatrix:
-        return SelectedRows(self.base, [self.indices[index] for index in indices])
+        return SelectedRows(self, indices)
 
 
 class MixedRows:

@@ -13,15 +13,11 @@ import functools
 import numpy as np
 import torch
 
+from roundtable.aggregation.conditions import NOT_FINITE
 from roundtable.core.errors import AggregationError
 
 Network = tuple[tuple[int, int], ...]
 """Comparators in the order in which they run."""
-
-NOT_FINITE = (
-    "an update holds values that are not finite; leave it out before a rule sees it, as "
-    "roundtable.aggregation.aggregate does"
-)
 
 _NETWORK_ROWS = 48
 """From here on, one sort of the transposed tile is faster than the network in plain torch on a CPU."""

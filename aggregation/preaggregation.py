@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundtable.aggregation.conditions import require, require_positive
-from roundtable.aggregation.gram import gram, squared_distances, squared_norms
+from roundtable.aggregation.gram import finite_gram, finite_norms, squared_distances, without_rounding
 from roundtable.aggregation.matrix import UpdateMatrix
 from roundtable.aggregation.registry import check_parameters
 from roundtable.core.errors import AggregationError, ConfigError
@@ -41,7 +41,7 @@ class PreAggregation:
 
 def clip(matrix: UpdateMatrix, weights: np.ndarray, *, norm: float | str = "median") -> np.ndarray:
     """Scales down rows longer than `norm` (static clipping), or than the median of the norms."""
-    lengths = np.sqrt(squared_norms(matrix))
+    lengths = finite_norms(matrix)
     if isinstance(norm, str):
         if norm != "median":
             raise AggregationError(f'clip: norm must be a positive number or "median", not {norm!r}')
@@ -55,7 +55,7 @@ def arc(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> np.ndarray:
     clipped to the norm of the next one. Needs n > 2f."""
     rows = matrix.rows
     require("arc", "n > 2f (Allouah et al. 2025)", rows > 2 * f, n=rows, f=f)
-    lengths = np.sqrt(squared_norms(matrix))
+    lengths = finite_norms(matrix)
     clipped = 2 * f * (rows - f) // rows
     return np.diag(_clip_factors(lengths, float(np.sort(lengths)[rows - clipped - 1])))
 
@@ -65,7 +65,8 @@ def nnm(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> np.ndarray:
     n − f rows nearest to it, itself included. Needs n > 2f."""
     rows = matrix.rows
     require("nnm", "n > 2f (Allouah et al. 2023)", rows > 2 * f, n=rows, f=f)
-    nearest = np.argsort(squared_distances(gram(matrix)), axis=1, kind="stable")[:, : rows - f]
+    distances = without_rounding(squared_distances(finite_gram(matrix)))
+    nearest = np.argsort(distances, axis=1, kind="stable")[:, : rows - f]
     mixing = np.zeros((rows, rows))
     np.put_along_axis(mixing, nearest, 1 / (rows - f), axis=1)
     return mixing

@@ -1,5 +1,5 @@
 """Imports every module that holds rules, so that the registry knows them all."""
 
-from roundtable.aggregation import coordinate, mean
+from roundtable.aggregation import central, coordinate, groups, krum, mean, spectral, subsets, trust
 
-__all__ = ["coordinate", "mean"]
+__all__ = ["central", "coordinate", "groups", "krum", "mean", "spectral", "subsets", "trust"]
