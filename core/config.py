@@ -8,14 +8,16 @@ name the file, the line, the key, what was expected and the nearest valid name.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from roundtable.core.durations import parse_duration
 from roundtable.core.encodings import ENCODINGS
+from roundtable.core.errors import ConfigError
 from roundtable.core.layout import LayoutRules, Rule
 from roundtable.core.toml import TomlDocument, read_toml, validate
 
@@ -34,7 +36,23 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _plain(value: Any, key: str = "") -> Any:
+    """Refuses what JSON cannot say, as the job travels as JSON."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _plain(inner, f"{name}: ")
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _plain(inner, key)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key}{value} is no number that can be used here")
+    elif not isinstance(value, (str, int, float, type(None))):
+        raise ValueError(f"{key}{value} is a {type(value).__name__}; write it as text in quotes")
+    return value
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
+Open = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class ModelTable(Table):
@@ -131,7 +149,7 @@ class ServerOptimizerTable(Table):
     tau: Finite | None = Field(
         None, gt=0, description="adaptivity: the constant added to the root of the second moment"
     )
-    schedule: dict[str, Any] | None = Field(
+    schedule: Open | None = Field(
         None, description="learning-rate schedule over rounds, as a table with a name"
     )
 
@@ -149,8 +167,8 @@ class AggregationTable(Table):
     """`[aggregation]`: how updates become one."""
 
     rule: str = Field("mean", description="name of the rule: mean, median, trimmed_mean, krum, ...")
-    parameters: dict[str, Any] = Field(default_factory=dict, description="the rule's own parameters")
-    pre: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tuple)] = Field(
+    parameters: Open = Field(default_factory=dict, description="the rule's own parameters")
+    pre: Annotated[tuple[Open, ...], BeforeValidator(_tuple)] = Field(
         (), description="pre-aggregations in order, each a table with a name and its parameters"
     )
     weighting: Literal["examples", "uniform", "inverse_loss"] = Field(
@@ -206,22 +224,20 @@ class SimulationTable(Table):
     """`[simulation]`: what only a simulation needs; ignored when the job is submitted."""
 
     clients: int = Field(10, ge=1, description="clients in the population")
-    partition: dict[str, Any] = Field(
+    partition: Open = Field(
         default_factory=lambda: {"name": "iid"},
         description="how a data set is split among them, as a table with a name",
     )
-    data: dict[str, Any] = Field(default_factory=dict, description="what a silo's [data] table would hold")
+    data: Open = Field(default_factory=dict, description="what a silo's [data] table would hold")
     backend: Literal["auto", "sequential", "vectorised", "processes", "ray"] = Field(
         "auto", description="how clients run"
     )
     workers: int | None = Field(None, ge=1, description="processes or threads; default: the cores there are")
-    devices: dict[str, Any] = Field(
+    devices: Open = Field(
         default_factory=dict, description="speed, bandwidth and availability of devices, in virtual time"
     )
-    faults: dict[str, Any] = Field(default_factory=dict, description="dropouts and crashes to inject")
-    attack: dict[str, Any] = Field(
-        default_factory=dict, description="byzantine clients: name, count and parameters"
-    )
+    faults: Open = Field(default_factory=dict, description="dropouts and crashes to inject")
+    attack: Open = Field(default_factory=dict, description="byzantine clients: name, count and parameters")
 
 
 class JobConfig(Table):
@@ -231,7 +247,7 @@ class JobConfig(Table):
         description="name of the task: an installed entry point, a file beside this one, or module:Class"
     )
     name: Name | None = Field(None, description="name of the job; default: the task's")
-    rounds: int = Field(10, ge=0, description="rounds to run")
+    rounds: int = Field(10, ge=0, lt=1 << 32, description="rounds to run")
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
         0, description="of initial weights, batches and simulated chance"
     )
@@ -239,7 +255,7 @@ class JobConfig(Table):
     cohort: CohortTable = Field(default_factory=CohortTable)
     algorithm: AlgorithmTable = Field(default_factory=AlgorithmTable)
     aggregation: AggregationTable = Field(default_factory=AggregationTable)
-    privacy: dict[str, Any] = Field(default_factory=dict, description="see docs/privacy.md; empty for none")
+    privacy: Open = Field(default_factory=dict, description="see docs/privacy.md; empty for none")
     evaluation: EvaluationTable = Field(default_factory=EvaluationTable)
     stop: StopTable = Field(default_factory=StopTable)
     transfer: TransferTable = Field(default_factory=TransferTable)
@@ -277,9 +293,12 @@ def parse_job(text: str, source: str = "job") -> JobConfig:
 
 
 def job_from_json(text: str) -> JobConfig:
-    """The job that `to_json` wrote."""
-    document = TomlDocument(json.loads(text), "job", "")
-    return validate(JobConfig, document)
+    """The job that `to_json` wrote; ConfigError for anything else."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"job: not valid JSON: {error}") from error
+    return validate(JobConfig, TomlDocument(values, "job", ""))
 
 
 assert set(ENCODINGS) == {"float32", "bfloat16"}, "TransferTable.encoding must list the registry"

@@ -56,8 +56,9 @@ class Dense:
 
     def decode(self, data: memoryview | bytes, out: Tensor) -> None:
         expected = self.encoded_size(out.numel())
-        if len(data) != expected:
-            raise EncodingError(f"{self.name} of {out.numel()} elements is {expected} bytes, got {len(data)}")
+        size = memoryview(data).nbytes
+        if size != expected:
+            raise EncodingError(f"{self.name} of {out.numel()} elements is {expected} bytes, got {size}")
         if out.numel():
             raw = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
             out.copy_(raw.view(self._dtype))

@@ -13,18 +13,19 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from roundtable.core.errors import EncodingError
-from roundtable.core.layout import DTYPES, Layout
+from roundtable.core.errors import EncodingError, LayoutError
+from roundtable.core.layout import DTYPES, Layout, TensorSpec
 
 _MAX_HEADER = 100_000_000
 _SAFETENSORS = {
@@ -67,7 +68,10 @@ def model_blocks(model: Model) -> Iterator[bytes | memoryview]:
     """The bytes of the artifact, in blocks; nothing is copied but the header."""
     header = _header(model)
     yield struct.pack("<Q", len(header)) + header
-    for block in (model.vector, *(model.local[name] for name in _local_names(model))):
+    for block in (
+        model.vector,
+        *(model.local[spec.name] for spec in _local_specs(model.layout, model.local)),
+    ):
         flat = block.detach().cpu().contiguous().flatten()
         if flat.numel():
             yield flat.view(torch.uint8).numpy().data
@@ -83,7 +87,7 @@ def model_digest(model: Model) -> str:
 
 def save_model(path: Path, model: Model) -> None:
     """Writes the artifact beside `path` and renames it into place, synced: whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
         with partial.open("wb") as file:
             for block in model_blocks(model):
@@ -103,76 +107,91 @@ def save_model(path: Path, model: Model) -> None:
 def open_model(path: Path) -> Model:
     """The artifact at `path`, its vector mapped (copy on write), not read.
 
-    Raises EncodingError, naming the file, for anything that is not a model artifact of ours.
+    Raises EncodingError, naming the file, for anything that is not a whole model artifact of ours.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise EncodingError(
-                f"{path} is not a safetensors file: its header length is {length} of {size} bytes"
-            )
-        try:
-            header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__")
-            layout = Layout.from_json(metadata.pop("roundtable.layout"))
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise EncodingError(f"{path} is not a model of this framework: {error!r}") from error
-    body = 8 + length
-    vector = _map(path, body, layout.size, torch.float32, size)
-    local: dict[str, Tensor] = {}
-    for spec in layout.tensors:
-        if spec.rule == "local" and spec.name in header:
-            start = _place(header[spec.name], path)
-            local[spec.name] = _map(path, body + start, spec.size, DTYPES[spec.dtype], size).view(spec.shape)
-    return Model(layout, vector, local, metadata)
-
-
-def _place(entry: Any, path: Path) -> int:
     try:
-        start = entry["data_offsets"][0]
-    except (KeyError, TypeError, IndexError) as error:
-        raise EncodingError(f"{path} has a malformed tensor entry: {error!r}") from error
-    if type(start) is not int or start < 0:
-        raise EncodingError(f"{path} places a tensor at {start!r}")
-    return start
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header, body = _read_header(path, file, size)
+    except OSError as error:
+        raise EncodingError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        metadata = header.pop("__metadata__")
+        layout = Layout.from_json(metadata.pop("roundtable.layout"))
+    except (KeyError, AttributeError, TypeError, LayoutError) as error:
+        raise EncodingError(f"{path} is not a model of this framework: {error}") from error
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise EncodingError(f"{path} has metadata that is not text")
+    local = _local_specs(layout, header)
+    expected = _entries(layout, local)
+    if header != expected:
+        raise EncodingError(f"{path} places its tensors otherwise than its layout says")
+    end = body + max((entry["data_offsets"][1] for entry in expected.values()), default=0)
+    if size != end:
+        word = "truncated" if size < end else "too long"
+        raise EncodingError(f"{path} is {word}: {size} bytes, {end} expected")
+    vector = _map(path, body, layout.size, torch.float32)
+    tensors = {
+        spec.name: _map(
+            path, body + expected[spec.name]["data_offsets"][0], spec.size, DTYPES[spec.dtype]
+        ).view(spec.shape)
+        for spec in local
+    }
+    return Model(layout, vector, tensors, metadata)
 
 
-def _map(path: Path, offset: int, elements: int, dtype: torch.dtype, file_size: int) -> Tensor:
+def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    """(the header, where the body begins)."""
+    head = file.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+    if not 2 <= length <= min(_MAX_HEADER, size - 8):
+        raise EncodingError(
+            f"{path} is not a whole safetensors file: its header length is {length}, its size {size} bytes"
+        )
+    try:
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError) as error:
+        raise EncodingError(f"{path} has a header that is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise EncodingError(f"{path} has a header that is not a JSON object")
+    return header, 8 + length
+
+
+def _map(path: Path, offset: int, elements: int, dtype: torch.dtype) -> Tensor:
     count = elements * dtype.itemsize
-    if offset + count > file_size:
-        raise EncodingError(f"{path} is truncated: {file_size} bytes, {offset + count} expected")
     if count == 0:
         return torch.empty(0, dtype=dtype)
     raw = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=offset, shape=(count,)))
     return raw.view(dtype) if offset % dtype.itemsize == 0 else raw.clone().view(dtype)
 
 
-def _local_names(model: Model) -> list[str]:
+def _local_specs(layout: Layout, present: Container[str]) -> list[TensorSpec]:
     """Largest items first, so that each starts aligned to its own size."""
-    names = [spec for spec in model.layout.tensors if spec.name in model.local and spec.rule == "local"]
-    return [spec.name for spec in sorted(names, key=lambda s: (-DTYPES[s.dtype].itemsize, s.name))]
+    specs = [spec for spec in layout.tensors if spec.name in present and spec.rule == "local"]
+    return sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name))
+
+
+def _entries(layout: Layout, local: Iterable[TensorSpec]) -> dict[str, dict[str, Any]]:
+    """The header's entry of each tensor: where it lies in the body."""
+    entries: dict[str, dict[str, Any]] = {}
+    for spec in layout.averaged:
+        place = [4 * spec.offset, 4 * (spec.offset + spec.size)]
+        entries[spec.name] = {"dtype": "F32", "shape": list(spec.shape), "data_offsets": place}
+    offset = 4 * layout.size
+    for spec in local:
+        place = [offset, offset + spec.size * DTYPES[spec.dtype].itemsize]
+        entries[spec.name] = {
+            "dtype": _SAFETENSORS[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": place,
+        }
+        offset = place[1]
+    return entries
 
 
 def _header(model: Model) -> bytes:
-    entries: dict[str, Any] = {
-        "__metadata__": {**model.metadata, "roundtable.layout": model.layout.to_json()},
-    }
-    for spec in model.layout.averaged:
-        place = [4 * spec.offset, 4 * (spec.offset + spec.size)]
-        entries[spec.name] = {"dtype": "F32", "shape": list(spec.shape), "data_offsets": place}
-    specs = {spec.name: spec for spec in model.layout.tensors}
-    offset = 4 * model.layout.size
-    for name in _local_names(model):
-        count = specs[name].size * DTYPES[specs[name].dtype].itemsize
-        place = [offset, offset + count]
-        entries[name] = {
-            "dtype": _SAFETENSORS[specs[name].dtype],
-            "shape": list(specs[name].shape),
-            "data_offsets": place,
-        }
-        offset += count
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    metadata = {**model.metadata, "roundtable.layout": model.layout.to_json()}
+    entries = _entries(model.layout, _local_specs(model.layout, model.local))
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     # The body starts 8-byte aligned, so that it can be mapped as any dtype.
     return text + b" " * (-len(text) % 8)

@@ -8,6 +8,7 @@ the noise of differential privacy come from the operating system and are never s
 from __future__ import annotations
 
 import hashlib
+from operator import index
 
 import numpy as np
 import torch
@@ -17,12 +18,13 @@ def derive_seed(seed: int, *path: str | int) -> int:
     """A 63-bit seed for the stream named by `path`, for example `(round, client, "batches")`.
 
     Distinct paths give independent streams: each part is length-prefixed and typed before hashing,
-    so `("a", "bc")` and `("ab", "c")`, or `1` and `"1"`, differ.
+    so `("a", "bc")` and `("ab", "c")`, or `1` and `"1"`, differ; integers of NumPy count as integers.
     """
     digest = hashlib.blake2b(digest_size=8, person=b"rt-seed")
     for part in (seed, *path):
-        data = str(part).encode()
-        digest.update(f"{type(part).__name__}:{len(data)}:".encode() + data)
+        kind, text = ("str", part) if isinstance(part, str) else ("int", str(index(part)))
+        data = text.encode()
+        digest.update(f"{kind}:{len(data)}:".encode() + data)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 

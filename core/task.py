@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
-from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.errors import TaskError
 from roundtable.core.seeds import derive_seed
 
 Batch = Any
@@ -106,6 +107,7 @@ class ArrayTask:
 
 AnyTask = Task | ArrayTask
 ENTRY_POINTS = "roundtable.tasks"
+_ABSENT = object()
 
 
 def load_task(reference: str, folder: Path | None = None) -> AnyTask:
@@ -139,7 +141,7 @@ def initial_state(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
         if isinstance(task, ArrayTask):
-            return {name: torch.from_numpy(np.array(value)) for name, value in task.weights().items()}
+            return {name: _tensor_of(task, name, value) for name, value in task.weights().items()}
         model = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(
@@ -148,10 +150,20 @@ def initial_state(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
     return model
 
 
+def _tensor_of(task: ArrayTask, name: str, value: np.ndarray) -> Tensor:
+    array = np.array(value)
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise TaskError(
+            f"{type(task).__name__}.weights(): {name!r} has dtype {array.dtype}, which cannot be averaged"
+        ) from error
+
+
 def _import_module(name: str, reference: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"task {reference!r}: importing {name!r} failed: {type(error).__name__}: {error}"
         ) from error
@@ -160,7 +172,8 @@ def _import_module(name: str, reference: str) -> ModuleType:
 def _import_file(path: Path, reference: str) -> ModuleType:
     if not path.is_file():
         raise TaskError(f"task {reference!r}: there is no file {path}")
-    name = f"roundtable_task_{path.stem}_{abs(hash(str(path.resolve())))}"
+    # The same name in every process, so that objects of the module can pass between them.
+    name = f"roundtable_task_{path.stem}_{blake3(str(path.resolve()).encode()).hexdigest(8)}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -170,12 +183,21 @@ def _import_file(path: Path, reference: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise TaskError(
             f"task {reference!r}: running {path} failed: {type(error).__name__}: {error}"
         ) from error
     return module
+
+
+def _has(task: AnyTask, name: str) -> bool:
+    """Whether the user wrote the method: the base classes' own only say that it is missing."""
+    own = getattr(type(task), name, None)
+    return callable(getattr(task, name, None)) and own not in (
+        getattr(Task, name, _ABSENT),
+        getattr(ArrayTask, name, _ABSENT),
+    )
 
 
 def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
@@ -203,7 +225,7 @@ def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
     except Exception as error:
         raise TaskError(f"task {reference!r}: creating it failed: {type(error).__name__}: {error}") from error
     needed = ("weights", "data", "fit") if isinstance(task, ArrayTask) else ("model", "data", "loss")
-    lacking = [name for name in needed if not callable(getattr(task, name, None))]
+    lacking = [name for name in needed if not _has(task, name)]
     if lacking:
-        raise ConfigError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
+        raise TaskError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
     return task  # type: ignore[no-any-return]

@@ -6,16 +6,19 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from roundtable.core.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
+# Validators and members of unions appear in pydantic's paths; nobody wrote them as keys.
+_PYDANTIC_STEP = re.compile(r"^(function-\w+|tagged-union|union)\[")
 _HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_.\-\"' ]+?)\s*\]\]?\s*(#.*)?$")
+_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
 
 
@@ -26,14 +29,18 @@ class TomlDocument:
     values: dict[str, Any]
     source: str
     text: str
+    overridden: set[tuple[str, ...]] = field(default_factory=set)
 
     @classmethod
     def parse(cls, text: str, source: str) -> TomlDocument:
         """Raises ConfigError with the line where the text is not TOML."""
         try:
             return cls(tomllib.loads(text), source, text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{source}: not valid TOML: {error}") from error
+        except (ValueError, RecursionError) as error:
+            where = _PLACE.search(str(error))
+            line = (where and where[1]) or text.count("\n") + 1
+            reason = _PLACE.sub("", str(error))
+            raise ConfigError(f"{source}:{line}: not valid TOML: {reason}") from error
 
     def override(self, key: str, value: Any) -> None:
         """Sets a dotted key, as `--set cohort.size=5` does."""
@@ -44,6 +51,16 @@ class TomlDocument:
             if not isinstance(table, dict):
                 raise ConfigError(f"--set {key}: {part!r} is a value, not a table")
         table[last] = value
+        self.overridden.add((*path, last))
+
+    def place_of(self, path: tuple[str | int, ...]) -> str:
+        """Where a mistake at `path` was written: `file:line`, or the option that set it."""
+        names = tuple(part for part in path if isinstance(part, str))
+        for depth in range(len(names), 0, -1):
+            if names[:depth] in self.overridden:
+                return f"--set {'.'.join(names[:depth])}"
+        line = self.line_of(path)
+        return f"{self.source}:{line}" if line else self.source
 
     def line_of(self, path: tuple[str | int, ...]) -> int | None:
         """The line of the key at `path`, or of the nearest table around it; None if it is in no line."""
@@ -75,9 +92,8 @@ def validate(model: type[Model], document: TomlDocument) -> Model:
 
 
 def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> str:
-    path = tuple(part for part in mistake["loc"] if not (isinstance(part, str) and "(" in part))
-    line = document.line_of(path)
-    place = f"{document.source}:{line}" if line else document.source
+    path = tuple(part for part in mistake["loc"] if not _PYDANTIC_STEP.search(str(part)))
+    place = document.place_of(path)
     key = ".".join(str(part) for part in path) or "file"
     if mistake["type"] == "extra_forbidden":
         known = list(_table_at(model, path[:-1]).model_fields)
@@ -92,18 +108,28 @@ def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> s
             str(mistake["input"]), re.findall(r"'([^']*)'", message), n=1, cutoff=0.5
         )
         message += f"; did you mean {close[0]!r}?" if close else ""
-    got = "" if mistake["type"] == "value_error" else f" (got {mistake['input']!r})"
+    got = "" if mistake["type"] == "value_error" else f" (got {_short(mistake['input'])})"
     return f"{place}: {key}: {message}{got}"
 
 
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _table_at(model: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
+    """The innermost table on the way along `path`, seen through `| None`, lists and dicts of tables."""
     for part in path:
-        field = model.model_fields.get(str(part))
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return model
-        model = inner
+        known = model.model_fields.get(str(part))
+        model = next(_tables_in(known.annotation), model) if known else model
     return model
+
+
+def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _tables_in(inner)
 
 
 def _keys(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
