@@ -55,7 +55,7 @@ class Attempt:
 
 @dataclass
 class EngineState:
-    """A whole job."""
+    """A whole job. `stopping` is what was asked for while a commit was under way."""
 
     model: str
     selection_seed: int
@@ -64,6 +64,7 @@ class EngineState:
     reason: str = "not started"
     started: float | None = None
     attempt: Attempt | None = None
+    stopping: tuple[JobStatus, str] | None = None
     clients: dict[str, ClientRecord] = field(default_factory=dict)
     history: list[RoundRecord] = field(default_factory=list)
 
@@ -79,6 +80,7 @@ def from_plain(plain: Mapping[str, Any], history: list[RoundRecord]) -> EngineSt
     """The state that `to_plain` described."""
     values = dict(plain)
     values["attempt"] = _attempt(values["attempt"]) if values["attempt"] else None
+    values["stopping"] = tuple(values["stopping"]) if values["stopping"] else None
     values["clients"] = {name: ClientRecord(**record) for name, record in values["clients"].items()}
     return EngineState(**values, history=list(history))
 

@@ -117,7 +117,6 @@ class RoundMachine(RuleBasedStateMachine):
     @rule()
     def pause_and_resume(self) -> None:
         self.driver.send(m.Pause("lunch"))
-        self.driver.pending.clear()
         self.driver.send(m.Resume())
 
     @invariant()
@@ -129,6 +128,16 @@ class RoundMachine(RuleBasedStateMachine):
         )
         assert len(self.driver.records) <= ROUNDS
         assert all(record.model == f"model-{record.round}" for record in self.driver.records)
+
+    @invariant()
+    def the_model_that_clients_get_is_the_one_last_committed(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        attempt, records = self.driver.engine.state.attempt, self.driver.records
+        if attempt is None or attempt.phase in ("train", "aggregate", "select"):
+            last = records[-1].model if records else "model-0"
+            assert self.driver.engine.state.model == last
+            assert attempt is None or attempt.round == len(records) + 1
 
     @invariant()
     def what_is_combined_is_what_the_oracle_accepted(self) -> None:

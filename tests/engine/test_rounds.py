@@ -296,3 +296,21 @@ def test_a_restart_in_training_keeps_updates_and_asks_the_rest_again() -> None:
 def test_failures_carry_site_round_and_phase() -> None:
     failure = SiteFailure("hospital-1", 3, 2, "train", "out_of_memory", "the worker was killed")
     assert str(failure) == "hospital-1 failed in round 3, attempt 2, train: the worker was killed"
+
+
+@pytest.mark.parametrize("event", [m.Pause("lunch"), m.Cancel("enough")])
+def test_a_stop_during_a_commit_waits_for_it(event: m.Event) -> None:
+    driver = started()
+    driver.automatic = False
+    for client in "abc":
+        driver.update(client)
+    driver.pending.clear()
+    driver.send(m.Aggregated(m.Step(1, 1, "aggregate"), "model-1"))
+    driver.send(event)
+    assert driver.statuses[-1].status == "running"
+    driver.finish_pending()
+    assert [record.round for record in driver.records] == [1]
+    assert driver.statuses[-1].status in ("paused", "cancelled")
+    driver.send(m.Resume())
+    if isinstance(event, m.Pause):
+        assert driver.step() == m.Step(2, 1, "train")

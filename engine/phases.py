@@ -1,0 +1,274 @@
+"""The transitions of a round: select → train → aggregate → evaluate → commit, and what ends it otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from roundtable.core.errors import SiteFailure
+from roundtable.core.seeds import numpy_generator
+from roundtable.engine import messages as m
+from roundtable.engine.context import Context
+from roundtable.engine.metrics import add_up, means
+from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum
+from roundtable.engine.state import Attempt
+from roundtable.engine.stopping import stop_reason
+from roundtable.engine.view import view
+
+
+class Phases:
+    """Moves a job from phase to phase; which event may do so is decided in `RoundEngine`."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._job = context.job
+        self._state = context.state
+        self._population = context.population
+
+    @property
+    def _amplified(self) -> bool:
+        """Whether an accountant relies on the draw being from the whole population, whoever is there."""
+        return bool(self._job.privacy) and self._job.cohort.strategy == "uniform"
+
+    def next_round(self, now: float) -> None:
+        """Begins the next round, or ends the job after the last."""
+        done = len(self._state.history)
+        if done >= self._job.rounds:
+            self._stop_now("finished", f"all {done} rounds are done")
+        else:
+            self.begin_attempt(done + 1, 1, now)
+
+    def begin_attempt(self, number: int, attempt: int, now: float) -> None:
+        """Begins an attempt at a round: with leave of the ledger first, where there is a budget."""
+        phase = m.AUTHORIZE if self._job.privacy else m.SELECT
+        self._state.attempt = Attempt(number, attempt, phase, now)
+        self._context.status(
+            "running" if self._state.history or attempt > 1 else "waiting", "selecting clients"
+        )
+        if phase == m.AUTHORIZE:
+            self._context.out.append(m.Authorize(self._context.attempt().step))
+        else:
+            self.begin_selection(now)
+
+    def begin_selection(self, now: float) -> None:
+        """Looks for a cohort."""
+        self._context.attempt().phase = m.SELECT
+        self.try_select(now)
+
+    def try_select(self, now: float) -> None:
+        """Draws the cohort if enough clients are there; waits for more otherwise, saying so once."""
+        attempt, cohort = self._context.attempt(), self._job.cohort
+        sampled = cohort.strategy == "poisson" or self._amplified
+        candidates = self._population.known() if sampled else self._population.online()
+        if len(candidates) < least_for_selection(cohort, attempt.settled):
+            if attempt.deadline is None:
+                attempt.deadline = now + cohort.wait
+                self._context.out.append(m.SetTimer(self._context.timer("wait"), attempt.deadline))
+                self._context.note(
+                    "waiting_for_clients", view(self._job, self._state, self._population).waiting_for
+                )
+            return
+        wanted = min(cohort.size or len(candidates), len(candidates))
+        ask = min(math.ceil(wanted * cohort.over_selection), len(candidates))
+        chance = numpy_generator(self._state.selection_seed, attempt.round, attempt.number, "selection")
+        chosen = STRATEGIES[cohort.strategy](candidates, ask, chance, self._context.candidate, cohort)
+        attempt.cohort = tuple(sorted(chosen))
+        attempt.target = len(chosen) if sampled else wanted
+        attempt.minimum = quorum(cohort, attempt.target)
+        self._begin_training(now)
+
+    def _begin_training(self, now: float) -> None:
+        attempt = self._context.attempt()
+        attempt.phase = m.TRAIN
+        attempt.deadline = now + self._job.cohort.deadline
+        self._context.status("running", f"round {attempt.round} of {self._job.rounds}")
+        for name in attempt.cohort:
+            record = self._context.record(name)
+            record.selected += 1
+            record.last_round = attempt.round
+        detail = {"cohort": list(attempt.cohort), "minimum": attempt.minimum}
+        who = ", ".join(attempt.cohort[:8]) + (" …" if len(attempt.cohort) > 8 else "") or "nobody"
+        self._context.note("round_started", f"round {attempt.round}: {who}", detail=detail)
+        self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
+        attempt.awaited = dict.fromkeys(attempt.cohort)
+        self._context.instruct(attempt.cohort, now)
+        self.check(now)
+
+    def check(self, now: float) -> None:
+        """Whether the phase that runs has what it needs, or never will; called after every answer."""
+        attempt = self._context.attempt()
+        if attempt.phase == m.TRAIN:
+            self._check_training(attempt, now)
+        elif attempt.phase == m.EVALUATE and not attempt.awaited:
+            self.commit(now)
+
+    def _check_training(self, attempt: Attempt, now: float) -> None:
+        arrived, awaited = len(attempt.updates), attempt.awaited
+        if arrived >= attempt.target or (not awaited and arrived >= attempt.minimum):
+            self._end_training("the round has the updates that it needs", now)
+        elif arrived + len(awaited) < attempt.minimum:
+            self.fail_attempt(self._quorum_missed(attempt), now)
+        elif arrived >= attempt.minimum and not any(map(self._population.is_online, awaited)):
+            self._context.out.append(m.SetTimer(self._context.timer("grace"), now + self._job.cohort.grace))
+
+    def end_training_if_only_offline(self, now: float) -> None:
+        """The grace time is over: with a quorum, those that are offline are given up."""
+        attempt = self._context.attempt()
+        if len(attempt.updates) >= attempt.minimum and not any(
+            map(self._population.is_online, attempt.awaited)
+        ):
+            self._give_up_on_awaited("still offline after the grace time", now)
+            self._end_training("the round goes on without those that are offline", now)
+
+    def deadline_of_phase(self, attempt: Attempt, now: float) -> None:
+        """Goes on with what has arrived, if that is a quorum."""
+        if attempt.phase == m.EVALUATE:
+            self._context.withdraw_awaited("the evaluation's deadline has passed")
+            self.commit(now)
+            return
+        self._context.withdraw_awaited("the round's deadline has passed")
+        self._give_up_on_awaited("no update before the deadline", now)
+        if len(attempt.updates) >= attempt.minimum:
+            self._end_training("the deadline has passed", now)
+        else:
+            self.fail_attempt(self._quorum_missed(attempt), now)
+
+    def _give_up_on_awaited(self, detail: str, now: float) -> None:
+        attempt = self._context.attempt()
+        for name in list(attempt.awaited):
+            kind = "slow_node" if self._population.is_online(name) else "node_failure"
+            failure = SiteFailure(name, attempt.round, attempt.number, attempt.phase, kind, detail)
+            attempt.failures[name] = failure
+            self._context.drop(failure, now)
+
+    def _end_training(self, reason: str, now: float) -> None:
+        self._context.withdraw_awaited(reason)
+        attempt = self._context.attempt()
+        attempt.phase, attempt.deadline, attempt.awaited = m.AGGREGATE, None, {}
+        for name in attempt.updates:
+            self._context.record(name).completed += 1
+        self._context.out.append(self.aggregate_action(attempt))
+
+    def aggregate_action(self, attempt: Attempt) -> m.Aggregate:
+        """The updates in the order of names, so that the order of arrival changes no bit."""
+        updates = tuple(attempt.updates[name] for name in sorted(attempt.updates))
+        return m.Aggregate(attempt.step, self._state.model, self._state.optimizer, updates, attempt.cohort)
+
+    def evaluation_due(self, number: int) -> bool:
+        """Every so many rounds, and after the last."""
+        every = self._job.evaluation.every
+        return every > 0 and (number % every == 0 or number == self._job.rounds)
+
+    def begin_evaluation(self, now: float) -> None:
+        """Asks those who are there for the new model's metrics."""
+        attempt = self._context.attempt()
+        pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.online()
+        attempt.awaited = {name: None for name in pool if self._population.is_online(name)}
+        attempt.phase = m.EVALUATE
+        attempt.deadline = now + self._job.evaluation.deadline
+        self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
+        self._context.instruct(attempt.awaited, now)
+        self.check(now)
+
+    def commit(self, now: float) -> None:
+        """Writes the round's record and asks for it to be made durable."""
+        attempt, aggregated = self._context.attempt(), self._context.attempt().aggregated
+        assert aggregated is not None
+        attempt.phase, attempt.deadline, attempt.awaited = m.COMMIT, None, {}
+        contributors = tuple(n for n in sorted(attempt.updates) if n not in aggregated.excluded)
+        attempt.record = m.RoundRecord(
+            round=attempt.round,
+            attempt=attempt.number,
+            model=aggregated.model,
+            optimizer=aggregated.optimizer,
+            cohort=attempt.cohort,
+            contributors=contributors,
+            failures={name: failure.detail for name, failure in sorted(attempt.failures.items())},
+            excluded=dict(aggregated.excluded),
+            weights=dict(aggregated.weights),
+            training=add_up(_training_sums(attempt.updates[name]) for name in contributors),
+            evaluation=add_up(attempt.evaluations[name] for name in sorted(attempt.evaluations)),
+            client_metrics={name: attempt.evaluations[name] for name in sorted(attempt.evaluations)},
+            diagnosis=dict(aggregated.diagnosis),
+            charge=dict(aggregated.charge),
+            started=attempt.started,
+            ended=now,
+        )
+        self._state.model, self._state.optimizer = aggregated.model, aggregated.optimizer
+        self._context.out.append(m.Commit(attempt.record))
+
+    def fail_attempt(self, reason: str, now: float) -> None:
+        """Tries again with a new cohort, or pauses the job after so many tries."""
+        attempt = self._context.attempt()
+        self._context.withdraw_awaited("the attempt has failed")
+        self._context.note(
+            "attempt_failed", f"round {attempt.round}, attempt {attempt.number} failed: {reason}"
+        )
+        if attempt.number > self._job.cohort.retries:
+            self.stop(
+                "paused", f"round {attempt.round} failed {attempt.number} times; the last reason: {reason}"
+            )
+        else:
+            self.begin_attempt(attempt.round, attempt.number + 1, now)
+
+    def end_round(self, now: float) -> None:
+        """The record is durable: on to the next round, unless something asks to stop."""
+        attempt = self._context.attempt()
+        assert attempt.record is not None
+        assert self._state.started is not None
+        self._state.history.append(attempt.record)
+        figures = _figures(attempt.record)
+        self._context.note("round_committed", f"round {attempt.round} is committed", detail=figures)
+        if self._state.stopping is not None:
+            status, reason = self._state.stopping
+            self._state.stopping = None
+            self._stop_now(status, reason)
+            return
+        enough = stop_reason(self._job.stop, self._state.history, now - self._state.started)
+        if enough is not None:
+            self._stop_now("finished", enough)
+        else:
+            self.next_round(now)
+
+    def stop(self, status: m.JobStatus, reason: str) -> None:
+        """Ends or pauses the job; a commit that is under way is completed first."""
+        attempt = self._state.attempt
+        if attempt is not None and attempt.phase == m.COMMIT:
+            self._state.stopping = (status, reason)
+            return
+        self._context.withdraw_awaited(f"the job is {status}")
+        self._stop_now(status, reason)
+
+    def _stop_now(self, status: m.JobStatus, reason: str) -> None:
+        attempt = self._state.attempt
+        if status == "paused" and attempt is not None:
+            # Only the numbers live on, so that a resumed round never reuses an attempt's key.
+            self._state.attempt = Attempt(attempt.round, attempt.number, "", attempt.started)
+        else:
+            self._state.attempt = None
+        self._context.note(f"job_{status}", reason)
+        self._context.status(status, reason)
+
+    def _quorum_missed(self, attempt: Attempt) -> str:
+        reasons = "; ".join(f"{name}: {failure.detail}" for name, failure in sorted(attempt.failures.items()))
+        return (
+            f"{len(attempt.updates)} of at least {attempt.minimum} updates ({reasons or 'nobody answered'})"
+        )
+
+
+def _training_sums(update: m.Update) -> dict[str, tuple[float, int]]:
+    sums = dict(update.metrics)
+    if update.loss is not None:
+        sums["loss"] = (update.loss * update.examples, update.examples)
+    return sums
+
+
+def _figures(record: m.RoundRecord) -> dict[str, Any]:
+    """What somebody who watches wants to see of a committed round."""
+    return {
+        "training": means(record.training),
+        "evaluation": means(record.evaluation),
+        "cohort": len(record.cohort),
+        "contributors": len(record.contributors),
+        "seconds": record.ended - record.started,
+    }
