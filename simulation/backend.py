@@ -1,0 +1,122 @@
+"""What runs simulated clients: one small protocol, so that every way to run them plugs in alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from roundtable.core.config import JobConfig
+from roundtable.core.layout import Layout
+from roundtable.core.models import Model
+from roundtable.core.task import AnyTask
+from roundtable.engine import NumberedNames
+
+Metrics = Mapping[str, tuple[float, int]]
+
+
+@dataclass(frozen=True)
+class World:
+    """What every backend needs to know: the job, its task and the model that it starts from.
+
+    `reference` is how another process finds the task (see `load_task`), with the folder that it is
+    relative to; None where the task is an object that only this process has.
+    """
+
+    job: JobConfig
+    task: AnyTask
+    initial: Model
+    reference: tuple[str, Path] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the vectors."""
+        return self.initial.layout
+
+    @property
+    def names(self) -> NumberedNames:
+        """The clients' names by number, held nowhere."""
+        return NumberedNames(self.job.simulation.clients)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One client to run: its number, and its own tensors (rule `local`) from earlier rounds."""
+
+    client: str
+    index: int
+    local: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A client has trained; its delta is in its row. `metrics` are named (sum, count)."""
+
+    client: str
+    examples: int
+    steps: int
+    loss: float
+    metrics: Metrics = field(default_factory=dict)
+    local: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A client has evaluated the model on its test data; empty where it has none."""
+
+    client: str
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A client cannot answer: `kind` is one of FAILURE_KINDS, `detail` for people."""
+
+    client: str
+    kind: str
+    detail: str
+    trace: str = ""
+
+
+class Backend(Protocol):
+    """Runs clients. Answers come in any order, one for each piece of work.
+
+    Every backend gives the result of `roundtable.client.training.train`, whatever it does to be
+    faster: the sequential one to the last bit, or equal to within float32 rounding where it says so.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in the job file."""
+
+    @property
+    def description(self) -> str:
+        """What it runs on, for people: "2 processes", "vectorised on cuda:0"."""
+
+    def rows(self, count: int) -> Tensor:
+        """A float32 tensor [at least count, layout.size] for updates, where this backend writes best.
+
+        It may be on a GPU, in shared memory or a mapped file. Its contents are not initialised, and
+        a later call may give the same memory again.
+        """
+
+    def examples(self, work: Sequence[Work]) -> list[int | None]:
+        """How many training examples each client has; None where only iterating would tell."""
+
+    def train(
+        self, round: int, vector: Tensor, work: Sequence[Work], rows: Tensor
+    ) -> Iterator[Trained | Failed]:
+        """Trains each client from `vector`; the delta of `work[i]` goes to `rows[i]`.
+
+        `vector` is float32 [layout.size] on CPU; `rows` a slice, of len(work) rows, of what `rows()`
+        gave. The row of a client that failed has no meaning.
+        """
+
+    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+        """Evaluates the model `vector` on each client's test data."""
+
+    def close(self) -> None:
+        """Ends processes and gives memory back; calling it twice is harmless."""

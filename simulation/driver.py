@@ -1,0 +1,302 @@
+"""The round engine driven in virtual time: a heap of events, and backends that do the work.
+
+The engine says whom to ask; the devices say when each would answer. Clients are trained only when
+the first answer that the round still wants falls due, as many at once as it wants: who drops out,
+comes too late or is withdrawn costs nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError, SiteFailure
+from roundtable.core.models import Model, model_digest
+from roundtable.engine import RoundEngine
+from roundtable.engine import messages as m
+from roundtable.engine.combine import ServerState, combine, initial_server_state
+from roundtable.engine.plan import Plan
+from roundtable.privacy import SeededNoise
+from roundtable.simulation.backend import Backend, Failed, Trained, World
+from roundtable.simulation.devices import Transfer
+from roundtable.simulation.faults import Fault, Faults
+from roundtable.simulation.fleet import Fleet
+from roundtable.simulation.workshop import LocalState, Workshop
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The answer of client number `index` to `step` is due."""
+
+    index: int
+    step: m.Step
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that a run goes on from: its state at the commit of a round, before the engine knows of it.
+
+    `local` holds the clients' own tensors, of those that took part in the round alone when a
+    checkpoint is written, and of all when one is resumed from.
+    """
+
+    now: float
+    engine: Mapping[str, Any]
+    model: Model
+    server: ServerState
+    local: Mapping[int, LocalState]
+
+
+class Listener(Protocol):
+    """Who hears what happens: the run directory, the progress bar."""
+
+    def committed(self, record: m.RoundRecord, checkpoint: Callable[[], Checkpoint]) -> None:
+        """A round is done; what must be durable is so when this returns."""
+
+    def note(self, note: m.Note, now: float) -> None:
+        """Something happened, at a virtual time in seconds."""
+
+    def answered(self, step: m.Step, done: int, total: int) -> None:
+        """So many of the clients that are being run for this step have answered."""
+
+
+class Driver:
+    """One run of one job."""
+
+    def __init__(self, world: World, plan: Plan, backend: Backend, fleet: Fleet, listener: Listener) -> None:
+        self.world = world
+        self.plan = plan
+        self.fleet = fleet
+        self.listener = listener
+        self.now = 0.0
+        self.status = m.StatusChanged("waiting", "not started")
+        self.history: list[m.RoundRecord] = []
+        self.model = world.initial
+        self.server = initial_server_state(plan, world.layout.size)
+        self._workshop = Workshop(world, backend)
+        self._faults = Faults.of(world.job)
+        self._engine = RoundEngine(world.job, model_digest(world.initial), world.job.seed, fleet)
+        self._heap: list[tuple[float, int, m.Event | Arrived]] = []
+        self._sequence = itertools.count()
+        self._timers: dict[str, float] = {}
+        self._step = m.Step(0, 0, "")
+        self._due: dict[int, float] = {}
+        self._answers: dict[int, tuple[int, Trained | Failed]] = {}
+        self._next = (self.model, self.server)
+        up = get_encoding(world.job.transfer.encoding).encoded_size(world.layout.size)
+        self._transfer = Transfer(4 * world.layout.size, up or 4 * world.layout.size)
+
+    def run(self) -> None:
+        """From the start, or from where `resume` left it, to the end of the job.
+
+        Raises RoundtableError if the round waits for clients that will never come.
+        """
+        if not self._heap:
+            self._push(self.now, m.Start())
+        while self.status.status not in (*m.FINAL, "paused"):
+            if not self._heap:
+                self._wait_for_somebody()
+                continue
+            self.now, _, event = heapq.heappop(self._heap)
+            self.fleet.now = self.now
+            if isinstance(event, Arrived):
+                self._answer(event)
+            elif not isinstance(event, m.DeadlinePassed) or self._timers.get(event.timer) == self.now:
+                self._handle(event)
+
+    def resume(self, checkpoint: Checkpoint, history: Sequence[m.RoundRecord]) -> None:
+        """Puts everything back to `checkpoint`; `history` ends with its round."""
+        self.now = self.fleet.now = checkpoint.now
+        self.history = list(history)
+        self._workshop.local = dict(checkpoint.local)
+        self._next = (checkpoint.model, checkpoint.server)
+        self._engine = RoundEngine.restore(
+            self.world.job, checkpoint.engine, self.history[:-1], population=self.fleet
+        )
+        self._perform(self._engine.outstanding(self.now))
+
+    def _push(self, at: float, event: m.Event | Arrived) -> None:
+        heapq.heappush(self._heap, (at, next(self._sequence), event))
+
+    def _handle(self, event: m.Event) -> None:
+        self._perform(self._engine.handle(event, self.now))
+
+    def _perform(self, actions: Iterable[m.Action]) -> None:
+        instructed: list[int] = []
+        step = self._step
+        for action in actions:
+            match action:
+                case m.Instruct():
+                    instructed.append(self.world.names.index_of(action.client))
+                    step = action.step
+                case m.Withdraw():
+                    self._due.pop(self.world.names.index_of(action.client), None)
+                case m.SetTimer():
+                    self._timers[action.timer] = action.at
+                    self._push(action.at, m.DeadlinePassed(action.timer))
+                case m.Authorize():
+                    self._push(self.now, m.Authorized(action.step))
+                case m.Aggregate():
+                    self._aggregate(action)
+                case m.Commit():
+                    self._commit(action.record)
+                case m.Note():
+                    self.listener.note(action, self.now)
+                case m.StatusChanged():
+                    self.status = action
+        if instructed:
+            self._instruct(step, instructed)
+
+    def _instruct(self, step: m.Step, indices: Sequence[int]) -> None:
+        if step.phase == m.EVALUATE:
+            self._evaluate(step, indices)
+            return
+        if step != self._step:
+            self._step, self._due, self._answers = step, {}, {}
+            self._workshop.begin(len(self._engine.state.attempt.cohort))  # type: ignore[union-attr]
+        for index, examples in zip(indices, self._examples(indices), strict=True):
+            self._schedule(index, step, examples)
+
+    def _examples(self, indices: Sequence[int]) -> list[int]:
+        """Examples that each client will process; not asked for where it makes no difference."""
+        algorithm = self.world.job.algorithm
+        if self.fleet.devices.instant:
+            return [0] * len(indices)
+        if algorithm.steps is not None:
+            return [algorithm.steps * algorithm.batch_size] * len(indices)
+        return [algorithm.epochs * count for count in self._workshop.examples(indices)]
+
+    def _schedule(self, index: int, step: m.Step, examples: int) -> None:
+        """When the client will answer, or how it will not."""
+        seconds = self.fleet.devices.seconds(index, step.round, examples, self._transfer)
+        leaves = self.fleet.devices.leaves_at(index, self.now)
+        fault = self._faults.of_training(step, index)
+        if fault is not None and fault.kind == "dropout":
+            leaves = min(leaves, self.now + fault.share * seconds)
+        elif fault is not None and self.now + fault.share * seconds < leaves:
+            self._crash(index, step, fault, self.now + fault.share * seconds)
+            return
+        if leaves <= self.now + seconds:
+            self._push(leaves, m.ClientLeft(self.world.names[index]))
+            return
+        self._due[index] = self.now + seconds
+        self._push(self.now + seconds, Arrived(index, step))
+
+    def _crash(self, index: int, step: m.Step, fault: Fault, at: float) -> None:
+        self._push(at, _failed(Failed(self.world.names[index], "node_failure", fault.detail), step))
+
+    def _answer(self, event: Arrived) -> None:
+        if event.step != self._step or event.index not in self._due:
+            return
+        if event.index not in self._answers:
+            self._train()
+        del self._due[event.index]
+        place, answer = self._answers.pop(event.index)
+        if isinstance(answer, Failed):
+            self._handle(_failed(answer, event.step))
+            return
+        update = m.Update(answer.client, str(place), answer.examples, answer.loss, answer.metrics)
+        self._handle(m.UpdateArrived(event.step, update))
+
+    def _train(self) -> None:
+        """Runs the clients due next, as many as the round still wants."""
+        attempt = self._engine.state.attempt
+        assert attempt is not None
+        wanted = max(1, attempt.target - len(attempt.updates) - len(self._answers))
+        waiting = (index for index in self._due if index not in self._answers)
+        chosen = sorted(heapq.nsmallest(wanted, waiting, key=self._due.__getitem__))
+        answers = self._workshop.train(self._step.round, self.model.vector, chosen)
+        for done, (place, answer) in enumerate(answers, start=1):
+            self._answers[self.world.names.index_of(answer.client)] = (place, answer)
+            self.listener.answered(self._step, done, len(chosen))
+
+    def _evaluate(self, step: m.Step, indices: Sequence[int]) -> None:
+        """All at once; it takes the time of the model's way to the client."""
+        there = []
+        for index in indices:
+            fault = self._faults.of_evaluation(step, index)
+            if fault is None:
+                there.append(index)
+            else:
+                self._crash(index, step, fault, self.now)
+        transfer = Transfer(self._transfer.down, 0)
+        answers = self._workshop.evaluate(self._next[0].vector, there)
+        for done, answer in enumerate(answers, start=1):
+            index = self.world.names.index_of(answer.client)
+            at = self.now + self.fleet.devices.seconds(index, step.round, 0, transfer)
+            event = (
+                _failed(answer, step)
+                if isinstance(answer, Failed)
+                else m.Evaluated(answer.client, step, answer.metrics)
+            )
+            self._push(at, event)
+            self.listener.answered(step, done, len(there))
+
+    def _aggregate(self, action: m.Aggregate) -> None:
+        step, seed = action.step, self.world.job.seed
+        # Seeded, so that a run can be repeated; what it charges says that no guarantee rests on it.
+        noise = SeededNoise(seed, step.round, step.attempt, "noise")
+        try:
+            combined = combine(
+                self.plan,
+                self._workshop.matrix(step.round, action.updates),
+                action.updates,
+                self.model.vector,
+                self.server,
+                round=step.round,
+                seed=seed,
+                noise=noise,
+            )
+        except (AggregationError, InvalidUpdate) as error:
+            self._push(self.now, m.AggregationFailed(step, str(error)))
+            return
+        metadata = {**self.model.metadata, "round": str(step.round)}
+        model = Model(self.world.layout, combined.vector, self.model.local, metadata)
+        self._next = (model, combined.state)
+        state = f"round-{step.round}"
+        account = (combined.excluded, combined.weights, combined.diagnosis, combined.charge)
+        self._push(self.now, m.Aggregated(step, model_digest(model), state, *account))
+
+    def _commit(self, record: m.RoundRecord) -> None:
+        self.model, self.server = self._next
+        if not self.history or self.history[-1].round < record.round:
+            self.history.append(record)
+            self.listener.committed(record, self._checkpoint)
+            self._workshop.commit()
+        self._step = m.Step(0, 0, "")
+        self._due, self._answers = {}, {}
+        self._timers.clear()
+        self._heap.clear()
+        self.fleet.gone.clear()
+        self._push(self.now, m.Committed(record.round))
+
+    def _checkpoint(self) -> Checkpoint:
+        engine = self._engine.snapshot()
+        return Checkpoint(self.now, engine, self.model, self.server, self._workshop.pending)
+
+    def _wait_for_somebody(self) -> None:
+        """Nothing is due: time passes until a client comes online, or those that dropped out return."""
+        if self.fleet.gone:
+            self.fleet.gone.clear()
+            self.now += self.world.job.cohort.grace
+        else:
+            at = self.fleet.devices.next_arrival(self.now)
+            if at is None:
+                waiting = self._engine.view().waiting_for
+                raise RoundtableError(f"round {len(self.history) + 1} waits for ever: {waiting}")
+            self.now = at
+        self.fleet.now = self.now
+        there = self.fleet.online()
+        if len(there):
+            self._push(self.now, m.ClientJoined(self.fleet.info(there[0])))
+
+
+def _failed(answer: Failed, step: m.Step) -> m.ClientFailed:
+    failure = SiteFailure(
+        answer.client, step.round, step.attempt, step.phase, answer.kind, answer.detail, answer.trace
+    )
+    return m.ClientFailed(step, failure)

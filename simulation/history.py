@@ -1,0 +1,118 @@
+"""A run's rounds as a table: columns by name, rows by number, and no library needed to read it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, overload
+
+from roundtable.core.errors import ResourceError
+from roundtable.engine import means
+from roundtable.engine.messages import RoundRecord
+
+Value = int | float | None
+Row = Mapping[str, Value]
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class History(Sequence[Row]):
+    """One row a committed round. `history["accuracy"]` is a column, `history[-1]` the last row.
+
+    Columns: round, attempt, clients (whose updates count), failed, excluded, time (virtual seconds
+    at the round's end), seconds (of real time that the round took; None where it was not measured),
+    train_NAME for training means and NAME for evaluation means; None where a round has no value.
+    """
+
+    records: tuple[RoundRecord, ...]
+    seconds: tuple[float | None, ...]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns, in order."""
+        names: dict[str, None] = {}
+        for index in range(len(self)):
+            names.update(dict.fromkeys(self._row(index)))
+        return list(names)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self._row(index) for index in range(len(self)))
+
+    @overload
+    def __getitem__(self, key: str) -> list[Value]: ...
+    @overload
+    def __getitem__(self, key: int) -> Row: ...
+    @overload
+    def __getitem__(self, key: slice) -> History: ...
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, slice):
+            return History(self.records[key], self.seconds[key])
+        if isinstance(key, str):
+            if key not in self.columns:
+                raise KeyError(f"no column {key!r}; there are {', '.join(self.columns)}")
+            return [row.get(key) for row in self]
+        return self._row(range(len(self))[key])
+
+    def to_csv(self, path: Path | None = None) -> str:
+        """The table as CSV text; also written to `path` if one is given."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self)
+        if path is not None:
+            path.write_text(text.getvalue(), encoding="utf-8")
+        return text.getvalue()
+
+    def to_pandas(self) -> Any:
+        """The table as a pandas DataFrame. Raises ResourceError where pandas is not installed."""
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise ResourceError("to_pandas() needs pandas: pip install pandas") from error
+        return pandas.DataFrame(list(self), columns=self.columns)
+
+    def __repr__(self) -> str:
+        columns, rows = self.columns, self[-_SHOWN:]
+        cells = [columns, *([_text(row.get(name)) for name in columns] for row in rows)]
+        widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
+        ]
+        if len(self) > _SHOWN:
+            lines.insert(1, f"… {len(self) - _SHOWN} rounds before")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        columns = self.columns
+        head = "".join(f"<th>{name}</th>" for name in columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_text(row.get(name))}</td>" for name in columns) + "</tr>" for row in self
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _row(self, index: int) -> dict[str, Value]:
+        record = self.records[index]
+        return {
+            "round": record.round,
+            "attempt": record.attempt,
+            "clients": len(record.contributors),
+            "failed": len(record.failures),
+            "excluded": len(record.excluded),
+            "time": record.ended,
+            "seconds": self.seconds[index],
+            **{f"train_{name}": value for name, value in means(record.training).items()},
+            **means(record.evaluation),
+        }
+
+
+def _text(value: Value) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.5g}"

@@ -1,0 +1,38 @@
+"""What a simulation gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundtable.core.config import JobConfig
+from roundtable.core.models import Model
+from roundtable.simulation.history import History
+from roundtable.simulation.plots import curves
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its rounds, the last model, and how it ran.
+
+    status and reason: how it ended, in the engine's words. backend: what ran the clients and why.
+    """
+
+    job: JobConfig
+    history: History
+    model: Model
+    status: str
+    reason: str
+    backend: str
+    run_dir: Path | None = None
+
+    def plot(self, path: Path | None = None) -> Any:
+        """Loss and metrics over rounds, as a matplotlib Figure; also written to `path` if one is given.
+
+        Raises ResourceError where matplotlib is not installed.
+        """
+        return curves({self.job.title: self.history}, path)
+
+    def __repr__(self) -> str:
+        return f"{self.job.title}: {self.status}, {self.reason} ({self.backend})\n{self.history!r}"

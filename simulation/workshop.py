@@ -1,0 +1,92 @@
+"""The clients' side of one attempt at a round: who has been run, and the rows of their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from roundtable.aggregation import TensorMatrix, UpdateMatrix
+from roundtable.core.encodings import get_encoding
+from roundtable.engine.messages import Update
+from roundtable.simulation.attacks import Attackers
+from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
+
+LocalState = Mapping[str, Tensor]
+
+
+class Workshop:
+    """Runs clients through a backend and keeps what they made until the round is committed.
+
+    `local` are the clients' own tensors (rule `local`) as of the last committed round, `pending`
+    those of the attempt under way: an attempt that fails leaves no trace.
+    """
+
+    def __init__(self, world: World, backend: Backend) -> None:
+        self.world = world
+        self.backend = backend
+        self.local: dict[int, LocalState] = {}
+        self.pending: dict[int, LocalState] = {}
+        self._attackers = Attackers.of(world.job)
+        self._dense = get_encoding(world.job.transfer.encoding).dense_dtype
+        self._rows: Tensor | None = None
+        self._capacity = 0
+        self._used = 0
+
+    def begin(self, capacity: int) -> None:
+        """A new attempt, in which at most so many clients train."""
+        self.pending = {}
+        self._rows, self._capacity, self._used = None, capacity, 0
+
+    def examples(self, indices: Sequence[int]) -> list[int]:
+        """Training examples that clients have; 0 where only iterating would tell."""
+        return [count or 0 for count in self.backend.examples(list(self._work(indices)))]
+
+    def train(
+        self, round: int, vector: Tensor, indices: Sequence[int]
+    ) -> Iterator[tuple[int, Trained | Failed]]:
+        """Trains clients; gives the place of each one's update, and its answer."""
+        if self._rows is None:
+            self._rows = self.backend.rows(self._capacity)
+        start, self._used = self._used, self._used + len(indices)
+        rows = self._rows[start : self._used]
+        places = {self.world.names[index]: start + offset for offset, index in enumerate(indices)}
+        for answer in self.backend.train(round, vector, list(self._work(indices)), rows):
+            place = places[answer.client]
+            if isinstance(answer, Trained):
+                self._received(answer, self._rows[place])
+            yield place, answer
+
+    def evaluate(self, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
+        """Evaluates a model on clients' test data, with their own tensors as training left them."""
+        return self.backend.evaluate(vector, list(self._work(indices)))
+
+    def matrix(self, round: int, updates: Sequence[Update]) -> UpdateMatrix:
+        """The rows of these updates, in their order, once the hostile clients have had their way.
+
+        `Update.digest` is the place of its row. Raises AggregationError where an attack cannot be made.
+        """
+        rows = self._rows if self._rows is not None else self.backend.rows(0)
+        places = [int(update.digest) for update in updates]
+        clients = [self.world.names.index_of(update.client) for update in updates]
+        self._attackers.corrupt(round, clients, rows, places)
+        if places == list(range(len(places))):
+            return TensorMatrix(rows[: len(places)])
+        return TensorMatrix(rows).select(places)
+
+    def commit(self) -> None:
+        """The attempt counts: the clients keep what it left with them."""
+        self.local.update(self.pending)
+        self.begin(0)
+
+    def _received(self, answer: Trained, row: Tensor) -> None:
+        """The rounding of the encoding, as if the update had travelled; and what stays at the client."""
+        if self._dense is not None and self._dense != row.dtype:
+            row.copy_(row.to(self._dense))
+        if answer.local:
+            self.pending[self.world.names.index_of(answer.client)] = answer.local
+
+    def _work(self, indices: Iterable[int]) -> Iterator[Work]:
+        for index in indices:
+            local = self.pending.get(index, self.local.get(index))
+            yield Work(self.world.names[index], index, local)
