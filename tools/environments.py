@@ -16,7 +16,7 @@ def environment(name: str, pins: list[str]) -> Path:
     stamp = folder / "pins.txt"
     if not stamp.exists() or stamp.read_text() != "\n".join(pins):
         venv.create(folder, with_pip=True, clear=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--only-binary=:all:", *pins]
+        install = [str(python), "-m", "pip", "install", "--quiet", "--only-binary=:all:", *pins]
         subprocess.run(install, check=True)
         stamp.write_text("\n".join(pins))
     return python

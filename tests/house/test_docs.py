@@ -1,0 +1,87 @@
+"""The pages say what is true: links lead somewhere, commands exist, CI runs what the README says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+README = (ROOT / "README.md").read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get, as the usual renderers make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert file.is_relative_to(ROOT), f"{page.name} links out of the project: {target}"
+        assert not anchor or anchor in anchors(file), (
+            f"{page.name} links to {target}, which has no such heading"
+        )
+
+
+def commands_of(text: str) -> list[str]:
+    """The lines of a page's `sh` blocks, without comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_ci_runs_what_the_readme_tells_a_newcomer_to_run() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert "set -euo pipefail" in lines
+    ran = [line for line in lines if line.startswith("make")]
+    told = [command for command in commands_of(README) if command.startswith("make")]
+    assert ran == ["make test", "make demo"]
+    assert set(ran) <= set(told)
+
+
+def test_every_target_of_make_is_a_command_of_the_house() -> None:
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets
+    shown = subprocess.run(
+        [sys.executable, ROOT / "tools" / "house.py"], capture_output=True, text=True, check=False
+    )
+    described = re.findall(r"^ *(\w+)  +\S", shown.stdout, re.MULTILINE)
+    assert shown.returncode == 2
+    assert targets[1].split() == described
+    for told in re.findall(r"\bmake (\w+)", README + (ROOT / "CONTRIBUTING.md").read_text()):
+        assert told in described
+
+
+def test_commands_of_roundtable_that_pages_name_exist() -> None:
+    import click
+
+    from roundtable.cli.main import cli
+
+    for page in PAGES:
+        for line in commands_of(page.read_text()):
+            words = line.removeprefix(".venv/bin/").split()
+            if words[0] != "roundtable":
+                continue
+            command: click.Command = cli
+            for word in words[1:]:
+                if not isinstance(command, click.Group) or word.startswith("-"):
+                    break
+                found = command.get_command(click.Context(command), word)
+                assert found is not None, f"{page.name} names `{line}`, which does not exist"
+                command = found
+            options = {name for option in command.params for name in option.opts} | {"--help"}
+            for word in words:
+                if word.startswith("--"):
+                    assert word.split("=")[0] in options, f"{page.name}: `{line}` has no {word}"

@@ -1,0 +1,159 @@
+"""Promises that hold for every file: no pickle, no workplace, no dependency that nobody declared."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = configparser.ConfigParser()
+CONFIG.read(ROOT / "setup.cfg")
+FOLDERS = ("api", "core", "aggregation", "privacy", "proto", "engine", "client", "server", "simulation")
+UNSAFE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """Files under version control, or about to be."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    return tuple(ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file())
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    """The package's own Python files, parsed."""
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            if not re.search(r"_pb2(_grpc)?\.py$", file.name):
+                yield file, ast.parse(file.read_text(), str(file))
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, those within functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.lineno, str(node.module)
+
+
+def test_nothing_imports_pickle_or_its_kin() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file, tree in sources()
+        for line, name in imported(tree)
+        if name.split(".")[0] in UNSAFE
+    ]
+    assert found == []
+
+
+def test_nothing_loads_what_may_hold_code() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node.func)}"
+        for file, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func)
+        in ("torch.load", "torch.save", "torch.jit.load", "eval", "exec", "yaml.load")
+    ]
+    assert found == []
+    allowed = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False"
+    ]
+    assert allowed == []
+
+
+def test_only_the_face_knows_the_face() -> None:
+    """Folders import each other, never `roundtable` itself, which imports them all."""
+    face = {file.stem for file in (ROOT / "api").glob("*.py")} | {"cli"}
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file, tree in sources()
+        if file.relative_to(ROOT).parts[0] != "api"
+        for line, name in imported(tree)
+        if name == "roundtable" or (name.startswith("roundtable.") and name.split(".")[1] in face)
+    ]
+    assert found == []
+
+
+def declared(*keys: tuple[str, str]) -> dict[str, Requirement]:
+    """Name → requirement of the lists in setup.cfg."""
+    rows = (Requirement(line) for section, key in keys for line in CONFIG[section][key].split("\n") if line)
+    return {canonicalize_name(row.name): row for row in rows}
+
+
+RUNTIME = declared(("options", "install_requires"))
+EXTRAS = declared(*(("options.extras_require", key) for key in CONFIG["options.extras_require"]))
+
+
+def test_every_library_that_is_imported_is_declared() -> None:
+    homes = packages_distributions()
+    missing = set()
+    for file, tree in sources():
+        for line, name in imported(tree):
+            top = name.split(".")[0]
+            if top in sys.stdlib_module_names or top == "roundtable":
+                continue
+            names = {canonicalize_name(found) for found in homes.get(top, [top])}
+            # grpcio and protobuf share the namespace package `google`.
+            if not names & (RUNTIME.keys() | EXTRAS.keys()):
+                missing.add(f"{file.relative_to(ROOT)}:{line}: {name} of {names}")
+    assert not missing
+
+
+def test_constraints_pin_every_declared_library_within_its_range() -> None:
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    for name, requirement in {**RUNTIME, **EXTRAS}.items():
+        if name != "roundtable":
+            assert name in pinned, f"constraints.txt does not pin {name}: python3 tools/house.py pins"
+            assert requirement.specifier.contains(pinned[name]), (
+                f"{name}=={pinned[name]} is not in {requirement}"
+            )
+
+
+def test_every_declared_library_is_explained() -> None:
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    explained = {canonicalize_name(name) for name in re.findall(r"^\| `([\w.-]+)`", page, re.MULTILINE)}
+    assert explained == (RUNTIME.keys() | EXTRAS.keys()) - {"roundtable"}
+
+
+def test_no_file_speaks_of_one_machine() -> None:
+    # One letter of each is in brackets, so that this line does not find itself.
+    words = re.compile(r"/[w]ork/|/tmp/[h]q|/[f]arm/|/opt/[p]ypi|[p]ypi-more|\.[l]ibrary/")
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for file in tracked()
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1)
+        if words.search(line)
+    ]
+    assert found == []
+
+
+def test_no_file_of_the_package_is_too_long_to_be_one_idea() -> None:
+    long = {
+        str(file.relative_to(ROOT)): count
+        for file, _ in sources()
+        if (count := len(file.read_text().splitlines())) > 400
+    }
+    assert long == {}
