@@ -1,0 +1,5 @@
+"""`python -m roundtable` is `roundtable`."""
+
+from roundtable.cli.main import main
+
+main()

@@ -1,0 +1,32 @@
+"""`roundtable client`: a silo's agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from roundtable.cli.server import service_logs
+
+
+@click.group(invoke_without_command=True)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    default="agent.toml",
+    show_default=True,
+    help="The silo's settings: coordinator, credentials, tasks, data.",
+)
+@click.pass_context
+def client(context: click.Context, config: Path) -> int | None:
+    """Run a silo's agent. It connects to the coordinator by itself, and again whenever it has to.
+
+    Ctrl-C stops it cleanly; a finished update that was not delivered waits on disk for the next start.
+    """
+    if context.invoked_subcommand is not None:
+        return None
+    from roundtable.client.agent import run_agent
+    from roundtable.client.config import load_agent_config
+
+    service_logs()
+    return run_agent(load_agent_config(config))

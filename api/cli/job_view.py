@@ -1,0 +1,82 @@
+"""How a job reads: what a file describes, where a submitted one stands, how its model is loaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roundtable.cli.output import ago, duration, print_table
+from roundtable.cli.rounds import figures_of, metrics_of
+
+if TYPE_CHECKING:
+    from roundtable.preparation import Prepared
+    from roundtable.proto.operator_pb2 import JobDetail
+
+
+def loading_lines(task: str, path: Path) -> list[str]:
+    """Three lines of Python that load a model file."""
+    return [
+        "import roundtable as rt",
+        f'model = rt.load_task("{task}").model()',
+        f'model.load_state_dict(rt.load_model("{path}"))',
+    ]
+
+
+def summary_of(prepared: Prepared) -> dict[str, Any]:
+    """What a sound job file amounts to, by name."""
+    job, layout = prepared.job, prepared.model.layout
+    staying = [spec.name for spec in layout.tensors if spec.rule != "average"]
+    return {
+        "name": job.title,
+        "task": type(prepared.task).__name__,
+        "rounds": job.rounds,
+        "algorithm": job.algorithm.name,
+        "aggregation": job.aggregation.rule,
+        "privacy": job.privacy.get("level", "none"),
+        "parameters": layout.size,
+        "bytes a round and silo": 4 * layout.size,
+        "tensors that do not travel": staying,
+        "layout": layout.fingerprint,
+        "digest": job.digest,
+    }
+
+
+def print_detail(detail: JobDetail) -> None:
+    """A submitted job: its state, its silos, its rounds."""
+    found = detail.job
+    click.echo(f"job        {found.id}  {found.name}")
+    click.echo(f"status     {found.status}{': ' + found.reason if found.reason else ''}")
+    click.echo(f"rounds     {found.rounds_done} of {found.rounds} committed")
+    click.echo(f"submitted  {ago(found.submitted)} by {found.submitter}")
+    click.echo(f"model      {found.model.digest[:16]}  {found.model.size:,} bytes")
+    if detail.waiting_for:
+        click.echo(f"now        round {detail.round}, attempt {detail.attempt}: {detail.waiting_for}")
+    if detail.clients:
+        click.echo("")
+        rows = [
+            (c.client, c.state, duration(max(0.0, time.time() - c.since)), c.note) for c in detail.clients
+        ]
+        print_table(("client", "state", "for", "note"), rows, "")
+    records = [json.loads(record) for record in detail.history]
+    if records:
+        click.echo("")
+        _print_history(records)
+
+
+def _print_history(records: list[dict[str, Any]]) -> None:
+    figures = [figures_of(record) for record in records]
+    names = list(dict.fromkeys(name for each in figures for name in metrics_of(each)))
+    rows = [
+        (
+            record["round"],
+            *(metrics_of(each).get(name, "") for name in names),
+            f"{each['contributors']}/{each['cohort']}",
+            duration(each["seconds"]),
+        )
+        for record, each in zip(records, figures, strict=True)
+    ]
+    print_table(("round", *names, "silos", "time"), rows, "")

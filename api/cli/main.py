@@ -1,0 +1,75 @@
+"""`roundtable`: the commands, and what becomes of their errors.
+
+Exit codes: 0 done, 1 it failed, 2 the command line or a configuration file is wrong, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from roundtable.cli.ca import ca
+from roundtable.cli.client import client
+from roundtable.cli.clients import clients
+from roundtable.cli.completion import completion
+from roundtable.cli.demo import demo
+from roundtable.cli.doctor import doctor
+from roundtable.cli.job import job
+from roundtable.cli.server import server
+from roundtable.cli.simulate import simulate
+from roundtable.cli.version import version
+from roundtable.core.errors import ConfigError, RoundtableError
+
+FAILED = 1
+WRONG_USAGE = 2
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("-v", "--verbose", is_flag=True, help="Show logs (twice as much as a service shows by itself).")
+def cli(verbose: bool) -> None:
+    """Federated learning for organisations that may not pool their data.
+
+    Start with `roundtable demo`: a coordinator and three agents on this machine train one model.
+    """
+    if not verbose:
+        # gRPC's own lines on stderr repeat, less clearly, what our errors say. It reads this once, on import.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+for command in (ca, client, clients, completion, demo, doctor, job, server, simulate, version):
+    cli.add_command(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code; messages of errors go to stderr."""
+    try:
+        result = cli.main(args=list(arguments), prog_name="roundtable", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except RoundtableError as error:
+        click.echo(f"Error: {error}", err=True)
+        return WRONG_USAGE if isinstance(error, ConfigError) else FAILED
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has seen enough; keep the interpreter's last flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""A configuration with every value in force, as TOML that says what each is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_COLUMN = 40
+
+
+def render(config: BaseModel) -> str:
+    """The whole of it; values that nobody has set and that have no default stand in comments."""
+    return "\n".join(_table(config, "")) + "\n"
+
+
+def _table(config: BaseModel, path: str) -> Iterator[str]:
+    from pydantic import BaseModel
+
+    values = {name: getattr(config, name) for name in type(config).model_fields}
+    if path:
+        yield ""
+        yield f"[{path}]"
+    for name, value in values.items():
+        if not isinstance(value, BaseModel) and name != "privacy":
+            yield _line(name, value, type(config).model_fields[name].description or "")
+    if "privacy" in values:
+        yield from _privacy(values["privacy"])
+    for name, value in values.items():
+        if isinstance(value, BaseModel):
+            yield from _table(value, f"{path}.{name}" if path else name)
+
+
+def _privacy(given: dict[str, Any]) -> Iterator[str]:
+    """What the job says of privacy, and in comments what holds for the rest."""
+    from roundtable.privacy import PrivacyConfig
+
+    yield ""
+    yield "[privacy]"
+    for name, value in asdict(PrivacyConfig.from_table(given)).items():
+        if name in given:
+            yield f"{name} = {_value(value)}"
+        else:
+            yield f"# {name} is not set" if value is None else f"# {name} = {_value(value)}"
+
+
+def _line(name: str, value: Any, description: str) -> str:
+    text = f"# {name} is not set" if value is None else f"{name} = {_value(value)}"
+    return f"{text:{_COLUMN}}  # {description}" if description else text
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    # A JSON string or number is a TOML one; a float keeps its point, or its exponent.
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() else json.dumps(name)

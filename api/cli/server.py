@@ -1,0 +1,53 @@
+"""`roundtable server`: the coordinator."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--listen", metavar="HOST:PORT", help="Where agents and operators connect; port 0 takes a free one."
+)
+@click.option(
+    "--state", type=click.Path(path_type=Path), help="Folder of the embedded database and the artifacts."
+)
+@click.option("--database", metavar="URL", help="sqlite:///... or postgresql://...")
+@click.option(
+    "--credentials", type=click.Path(path_type=Path), help="Folder with ca.crt, node.crt and node.key."
+)
+@click.pass_context
+def server(
+    context: click.Context,
+    config: Path | None,
+    listen: str | None,
+    state: Path | None,
+    database: str | None,
+    credentials: Path | None,
+) -> int:
+    """Run the coordinator, with the settings of CONFIG (coordinator.toml); options win.
+
+    Ctrl-C stops it cleanly; started again on the same state it goes on with every job.
+    """
+    from roundtable.server.config import load_server_config
+    from roundtable.server.coordinator import run_server
+
+    service_logs()
+    options = {"listen": listen, "state": _absolute(state), "database": database}
+    settings = load_server_config(config, {**options, "credentials": _absolute(credentials)})
+    return run_server(settings)
+
+
+def service_logs() -> None:
+    """A service tells what it does by default; --verbose adds the rest."""
+    root = logging.getLogger()
+    root.setLevel(min(root.level, logging.INFO))
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """Paths of the command line are relative to where it is typed, not to the file's folder."""
+    return path.absolute() if path else None

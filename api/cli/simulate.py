@@ -1,0 +1,156 @@
+"""`roundtable simulate`: a job on this machine, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from roundtable.cli.options import json_option, set_option
+from roundtable.cli.output import console, duration, interruptible, print_json
+from roundtable.cli.rounds import round_line
+
+if TYPE_CHECKING:
+    from roundtable.simulation import Progress, Result
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@set_option
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where results go: configuration, history, curves, model; default: nowhere.",
+)
+@click.option("--resume", is_flag=True, help="Go on with the run in --run-dir from its last round.")
+@json_option
+def simulate(file: Path, overrides: dict[str, Any], run_dir: Path | None, resume: bool, as_json: bool) -> int:
+    """Run the job that FILE describes over simulated clients, with the engine that runs in production."""
+    if resume and run_dir is None:
+        raise click.UsageError("--resume needs the --run-dir of the run to go on with")
+    from roundtable.simulation import simulate as run
+
+    hint = (
+        f"Go on from the last round with `roundtable simulate {file} --run-dir {run_dir} --resume`."
+        if run_dir
+        else "Nothing is kept; with --run-dir FOLDER a run can go on from its last round."
+    )
+    display = _display(as_json)
+    with interruptible(hint):
+        try:
+            result = run(file, overrides=overrides, run_dir=run_dir, resume=resume, progress=display.report)
+        finally:
+            display.close()
+    if as_json:
+        print_json(_values(result))
+    else:
+        _report(result)
+    return 0 if result.status == "finished" else 1
+
+
+class _Display(Protocol):
+    def report(self, progress: Progress) -> None:
+        """Something has happened."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+def _display(as_json: bool) -> _Display:
+    if as_json:
+        return _Silent()
+    return _Bars() if console().is_terminal else _Lines()
+
+
+class _Silent:
+    def report(self, progress: Progress) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Lines:
+    """One line for each round, and for what went wrong in between."""
+
+    def report(self, progress: Progress) -> None:
+        if sentence := _sentence(progress):
+            click.echo(sentence)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bars:
+    """Rounds scroll by; below them one bar for the rounds and one for the clients of this one."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (
+            TextColumn("{task.description:<8}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", style="dim"),
+        )
+        self._bars = RichProgress(*columns, console=console(), transient=True)
+        self._rounds = self._bars.add_task("rounds", total=None, note="")
+        self._clients = self._bars.add_task("clients", total=None, note="")
+        self._bars.start()
+
+    def report(self, progress: Progress) -> None:
+        if sentence := _sentence(progress):
+            self._bars.console.print(sentence, markup=False)
+        if progress.kind == "clients":
+            self._bars.update(
+                self._clients, completed=progress.done, total=progress.total, note=progress.phase
+            )
+        elif progress.kind == "round":
+            left = "" if progress.seconds_left is None else f"{duration(progress.seconds_left)} left, "
+            note = f"{left}{progress.memory / (1 << 20):.0f} MiB"
+            self._bars.update(self._rounds, completed=progress.round, total=progress.rounds, note=note)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+def _sentence(progress: Progress) -> str:
+    """What is worth a line: a committed round, a failure; who was selected is not."""
+    if progress.record is not None:
+        from roundtable.engine import means
+
+        record = progress.record
+        figures = {
+            "training": means(record.training),
+            "evaluation": means(record.evaluation),
+            "contributors": len(record.contributors),
+            "cohort": len(record.cohort),
+        }
+        return round_line(progress.round, progress.rounds, figures)
+    if progress.note is not None and progress.note.kind not in ("round_started", "round_committed"):
+        return progress.note.message
+    return ""
+
+
+def _values(result: Result) -> dict[str, Any]:
+    return {
+        "name": result.job.title,
+        "status": result.status,
+        "reason": result.reason,
+        "backend": result.backend,
+        "history": [dict(row) for row in result.history],
+        "run_dir": str(result.run_dir) if result.run_dir else None,
+        "job": json.loads(result.job.to_json()),
+    }
+
+
+def _report(result: Result) -> None:
+    click.echo("")
+    click.echo(f"{result.job.title}: {result.status}, {result.reason}")
+    click.echo(f"Ran {result.backend}")
+    if result.run_dir is not None:
+        click.echo(f"Results are in {result.run_dir}.")

@@ -1,0 +1,44 @@
+"""`roundtable version`."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+
+import click
+
+from roundtable import __version__
+from roundtable.cli.options import json_option
+from roundtable.cli.output import print_json
+
+PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "sqlalchemy", "cryptography", "safetensors", "blake3")
+
+
+@click.command()
+@json_option
+def version(as_json: bool) -> None:
+    """Print the versions of Roundtable, Python and what matters beneath."""
+    found = versions()
+    if as_json:
+        print_json(found)
+        return
+    for name, number in found.items():
+        click.echo(f"{name} {number}")
+
+
+def versions() -> dict[str, str]:
+    """Name → version; "not installed" for what is missing."""
+    from roundtable.proto import PROTOCOL_VERSION
+
+    found = {
+        "roundtable": __version__,
+        "protocol": str(PROTOCOL_VERSION),
+        "python": platform.python_version(),
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = installed(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

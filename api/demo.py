@@ -1,0 +1,259 @@
+"""The demonstration: a coordinator and three agents on this machine train one model for real.
+
+Every party is a process of its own with its own credentials and its own folder; the silos' shards
+of scikit-learn's handwritten digits are split as the example's [simulation] table says, so that
+`roundtable simulate` on the same job file gives the same.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import roundtable
+from roundtable.core.errors import ConfigError, ResourceError, UnavailableError
+from roundtable.core.identity import create_ca, issue
+from roundtable.processes import Children
+
+if TYPE_CHECKING:
+    from roundtable.core.config import JobConfig
+    from roundtable.operator import OperatorClient
+    from roundtable.preparation import Prepared
+    from roundtable.proto.operator_pb2 import JobDetail
+
+_MARKER = ".roundtable-demo"
+_START_SECONDS = 120.0
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What came out: accuracies on all silos' test data, and where things are."""
+
+    accuracy: float
+    centralised: float
+    model: Path
+    curve: Path | None
+    task: Path
+    history: list[Mapping[str, Any]]
+
+
+def example_folder(name: str = "digits") -> Path:
+    """Where an example lies: beside the package in a source tree, inside it where it is installed."""
+    package = Path(roundtable.__file__).resolve().parent
+    for place in (package / "examples" / name, package.parent / "examples" / name):
+        if (place / "job.toml").is_file():
+            return place
+    raise ConfigError(f"the example {name!r} is not part of this installation; clone the project to have it")
+
+
+class Demo:
+    """One demonstration in `folder`, which is made anew."""
+
+    def __init__(self, folder: Path, overrides: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder.absolute()
+        self.example = example_folder()
+        self._overrides = dict(overrides or {})
+        self._address = ""
+
+    def run(self, follow: Callable[[OperatorClient, str], None], say: Callable[[str], None]) -> DemoResult:
+        """Runs it; `follow` shows the job until it ends, `say` takes sentences on what is being done.
+
+        All processes have ended when this returns or raises.
+        """
+        _clear(self.folder)
+        with Children(self.folder / "logs") as children:
+            say("Making a certificate authority and starting the coordinator")
+            self._start_coordinator(children)
+            say("Giving each silo its own shard of the handwritten digits")
+            prepared = self._prepare()
+            self._start_agents(children, prepared)
+            say(f"Waiting for {prepared.job.simulation.clients} agents to connect to {self._address}")
+            with self._operator() as operator:
+                _await_agents(operator, children, prepared.job.simulation.clients)
+                detail = self._train(operator, children, prepared, follow)
+                model = self.folder / "model.safetensors"
+                operator.get_artifact(detail.job.model.digest, detail.job.model.size, model)
+        say("Training centrally on all silos' data, to compare")
+        history = [json.loads(record) for record in detail.history]
+        (self.folder / "history.json").write_text(json.dumps(history, indent=1))
+        centralised = self._centralised(prepared)
+        accuracies = [_accuracy(record) for record in history]
+        curve = _plot(self.folder / "learning_curve.png", accuracies, centralised)
+        task = self.example / "digits.py"
+        return DemoResult(accuracies[-1], centralised, model, curve, task, history)
+
+    def _start_coordinator(self, children: Children) -> None:
+        authority = self.folder / "ca"
+        create_ca(authority, "Roundtable demo CA")
+        issue(authority, "coordinator", "coordinator", self.folder / "coordinator", [HOST, "localhost"])
+        issue(authority, "demo", "operator", self.folder / "operator")
+        self._address = f"{HOST}:{_free_port()}"
+        options = ["--listen", self._address, "--state", str(self.folder / "coordinator" / "state")]
+        children.start("coordinator", ["server", *options, "--credentials", str(self.folder / "coordinator")])
+
+    def _prepare(self) -> Prepared:
+        from roundtable.preparation import prepare
+
+        return prepare(self.example / "job.toml", self._overrides)
+
+    def _start_agents(self, children: Children, prepared: Prepared) -> None:
+        import numpy as np
+
+        from roundtable.engine import NumberedNames
+        from roundtable.simulation.partition import make_partition
+
+        images, labels = _digits()
+        simulated = prepared.job.simulation
+        partition = make_partition(simulated.partition, prepared.job.seed)
+        for index, name in enumerate(NumberedNames(simulated.clients)):
+            silo = self.folder / "silos" / name
+            issue(self.folder / "ca", name, "agent", silo / "credentials")
+            rows = partition(labels, index, simulated.clients)
+            np.savez(silo / "digits.npz", images=images[rows], labels=labels[rows])
+            config = silo / "agent.toml"
+            config.write_text(self._agent_toml(silo), encoding="utf-8")
+            children.start(name, ["client", "--config", str(config)])
+
+    def _agent_toml(self, silo: Path) -> str:
+        task, data = json.dumps(f"{self.example / 'digits.py'}:Digits"), json.dumps(str(silo / "digits.npz"))
+        return (
+            f'coordinator = "{self._address}"\ncredentials = "credentials"\nstate = "state"\n\n'
+            f"[tasks]\ndigits = {task}\n\n[data]\ndigits = {data}\n"
+        )
+
+    def _operator(self) -> OperatorClient:
+        from roundtable.operator import OperatorClient
+
+        return OperatorClient(self._address, self.folder / "operator")
+
+    def _train(
+        self,
+        operator: OperatorClient,
+        children: Children,
+        prepared: Prepared,
+        follow: Callable[[OperatorClient, str], None],
+    ) -> JobDetail:
+        from roundtable.core.models import save_model
+
+        initial = self.folder / "initial.safetensors"
+        save_model(initial, prepared.model)
+        try:
+            job = operator.submit(prepared.job, initial)
+            follow(operator, job.id)
+            detail = operator.job(job.id)
+        except UnavailableError:
+            children.check()
+            raise
+        if detail.job.status != "finished":
+            raise ResourceError(
+                f"the demonstration's job is {detail.job.status}: {detail.job.reason}; "
+                f"see the logs in {self.folder / 'logs'}"
+            )
+        return detail
+
+    def _centralised(self, prepared: Prepared) -> float:
+        """Test accuracy of the same task trained on all silos' data in one place, with as many passes."""
+        from roundtable.client.training import evaluate, train
+        from roundtable.core.task import Site, Task
+
+        task, job, layout = prepared.task, prepared.job, prepared.model.layout
+        assert isinstance(task, Task)
+        silos = sorted((self.folder / "silos").iterdir())
+        sites = [Site(silo.name, options={"digits": silo / "digits.npz"}) for silo in silos]
+        data = [task.data(site) for site in sites]
+        train_set = _union([train for train, _ in data])
+        test_set = _union([test for _, test in data])
+        module = task.model()
+        everything = _with_epochs(job, job.rounds * job.algorithm.epochs)
+        update = train(
+            task, module, train_set, everything, layout, prepared.model.vector, round=1, client="everything"
+        )
+        found = evaluate(task, module, test_set, layout, prepared.model.vector + update.delta)
+        correct, total = found["accuracy"]
+        return correct / total
+
+
+def _clear(folder: Path) -> None:
+    """An empty folder at this place; only what an earlier demonstration left is removed."""
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            if not (folder / _MARKER).is_file():
+                raise ConfigError(f"{folder} is not empty and no earlier demonstration; choose another --dir")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _MARKER).touch()
+    except OSError as error:
+        raise ResourceError(f"{folder} cannot be used: {error.strerror}; choose another --dir") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _digits() -> Any:
+    try:
+        datasets = import_module("sklearn.datasets")
+    except ImportError as error:
+        raise ConfigError(
+            "the demonstration needs scikit-learn for its data; pip install 'roundtable[examples]'"
+        ) from error
+    images, labels = datasets.load_digits(return_X_y=True)
+    return images.astype("uint8"), labels.astype("uint8")
+
+
+def _await_agents(operator: OperatorClient, children: Children, wanted: int) -> None:
+    until = time.monotonic() + _START_SECONDS
+    online = 0
+    while time.monotonic() < until:
+        children.check()
+        try:
+            online = operator.status().clients_online
+        except UnavailableError:
+            online = 0
+        if online >= wanted:
+            return
+        time.sleep(0.1)
+    raise UnavailableError(f"only {online} of {wanted} agents connected within {_START_SECONDS:g} s")
+
+
+def _with_epochs(job: JobConfig, epochs: int) -> JobConfig:
+    algorithm = job.algorithm.model_copy(update={"epochs": epochs})
+    return job.model_copy(update={"algorithm": algorithm})
+
+
+def _union(parts: list[Any]) -> Any:
+    import torch
+
+    return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+
+def _accuracy(record: Mapping[str, Any]) -> float:
+    correct, total = record["evaluation"]["accuracy"]
+    return float(correct) / int(total)
+
+
+def _plot(path: Path, accuracies: list[float], centralised: float) -> Path | None:
+    """The learning curve as PNG; None where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(accuracies) + 1), accuracies, marker="o", label="federated, three silos")
+    axes.axhline(centralised, linestyle="--", color="gray", label="centralised, all data in one place")
+    axes.set(xlabel="round", ylabel="test accuracy", title="Handwritten digits, non-IID silos")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+    return path

@@ -1,0 +1,244 @@
+"""What an operator or a data scientist asks of a coordinator, as plain blocking calls."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import grpc
+from blake3 import blake3
+
+from roundtable.core.errors import ResourceError, RoundtableError, TransferError, UnavailableError
+from roundtable.core.handshake import check_connection, split_address
+from roundtable.core.identity import load_credentials
+from roundtable.proto import CHUNK_BYTES, operator_pb2, operator_pb2_grpc
+from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
+from roundtable.rpc_errors import translated
+
+if TYPE_CHECKING:
+    from roundtable.core.config import JobConfig
+
+Progress = Callable[[int, int], None]
+_REPLY_LIMIT = 64 << 20
+_CALL_SECONDS = 30.0
+_RETRIES = 5
+
+
+class OperatorClient:
+    """A connection to a coordinator under an operator's certificate.
+
+    `credentials` is a folder as `roundtable ca issue` makes it. Every method raises a
+    RoundtableError that says what to do; transfers go on where they were interrupted.
+    """
+
+    def __init__(self, address: str, credentials: str | Path) -> None:
+        split_address(address)
+        self.address = address
+        self.folder = Path(credentials)
+        shown = load_credentials(self.folder)
+        self._channel = grpc.secure_channel(
+            address,
+            grpc.ssl_channel_credentials(shown.ca, shown.key, shown.certificate),
+            options=[
+                ("grpc.max_receive_message_length", _REPLY_LIMIT),
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+            ],
+        )
+        self._stub = operator_pb2_grpc.OperatorsStub(self._channel)
+
+    def __enter__(self) -> OperatorClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection; calls in flight are given up."""
+        self._channel.close()
+
+    def status(self) -> operator_pb2.StatusReply:
+        """The coordinator's version, state and load."""
+        with self._translated():
+            return self._stub.Status(operator_pb2.StatusRequest(), timeout=_CALL_SECONDS)
+
+    def clients(self) -> list[operator_pb2.Client]:
+        """Every agent that the coordinator knows, by name."""
+        with self._translated():
+            reply = self._stub.ListClients(operator_pb2.ListClientsRequest(), timeout=_CALL_SECONDS)
+        return sorted(reply.clients, key=lambda client: client.name)
+
+    def jobs(self) -> list[operator_pb2.Job]:
+        """Every job, the newest first."""
+        with self._translated():
+            reply = self._stub.ListJobs(operator_pb2.ListJobsRequest(), timeout=_CALL_SECONDS)
+        return sorted(reply.jobs, key=lambda job: (-job.submitted, job.id))
+
+    def job(self, job: str) -> operator_pb2.JobDetail:
+        """A job by its identifier, a unique prefix of it, or its name (the newest so called)."""
+        with self._translated():
+            return self._stub.GetJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
+
+    def cancel(self, job: str) -> operator_pb2.Job:
+        """Stops a job for good."""
+        with self._translated():
+            return self._stub.CancelJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
+
+    def pause(self, job: str) -> operator_pb2.Job:
+        """Stops a job for now; the round that runs is given up."""
+        with self._translated():
+            return self._stub.PauseJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
+
+    def resume(self, job: str) -> operator_pb2.Job:
+        """Goes on with a paused job."""
+        with self._translated():
+            return self._stub.ResumeJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
+
+    def submit(
+        self,
+        job: JobConfig,
+        model: Path,
+        request_id: str | None = None,
+        progress: Progress | None = None,
+    ) -> operator_pb2.Job:
+        """Stores the initial model at `model` and starts the job.
+
+        The same `request_id` twice gives the same job, so a submission that was interrupted can be
+        repeated; by default each call is a new job.
+        """
+        digest = self.put_artifact(model, progress)
+        request = operator_pb2.SubmitJobRequest(
+            request_id=request_id or uuid.uuid4().hex,
+            job_config=job.to_json(),
+            model=Artifact(digest=digest, size=model.stat().st_size),
+        )
+        with self._translated():
+            return self._stub.SubmitJob(request, timeout=_CALL_SECONDS)
+
+    def watch(
+        self, job: str, from_sequence: int = 1, patience: float = 300.0
+    ) -> Iterator[operator_pb2.JobUpdate]:
+        """The job's events from a number onwards, and those to come, until it ends.
+
+        A coordinator that goes away is waited for; after `patience` seconds without an answer the
+        UnavailableError comes through.
+        """
+        waited_since: float | None = None
+        while True:
+            try:
+                with self._translated():
+                    request = operator_pb2.WatchJobRequest(job=job, from_sequence=from_sequence)
+                    for update in self._stub.WatchJob(request, wait_for_ready=False):
+                        waited_since = None
+                        if update.events:
+                            from_sequence = update.events[-1].sequence + 1
+                        yield update
+                    return
+            except UnavailableError:
+                waited_since = waited_since or time.monotonic()
+                if time.monotonic() - waited_since > patience:
+                    raise
+                time.sleep(0.5)
+
+    def put_artifact(self, path: Path, progress: Progress | None = None) -> str:
+        """Stores the file's bytes at the coordinator and returns their digest.
+
+        What has already arrived is not sent again.
+        """
+        content = Artifact(digest=_digest_of(path), size=path.stat().st_size)
+        sent = -1
+        for _ in range(_RETRIES):
+            with self._translated():
+                known = self._stub.PutArtifact(iter([_put_header(content, 0)]), timeout=_CALL_SECONDS)
+                reply = known
+                if not known.complete:
+                    reply = self._stub.PutArtifact(_put_parts(path, content, known.offset, progress))
+            if reply.complete:
+                return content.digest
+            if reply.offset <= sent:
+                break
+            sent = reply.offset
+        raise TransferError(
+            f"{path} did not arrive whole at {self.address}: {reply.offset} of {content.size} bytes"
+        )
+
+    def get_artifact(self, digest: str, size: int, path: Path, progress: Progress | None = None) -> None:
+        """Fetches an artifact to `path` and verifies its digest; an interrupted fetch goes on.
+
+        The part that has arrived waits beside `path` with the ending `.partial`.
+        """
+        partial = path.with_name(f"{path.name}.{digest[:12]}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for attempt in range(1, _RETRIES + 1):
+                try:
+                    self._fetch(digest, size, partial, progress)
+                    break
+                except UnavailableError:
+                    if attempt == _RETRIES:
+                        raise
+            if _digest_of(partial) != digest:
+                partial.unlink()
+                raise TransferError(
+                    f"the bytes of {digest[:12]} from {self.address} do not have that digest; "
+                    "they were discarded, fetch again"
+                )
+            partial.replace(path)
+        except OSError as error:
+            raise ResourceError(f"{error.filename or path} cannot be written: {error.strerror}") from error
+
+    def _fetch(self, digest: str, size: int, partial: Path, progress: Progress | None) -> None:
+        with partial.open("ab") as file:
+            if file.tell() > size:
+                file.truncate(0)
+            request = DownloadRequest(digest=digest, offset=file.tell())
+            with self._translated():
+                for chunk in self._stub.GetArtifact(request):
+                    if chunk.offset != file.tell():
+                        raise TransferError(
+                            f"{self.address} sent bytes at {chunk.offset}, not at {file.tell()}"
+                        )
+                    file.write(chunk.data)
+                    if progress:
+                        progress(file.tell(), size)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _translated(self) -> AbstractContextManager[None]:
+        return translated(self._unreachable)
+
+    def _unreachable(self, detail: str) -> RoundtableError:
+        try:
+            check_connection(self.address, self.folder)
+        except RoundtableError as error:
+            return error
+        return UnavailableError(f"the coordinator at {self.address} cannot be reached for now: {detail}")
+
+
+def _digest_of(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest()
+
+
+def _put_header(content: Artifact, offset: int) -> operator_pb2.PutPart:
+    return operator_pb2.PutPart(header=operator_pb2.PutHeader(content=content, offset=offset))
+
+
+def _put_parts(
+    path: Path, content: Artifact, offset: int, progress: Progress | None
+) -> Iterator[operator_pb2.PutPart]:
+    yield _put_header(content, offset)
+    with path.open("rb") as file:
+        file.seek(offset)
+        while data := file.read(CHUNK_BYTES):
+            yield operator_pb2.PutPart(chunk=Chunk(offset=offset, data=data))
+            offset += len(data)
+            if progress:
+                progress(offset, content.size)

@@ -1,0 +1,55 @@
+"""A coordinator's refusal, as one of our own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from roundtable.core.errors import (
+    ConfigError,
+    IdentityError,
+    ProtocolError,
+    ResourceError,
+    RoundtableError,
+    TransferError,
+)
+
+_ERRORS: dict[grpc.StatusCode, type[RoundtableError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: IdentityError,
+    grpc.StatusCode.PERMISSION_DENIED: IdentityError,
+    grpc.StatusCode.NOT_FOUND: ConfigError,
+    grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
+    grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
+    grpc.StatusCode.ALREADY_EXISTS: ConfigError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceError,
+    grpc.StatusCode.DATA_LOSS: TransferError,
+    grpc.StatusCode.OUT_OF_RANGE: TransferError,
+}
+_UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+
+
+@contextmanager
+def translated(explain: Callable[[str], RoundtableError]) -> Iterator[None]:
+    """Turns a gRPC error within the block into a RoundtableError.
+
+    `explain` makes the error of a coordinator that cannot be reached, from gRPC's own words.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        code = error.code()
+        detail = error.details() or code.name
+        if code in _UNREACHABLE:
+            raise explain(detail) from error
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            raise ProtocolError(
+                f"the coordinator does not know this request ({detail}); its version is another one: "
+                "compare `roundtable version` on both sides"
+            ) from error
+        if code in _ERRORS:
+            raise _ERRORS[code](detail) from error
+        raise ProtocolError(
+            f"the coordinator failed at this request ({code.name}: {detail}); its log says more"
+        ) from error

@@ -1,0 +1,243 @@
+"""The command line without a coordinator: what it prints, its exit codes, and one message a mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundtable.core import load_job, parse_job
+
+Command = Any
+
+
+def test_help_lists_every_command(roundtable: Command) -> None:
+    said = roundtable("--help")
+    assert said.code == 0
+    for name in ("ca", "client", "clients", "completion", "demo", "doctor", "job", "server", "simulate"):
+        assert f"  {name} " in said.out
+
+
+def test_usage_errors_are_exit_code_2(roundtable: Command) -> None:
+    for line in (["nonsense"], ["job"], ["job", "check"], ["ca", "issue", "a", "--role", "king"]):
+        said = roundtable(*line)
+        assert said.code == 2, line
+        assert "Usage" in said.err
+    assert "ROUNDTABLE_COORDINATOR" in roundtable("job", "list").err
+    assert "ROUNDTABLE_CREDENTIALS" in roundtable("clients", "--coordinator", "a:1").err
+
+
+def test_version(roundtable: Command) -> None:
+    found = json.loads(roundtable("version", "--json").out)
+    assert found["roundtable"] == "0.1.0"
+    assert found["protocol"] == "1"
+    assert "roundtable 0.1.0" in roundtable("version").out
+
+
+@pytest.mark.parametrize(
+    ("shell", "sign"), [("bash", "complete -o"), ("zsh", "#compdef"), ("fish", "complete ")]
+)
+def test_completion_scripts(roundtable: Command, shell: str, sign: str) -> None:
+    said = roundtable("completion", shell)
+    assert said.code == 0
+    assert sign in said.out
+    assert "_ROUNDTABLE_COMPLETE" in said.out
+
+
+def test_check_says_what_the_job_is(roundtable: Command, job_file: Path) -> None:
+    said = roundtable("job", "check", job_file)
+    assert said.code == 0
+    assert "job.toml is sound" in said.out
+    found = json.loads(roundtable("job", "check", job_file, "--json", "--set", "rounds=9").out)
+    assert (found["task"], found["parameters"], found["rounds"]) == ("Small", 3, 9)
+
+
+def test_resolved_shows_every_default_and_is_itself_a_job(roundtable: Command, job_file: Path) -> None:
+    job = load_job(job_file)
+    said = roundtable("job", "show", "--resolved", job_file)
+    assert parse_job(said.out) == job
+    for table in (
+        "model",
+        "cohort",
+        "algorithm",
+        "aggregation",
+        "evaluation",
+        "stop",
+        "transfer",
+        "simulation",
+    ):
+        assert f"\n[{table}]\n" in said.out
+        for field in type(getattr(job, table)).model_fields:
+            assert f"{field} " in said.out or f".{field}]" in said.out
+    assert '# level = "none"' in said.out
+    assert json.loads(roundtable("job", "show", "--resolved", job_file, "--json").out)["rounds"] == 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        'simulation.data = {path = "a \\"quoted\\" é"}\nrounds = 0',
+        'privacy = {level = "client", epsilon = 8, delta = 1e-5, clip_norm = 1.0}',
+        'aggregation.rule = "trimmed_mean"\naggregation.parameters = {f = 1}',
+        'simulation.partition = {name = "dirichlet", alpha = 1e-3}',
+        'simulation.data = {"a b" = [1, 2.5, true]}',
+    ],
+)
+def test_resolved_round_trips_odd_values(roundtable: Command, tmp_path: Path, values: str) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(f'task = "t"\n{values}', encoding="utf-8")
+    said = roundtable("job", "show", "--resolved", path)
+    assert parse_job(said.out) == load_job(path)
+
+
+def test_set_takes_toml_values_and_bare_words(roundtable: Command, job_file: Path) -> None:
+    said = roundtable(
+        "job", "show", "--resolved", job_file, "--json",
+        "--set", "cohort.strategy=round_robin",
+        "--set", "algorithm.learning_rate = 0.5",
+        "--set", 'aggregation.pre=[{name = "nnm", f = 1}]',
+    )  # fmt: skip
+    found = json.loads(said.out)
+    assert found["cohort"]["strategy"] == "round_robin"
+    assert found["algorithm"]["learning_rate"] == 0.5
+    assert found["aggregation"]["pre"] == [{"name": "nnm", "f": 1}]
+    assert roundtable("job", "check", job_file, "--set", "rounds").code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("[cohort]\nsizes = 2", r"job.toml:4: cohort.sizes: unknown key; did you mean 'size'?"),
+        ('rounds = "ten"', "job.toml:3: rounds:"),
+        ("rounds = ", "not valid TOML"),
+        ("[aggregation]\nrule = 'meen'", "meen"),
+    ],
+)
+def test_a_wrong_job_file_is_one_message(
+    roundtable: Command, tmp_path: Path, job_file: Path, change: str, message: str
+) -> None:
+    job_file.write_text(f'task = "small"\n\n{change}\n')
+    said = roundtable("job", "check", job_file)
+    assert said.code == 2
+    assert message in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("missing", "task 'missing' not found"),
+        ("broken", "running"),
+        ("no_such_module:Task", "No module named 'no_such_module'"),
+        ("small.py:Large", "has no 'Large'"),
+    ],
+)
+def test_a_task_that_cannot_be_imported(
+    roundtable: Command, tmp_path: Path, job_file: Path, task: str, message: str
+) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_library\n")
+    said = roundtable("job", "check", job_file, "--set", f"task={task}")
+    assert said.code == 1
+    assert message in said.err
+    assert "Traceback" not in said.err
+
+
+def test_a_missing_job_file(roundtable: Command, tmp_path: Path) -> None:
+    said = roundtable("job", "check", tmp_path / "none.toml")
+    assert said.code == 2
+    assert "none.toml: cannot be read" in said.err
+
+
+def test_ca_init_and_issue(roundtable: Command, tmp_path: Path) -> None:
+    ca = tmp_path / "ca"
+    assert roundtable("ca", "init", ca).code == 0
+    again = roundtable("ca", "init", ca)
+    assert again.code == 1
+    assert "already exists" in again.err
+    hub = ["ca", "issue", "hub", "--role", "coordinator", "--ca", ca, "--out", tmp_path / "hub"]
+    without = roundtable(*hub)
+    assert without.code == 1
+    assert "--host" in without.err
+    said = roundtable(*hub, "--host", "localhost")
+    assert said.code == 0
+    assert {path.name for path in (tmp_path / "hub").iterdir()} == {"ca.crt", "node.crt", "node.key"}
+    described = subprocess.run(
+        ["openssl", "x509", "-in", tmp_path / "hub" / "node.crt", "-noout", "-text"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for sign in (
+        "CN = hub",
+        "OU = coordinator",
+        "DNS:localhost",
+        "TLS Web Server Authentication",
+        "prime256v1",
+    ):
+        assert sign in described
+
+
+def test_nothing_listens(roundtable: Command, tmp_path: Path) -> None:
+    roundtable("ca", "init", tmp_path / "ca")
+    roundtable("ca", "issue", "ada", "--role", "operator", "--ca", tmp_path / "ca", "--out", tmp_path / "ada")
+    said = roundtable("job", "list", "--coordinator", "127.0.0.1:9", "--credentials", tmp_path / "ada")
+    assert said.code == 1
+    assert "nothing listens at 127.0.0.1:9" in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    malformed = roundtable("job", "list", "--coordinator", "here", "--credentials", tmp_path / "ada")
+    assert malformed.code == 2
+    assert "host:port" in malformed.err
+    nobody = roundtable("job", "list", "--coordinator", "127.0.0.1:9", "--credentials", tmp_path / "none")
+    assert nobody.code == 1
+    assert "roundtable ca issue" in nobody.err
+
+
+def test_doctor(roundtable: Command, tmp_path: Path) -> None:
+    roundtable("ca", "init", tmp_path / "ca")
+    roundtable("ca", "issue", "ada", "--role", "operator", "--ca", tmp_path / "ca", "--out", tmp_path / "ada")
+    said = roundtable(
+        "doctor",
+        "--json",
+        "--listen",
+        "127.0.0.1:0".replace(":0", ":39999"),
+        "--credentials",
+        tmp_path / "ada",
+    )
+    checks = {check["name"]: check for check in json.loads(said.out)}
+    assert set(checks) == {
+        "python",
+        "versions",
+        "gpu",
+        "disk",
+        "port",
+        "certificates",
+        "coordinator",
+        "clock",
+    }
+    assert checks["certificates"]["state"] == "ok"
+    assert "operator 'ada'" in checks["certificates"]["message"]
+    (tmp_path / "ada" / "node.key").chmod(0o644)
+    loose = json.loads(roundtable("doctor", "--json", "--credentials", tmp_path / "ada").out)
+    assert any(c["state"] == "warn" and "chmod 600" in c["remedy"] for c in loose)
+    failing = roundtable("doctor", "--credentials", tmp_path / "nobody")
+    assert failing.code == 1
+    assert "fail certificates" in failing.out
+
+
+def test_simulate(roundtable: Command, job_file: Path, tmp_path: Path) -> None:
+    said = roundtable("simulate", job_file, "--json", "--run-dir", tmp_path / "run")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    assert found["status"] == "finished"
+    assert [row["round"] for row in found["history"]] == [1, 2]
+    again = roundtable("simulate", job_file, "--run-dir", tmp_path / "run")
+    assert again.code == 2
+    assert "holds a run already" in again.err
+    assert roundtable("simulate", job_file, "--resume").code == 2
+    lines = roundtable("simulate", job_file).out
+    assert "round 2/2" in lines
+    assert "finished" in lines
