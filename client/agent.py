@@ -1,0 +1,165 @@
+"""The silo's agent: connects, does what the silo allows, comes back after every loss."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+import grpc
+
+from roundtable.client.config import AgentConfig
+from roundtable.client.connection import Backoff, Link, Refused, Session, explain, hello, open_channel
+from roundtable.client.duties import Duties
+from roundtable.client.lock import locked
+from roundtable.client.models import ModelCache
+from roundtable.client.spool import Spool
+from roundtable.client.trainer import Trainer
+from roundtable.client.worker_trainer import WorkerTrainer
+from roundtable.client.workshop import choose_device, list_devices
+from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
+from roundtable.core.identity import Credentials, load_credentials
+from roundtable.proto import agent_pb2, agent_pb2_grpc
+
+_log = logging.getLogger("roundtable.agent")
+# A wrong certificate or version heals only when somebody mends it.
+_SLOW_SECONDS = 60.0
+_GOODBYE_SECONDS = 1.0
+
+
+class Agent:
+    """One silo's agent. `run` returns after `stop`, and raises what a person has to mend."""
+
+    def __init__(self, config: AgentConfig, trainer: Trainer | None = None) -> None:
+        if not config.tasks:
+            raise ConfigError(
+                "this silo offers no task: name at least one in the [tasks] table of agent.toml, "
+                'for example digits = "tasks/digits.py:Digits"'
+            )
+        self._config = config
+        self._trainer = trainer
+        self._stopping = asyncio.Event()
+        self._coordinator = ""
+        self._complaint = ""
+
+    def stop(self) -> None:
+        """Ends `run` cleanly; finished updates stay in the spool for the next start."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Takes part until `stop`.
+
+        Raises IdentityError for credentials that cannot be used, ResourceError for a state folder
+        that is in use or a device that is missing, Refused if the coordinator does not want the agent.
+        """
+        identity = load_credentials(self._config.credentials)
+        _check_role(identity)
+        choose_device(self._config.device)
+        with locked(self._config.state):
+            trainer = self._trainer or WorkerTrainer(self._config, identity.name, self._config.state / "jobs")
+            models = ModelCache(self._config.state / "models", self._config.cached_models)
+            link = Link()
+            spool = Spool(self._config.state / "spool")
+            duties = Duties(self._config, identity.name, link, trainer, models, spool)
+            try:
+                await trainer.start()
+                duties.recover()
+                await self._stay_connected(duties, link, identity.name)
+            finally:
+                await duties.close()
+                await trainer.close()
+
+    async def _stay_connected(self, duties: Duties, link: Link, name: str) -> None:
+        backoff = Backoff()
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            while not stopping.done():
+                session = asyncio.create_task(self._serve(duties, link, name, backoff))
+                await asyncio.wait([session, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if not session.done():
+                    await self._leave(session, link)
+                    return
+                wait = self._after(session, backoff)
+                await asyncio.wait([stopping], timeout=wait)
+        finally:
+            stopping.cancel()
+
+    async def _serve(self, duties: Duties, link: Link, name: str, backoff: Backoff) -> None:
+        config = self._config
+        try:
+            async with open_channel(config.coordinator, config.credentials) as channel:
+                stub: agent_pb2_grpc.AgentsAsyncStub = agent_pb2_grpc.AgentsStub(channel)  # type: ignore[assignment]
+                session = Session(stub)
+                greeting = hello(config.tasks, dict(config.metadata), list_devices(), duties.spooled)
+                welcome = await session.greet(greeting)
+                self._connected(welcome, name)
+                backoff.reset()
+                link.attach(stub, session.outbox)
+                await session.run(welcome.heartbeat_seconds, duties.handle, lambda: duties.state)
+        except grpc.aio.AioRpcError as error:
+            raise await explain(error, config.coordinator, config.credentials) from error
+        finally:
+            link.detach()
+
+    def _after(self, session: asyncio.Task[None], backoff: Backoff) -> float:
+        """How long to wait before the next attempt; raises what no attempt can heal."""
+        error = session.exception()
+        if error is None or isinstance(error, Refused) or not isinstance(error, RoundtableError):
+            raise error or ProtocolError("the control stream ended without a reason")
+        if str(error) != self._complaint:
+            self._complaint = str(error)
+            _log.warning("not connected: %s; trying again", error)
+        return _SLOW_SECONDS if isinstance(error, (IdentityError, ProtocolError)) else backoff.next()
+
+    def _connected(self, welcome: agent_pb2.Welcome, name: str) -> None:
+        again = " again" if self._coordinator else ""
+        _log.info("connected%s to %s as %s", again, self._config.coordinator, name)
+        if self._coordinator not in ("", welcome.coordinator):
+            _log.warning("this is another coordinator than before: its database was replaced")
+        self._coordinator, self._complaint = welcome.coordinator, ""
+
+    async def _leave(self, session: asyncio.Task[None], link: Link) -> None:
+        """Says Goodbye; the coordinator then closes the stream."""
+        link.send(agent_pb2.FromAgent(goodbye=agent_pb2.Goodbye(reason="the agent was stopped")))
+        await asyncio.wait([session], timeout=_GOODBYE_SECONDS)
+        session.cancel()
+        await asyncio.gather(session, return_exceptions=True)
+
+
+def run_agent(config: AgentConfig) -> int:
+    """Runs an agent until SIGINT or SIGTERM; a second one ends it at once. Returns the exit status.
+
+    Raises RoundtableError for what a person has to mend.
+    """
+    return asyncio.run(_run(config))
+
+
+async def _run(config: AgentConfig) -> int:
+    agent = Agent(config)
+    loop = asyncio.get_running_loop()
+    received: list[signal.Signals] = []
+
+    def interrupt(number: signal.Signals) -> None:
+        if received:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        received.append(number)
+        _log.info("stopping; finished updates are kept and delivered at the next start")
+        agent.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt, number)
+    try:
+        await agent.run()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    return 130 if signal.SIGINT in received else 0
+
+
+def _check_role(identity: Credentials) -> None:
+    if identity.role != "agent":
+        raise IdentityError(
+            f"the certificate of {identity.name!r} is one of an {identity.role}; an agent needs one with the "
+            "role agent: make it with `roundtable ca issue --role agent`"
+        )

@@ -1,0 +1,116 @@
+"""The silo's own file, agent.toml: where the coordinator is, and what this silo offers.
+
+    coordinator = "coordinator.example.org:7443"
+    credentials = "credentials"         # folder with ca.crt, node.crt, node.key
+    state = "state"                     # folder for models, finished updates, local state
+
+    [tasks]                             # what may run here: the job's task name → the silo's own code
+    digits = "tasks/digits.py:Digits"
+
+    [data]                              # handed to the task as site.options
+    path = "/srv/digits.npz"
+
+Relative paths count from the file's folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from roundtable.core.config import Table
+from roundtable.core.errors import ConfigError
+from roundtable.core.handshake import split_address
+from roundtable.core.toml import TomlDocument, read_toml, validate
+
+
+class LimitsTable(Table):
+    """`[limits]`: what training may use."""
+
+    device: str = Field("auto", description="cpu, cuda, cuda:1; auto takes a GPU if there is one")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the training process; default: all")
+    cached_models: int = Field(3, ge=1, description="how many downloaded models are kept on disk")
+
+
+class AgentTable(Table):
+    """A whole agent.toml."""
+
+    coordinator: str = Field(description="host:port of the coordinator")
+    credentials: str = Field("credentials", description="folder with ca.crt, node.crt and node.key")
+    state: str = Field("state", description="folder for models, finished updates and local state")
+    tasks: dict[str, str] = Field(
+        default_factory=dict, description="task name → file.py:Class, module:Class or an entry point"
+    )
+    data: dict[str, Any] = Field(default_factory=dict, description="the task's site.options")
+    metadata: dict[str, str] = Field(
+        default_factory=dict, description="declared facts for selection, such as region; never data"
+    )
+    limits: LimitsTable = Field(default_factory=LimitsTable)
+
+    @field_validator("coordinator")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        try:
+            split_address(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What an agent needs to know, with absolute paths; `folder` is where task files are looked up."""
+
+    coordinator: str
+    credentials: Path
+    state: Path
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    device: str = "auto"
+    threads: int | None = None
+    cached_models: int = 3
+    folder: Path = field(default_factory=Path.cwd)
+
+    def reference_of(self, task: str) -> str | None:
+        """The silo's own code for a job's task; None if the silo does not offer it.
+
+        A job may name its task by a file or a class (`digits.py`, `tasks/digits.py:Digits`): the
+        silo knows it by the plain name, here `digits`.
+        """
+        if task in self.tasks:
+            return self.tasks[task]
+        return self.tasks.get(Path(task.partition(":")[0]).stem)
+
+
+def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) -> AgentConfig:
+    """Reads and checks an agent.toml; `overrides` maps dotted keys to values and wins.
+
+    Raises ConfigError with one line for each mistake: file, line, key, what was expected.
+    """
+    document: TomlDocument = read_toml(path)
+    for key, value in (overrides or {}).items():
+        document.override(key, value)
+    table = validate(AgentTable, document)
+    folder = path.resolve().parent
+    return AgentConfig(
+        coordinator=table.coordinator,
+        credentials=_absolute(folder, table.credentials),
+        state=_absolute(folder, table.state),
+        tasks=table.tasks,
+        data=table.data,
+        metadata=table.metadata,
+        device=table.limits.device,
+        threads=table.limits.threads,
+        cached_models=table.limits.cached_models,
+        folder=folder,
+    )
+
+
+def _absolute(folder: Path, name: str) -> Path:
+    return folder / Path(os.path.expanduser(name))

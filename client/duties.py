@@ -1,0 +1,304 @@
+"""What the agent has been asked to do: each step once, however often it is asked, across reconnects.
+
+asked → accepted → model here → trained → spooled → delivered
+                              ↘ evaluated      ↘ (withdrawn, failed: at any point)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from roundtable.client.config import AgentConfig
+from roundtable.client.connection import Backoff, Link, calling
+from roundtable.client.delivery import upload
+from roundtable.client.failures import WorkFailed, diagnose
+from roundtable.client.files import explained
+from roundtable.client.models import ModelCache
+from roundtable.client.spool import Finished, Spool, metric_messages
+from roundtable.client.steps import StepKey
+from roundtable.client.trainer import Trainer, Work
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import ProtocolError, RoundtableError, TransferError, UnavailableError
+from roundtable.proto import agent_pb2, common_pb2
+
+_log = logging.getLogger("roundtable.agent")
+_ANSWERS_KEPT = 256
+_DAMAGED_MODELS = 3
+_PROGRESS_SECONDS = 0.5
+_Receipt = agent_pb2.UploadReceipt
+
+
+class Duties:
+    """Takes the coordinator's messages, and sees to it that each step is answered."""
+
+    def __init__(
+        self, config: AgentConfig, client: str, link: Link, trainer: Trainer, models: ModelCache, spool: Spool
+    ) -> None:
+        self._config, self._client = config, client
+        self._link, self._trainer, self._models, self._spool = link, trainer, models, spool
+        self._working: dict[StepKey, asyncio.Task[None]] = {}
+        self._delivering: dict[StepKey, asyncio.Task[None]] = {}
+        self._answers: OrderedDict[StepKey, agent_pb2.FromAgent] = OrderedDict()
+        self._told: dict[StepKey, float] = {}
+
+    @property
+    def state(self) -> str:
+        """The agent's state in a word, for its heartbeat."""
+        if self._working:
+            return "training"
+        return "uploading" if self._delivering else "available"
+
+    @property
+    def spooled(self) -> list[StepKey]:
+        """Steps whose update is finished and not delivered."""
+        return sorted(self._delivering)
+
+    def recover(self) -> None:
+        """Goes on with what an earlier process finished."""
+        for finished in self._spool.recover():
+            _log.info("%s: finished earlier, to be delivered", finished.step)
+            self._start_delivery(finished, ask=True)
+
+    def handle(self, message: agent_pb2.ToAgent) -> None:
+        """One message from the coordinator."""
+        kind = message.WhichOneof("message")
+        try:
+            if kind == "instruction":
+                self._instruct(message.instruction)
+            elif kind == "withdraw":
+                self._withdraw(message.withdraw)
+        except ProtocolError as error:
+            _log.error("a message is ignored: %s", error)
+
+    async def close(self) -> None:
+        """Stops all work; what is finished stays in the spool."""
+        tasks = [*self._working.values(), *self._delivering.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _instruct(self, instruction: agent_pb2.Instruction) -> None:
+        step = StepKey.of(instruction.step)
+        if step in self._answers:
+            self._link.send(self._answers[step])
+            return
+        self._link.send(agent_pb2.FromAgent(accepted=agent_pb2.Accepted(step=step.message())))
+        if step in self._delivering:
+            self._report(step, "uploading", 0, 0)
+            return
+        if step in self._working:
+            return
+        for other in [key for key in self._working if key.job == step.job and key[:3] < step[:3]]:
+            _log.info("%s: given up for a newer step", other)
+            self._working[other].cancel()
+        self._spawn(self._working, step, self._work(step, instruction))
+
+    def _withdraw(self, withdraw: agent_pb2.Withdraw) -> None:
+        """Forgets one step; a step of round 0 means the whole job, which is then over."""
+        if withdraw.step.round == 0:
+            self._end_job(withdraw.step.job, withdraw.reason)
+            return
+        step = StepKey.of(withdraw.step)
+        if step in self._working or step in self._delivering:
+            _log.info("%s: withdrawn (%s)", step, withdraw.reason)
+        if step in self._working:
+            self._working[step].cancel()
+        if step in self._delivering:
+            self._delivering[step].cancel()
+            self._spool.remove(step)
+
+    def _end_job(self, job: str, reason: str) -> None:
+        _log.info("%s: over (%s)", job, reason)
+        for tasks in (self._working, self._delivering):
+            for step in [key for key in tasks if key.job == job]:
+                tasks[step].cancel()
+                self._spool.remove(step)
+        self._trainer.release(job)
+
+    async def _work(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
+        try:
+            async with asyncio.timeout(max(instruction.deadline_seconds, 0.0)):
+                await self._answer(step, instruction)
+        except TimeoutError:
+            said = f"the silo did not finish within the {instruction.deadline_seconds:.0f} s that were left"
+            self._fail(step, WorkFailed("slow_node", said))
+        except RoundtableError as error:
+            self._fail(step, error)
+        except OSError as error:
+            self._fail(step, explained(error, Path(error.filename or "a file")))
+
+    async def _answer(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
+        job = _job_of(instruction)
+        work_kind = instruction.WhichOneof("work")
+        task = self._config.reference_of(job.task)
+        if task is None:
+            offered = ", ".join(sorted(self._config.tasks)) or "none"
+            raise WorkFailed(
+                "refused", f"this silo does not offer the task {job.task!r}; it offers: {offered} ([tasks])"
+            )
+        if work_kind not in ("train", "evaluate"):
+            raise WorkFailed("protocol_violation", f"this agent does not know the work {work_kind!r}")
+        asked = instruction.train if work_kind == "train" else instruction.evaluate
+        model = await self._fetch(step, asked.model)
+        work = Work(
+            step=step,
+            client=self._client,
+            config=instruction.job_config,
+            job=job,
+            task=task,
+            model=model,
+            layout=asked.layout,
+            output=self._spool.draft(step),
+        )
+        if work_kind == "train":
+            await self._train(work)
+        else:
+            await self._evaluate(work)
+
+    async def _train(self, work: Work) -> None:
+        step, began = work.step, time.monotonic()
+        _log.info("%s: training", step)
+        self._report(step, "training", 0, 0)
+        trained = await self._trainer.train(work, lambda *seen: self._report(step, "training", *seen))
+        finished = Finished(
+            step=step,
+            digest=trained.digest,
+            size=trained.size,
+            layout=work.layout,
+            encoding=work.job.transfer.encoding,
+            examples=trained.examples,
+            metrics=trained.metrics,
+        )
+        self._spool.commit(finished)
+        _log.info(
+            "%s: trained on %d examples in %.2f s%s",
+            step,
+            trained.examples,
+            time.monotonic() - began,
+            _loss_of(trained.metrics),
+        )
+        self._start_delivery(finished, ask=False)
+
+    async def _evaluate(self, work: Work) -> None:
+        step = work.step
+        metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
+        _log.info("%s: evaluated%s", step, _loss_of(metrics))
+        answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(metrics))
+        self._remember(step, agent_pb2.FromAgent(evaluated=answer))
+
+    async def _fetch(self, step: StepKey, artifact: common_pb2.Artifact) -> Path:
+        backoff, damaged = Backoff(), 0
+        while True:
+            stub = await self._link.stub()
+            try:
+                with calling("the model could not be downloaded"):
+                    return await self._models.fetch(
+                        stub, artifact, lambda have, total: self._report(step, "downloading", have, total)
+                    )
+            except UnavailableError as error:
+                _log.info("%s: the download is resumed: %s", step, error)
+            except TransferError as error:
+                damaged += 1
+                if damaged == _DAMAGED_MODELS:
+                    raise
+                _log.warning("%s: %s", step, error)
+            await asyncio.sleep(backoff.next())
+
+    def _start_delivery(self, finished: Finished, *, ask: bool) -> None:
+        self._spawn(self._delivering, finished.step, self._deliver(finished, ask))
+
+    async def _deliver(self, finished: Finished, ask: bool) -> None:
+        step, backoff = finished.step, Backoff()
+        while True:
+            stub = await self._link.stub()
+            self._report(step, "uploading", 0, finished.size)
+            try:
+                with calling("the upload broke off"):
+                    receipt = await upload(
+                        stub,
+                        finished,
+                        self._spool.bytes_of(step),
+                        lambda sent, total: self._report(step, "uploading", sent, total),
+                        ask=ask,
+                    )
+                break
+            except UnavailableError as error:
+                _log.info("%s: the upload is resumed: %s", step, error)
+            except ProtocolError as error:
+                self._spool.remove(step)
+                self._fail(step, error)
+                return
+            ask = True
+            await asyncio.sleep(backoff.next())
+        self._settle(step, receipt)
+
+    def _settle(self, step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
+        self._spool.remove(step)
+        if receipt.status in (_Receipt.ACCEPTED, _Receipt.DUPLICATE):
+            _log.info("%s: delivered", step)
+        elif receipt.status == _Receipt.STALE:
+            _log.info("%s: came too late and is dropped (%s)", step, receipt.reason or "the step is over")
+        else:
+            _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason)
+
+    def _fail(self, step: StepKey, error: Exception) -> None:
+        found = diagnose(error)
+        trace = error.trace if isinstance(error, WorkFailed) else ""
+        _log.error("%s: failed (%s): %s%s", step, found.kind, found.detail, f"\n{trace}" if trace else "")
+        failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
+        self._remember(step, agent_pb2.FromAgent(failure=failure))
+        self._spool.draft(step).unlink(missing_ok=True)
+
+    def _remember(self, step: StepKey, answer: agent_pb2.FromAgent) -> None:
+        """Sends the answer, and keeps it for the case that it is asked for again."""
+        self._answers[step] = answer
+        if len(self._answers) > _ANSWERS_KEPT:
+            self._answers.popitem(last=False)
+        self._link.send(answer)
+
+    def _report(self, step: StepKey, activity: str, done: int, total: int, loss: float = math.nan) -> None:
+        now = time.monotonic()
+        if done and now - self._told.get(step, 0.0) < _PROGRESS_SECONDS:
+            return
+        self._told[step] = now
+        progress = agent_pb2.Progress(
+            step=step.message(), done=done, total=total, loss=loss, activity=activity
+        )
+        self._link.send(agent_pb2.FromAgent(progress=progress))
+
+    def _spawn(
+        self, group: dict[StepKey, asyncio.Task[None]], step: StepKey, work: Coroutine[Any, Any, None]
+    ) -> None:
+        task = asyncio.create_task(work, name=step.slug)
+        group[step] = task
+
+        def done(task: asyncio.Task[None]) -> None:
+            if group.get(step) is task:
+                del group[step]
+            self._told.pop(step, None)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.critical("%s: the agent itself failed", step, exc_info=error)
+
+        task.add_done_callback(done)
+
+
+def _job_of(instruction: agent_pb2.Instruction) -> JobConfig:
+    try:
+        return job_from_json(instruction.job_config)
+    except (RoundtableError, ValueError) as error:
+        raise WorkFailed(
+            "protocol_violation",
+            f"the job's configuration cannot be read by this version of the agent: {error}",
+        ) from error
+
+
+def _loss_of(metrics: dict[str, tuple[float, int]]) -> str:
+    total, count = metrics.get("loss", (math.nan, 0))
+    return f", loss {total / count:.4g}" if count else ""

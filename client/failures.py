@@ -1,0 +1,98 @@
+"""What went wrong at the silo, in the words that the round understands."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from dataclasses import dataclass
+
+import torch
+
+from roundtable.client.batches import NoExamples
+from roundtable.core.errors import (
+    ConfigError,
+    EncodingError,
+    InvalidUpdate,
+    ProtocolError,
+    ResourceError,
+    RoundtableError,
+    TransferError,
+)
+
+_FOLDERS = re.compile(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+_DEVICE = re.compile(r"CUDA error|cuDNN|NCCL|CUBLAS|device-side assert", re.IGNORECASE)
+
+
+class WorkFailed(RoundtableError):
+    """A step cannot be answered; `kind` is one of FAILURE_KINDS, `trace` stays at the silo."""
+
+    def __init__(self, kind: str, detail: str, trace: str = "") -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+        self.trace = trace
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`detail` may leave the silo: it names no path, and nothing that the task's own code said."""
+
+    kind: str
+    detail: str
+    trace: str
+
+
+def diagnose(error: Exception) -> Diagnosis:
+    """Kind, a sentence that may travel, and the traceback for the silo's own log.
+
+    Messages of exceptions that are not ours may quote data ("could not convert 'Jane Doe' to
+    float"), so only their class and place travel.
+    """
+    trace = "".join(traceback.format_exception(error))
+    kind = _kind_of(error)
+    if isinstance(error, RoundtableError):
+        return Diagnosis(kind, _FOLDERS.sub("", str(error)), trace)
+    advice = {
+        "out_of_memory": "the training process ran out of memory; a smaller batch_size needs less",
+        "gpu_error": "the GPU reported an error",
+    }.get(kind, "the task's code raised an exception")
+    return Diagnosis(kind, f"{advice}: {_place_of(error)} (the silo's log has the details)", trace)
+
+
+def _kind_of(error: Exception) -> str:
+    if isinstance(error, WorkFailed):
+        return error.kind
+    if isinstance(error, NoExamples):
+        return "refused"
+    if isinstance(error, InvalidUpdate):
+        return "invalid_update"
+    if isinstance(error, (EncodingError, TransferError)):
+        return "data_corruption"
+    if isinstance(error, (ConfigError, ProtocolError)):
+        return "protocol_violation"
+    if isinstance(error, ResourceError):
+        return "node_failure"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "out_of_memory"
+    if isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)):
+        return "out_of_memory"
+    if isinstance(error, RuntimeError) and _DEVICE.search(str(error)):
+        return "gpu_error"
+    return "task_error"
+
+
+def _place_of(error: Exception) -> str:
+    """Class of the exception, and the line of the task or library where it rose, without folders."""
+    frames = traceback.extract_tb(error.__traceback__)
+    name = type(error).__name__
+    if not frames:
+        return name
+    ours = [frame for frame in frames if "roundtable_task_" in frame.name or _is_task(frame.filename)]
+    frame = ours[-1] if ours else frames[-1]
+    file = re.split(r"[\\/]", frame.filename)[-1]
+    return f"{name} in {file}, line {frame.lineno}, {frame.name}()"
+
+
+def _is_task(file: str) -> bool:
+    return "site-packages" not in file and not re.search(r"[\\/](client|core)[\\/]\w+\.py$", file)

@@ -1,0 +1,101 @@
+"""Finished updates on disk until the coordinator has them: encoded bytes, and beside them what they are."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from roundtable.client.files import digest_of, replace_synced
+from roundtable.client.metrics import Metrics
+from roundtable.client.steps import StepKey
+from roundtable.proto import agent_pb2, common_pb2
+
+_log = logging.getLogger("roundtable.agent")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An update that is ready to be sent."""
+
+    step: StepKey
+    digest: str
+    size: int
+    layout: str
+    encoding: str
+    examples: int
+    metrics: Metrics
+
+    def header(self, offset: int = 0) -> agent_pb2.UploadHeader:
+        """What goes before the bytes."""
+        return agent_pb2.UploadHeader(
+            step=self.step.message(),
+            content=common_pb2.Artifact(digest=self.digest, size=self.size),
+            layout=self.layout,
+            encoding=self.encoding,
+            examples=self.examples,
+            metrics=metric_messages(self.metrics),
+            offset=offset,
+        )
+
+
+class Spool:
+    """The folder; it survives a kill of the agent at any moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def draft(self, step: StepKey) -> Path:
+        """Where the bytes of a step are written before they are finished."""
+        return self._folder / f"{step.slug}.draft"
+
+    def bytes_of(self, step: StepKey) -> Path:
+        """The encoded bytes of a finished update."""
+        return self._folder / f"{step.slug}.update"
+
+    def commit(self, finished: Finished) -> None:
+        """Makes the draft, which is synced, a finished update; its description comes last and decides."""
+        self.draft(finished.step).replace(self.bytes_of(finished.step))
+        text = json.dumps(asdict(finished)).encode()
+        replace_synced(self._description(finished.step), [text])
+
+    def remove(self, step: StepKey) -> None:
+        """Forgets the update: the coordinator has it or does not want it."""
+        self._description(step).unlink(missing_ok=True)
+        self.bytes_of(step).unlink(missing_ok=True)
+        self.draft(step).unlink(missing_ok=True)
+
+    def recover(self) -> list[Finished]:
+        """What an earlier process finished and did not deliver; what is incomplete or damaged is removed."""
+        found = list(self._readable())
+        kept = {path for item in found for path in (self.bytes_of(item.step), self._description(item.step))}
+        for path in self._folder.iterdir():
+            if path not in kept:
+                path.unlink()
+        return sorted(found, key=lambda item: item.step)
+
+    def _readable(self) -> Iterator[Finished]:
+        for path in self._folder.glob("*.json"):
+            try:
+                fields = json.loads(path.read_bytes())
+                metrics = {name: (value, count) for name, (value, count) in fields.pop("metrics").items()}
+                item = Finished(**{**fields, "step": StepKey(*fields["step"]), "metrics": metrics})
+                whole = digest_of(self.bytes_of(item.step)) == item.digest
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                _log.warning("the finished update %s cannot be read and is dropped: %s", path.stem, error)
+                continue
+            if whole:
+                yield item
+            else:
+                _log.warning("the finished update %s is damaged on disk and is dropped", path.stem)
+
+    def _description(self, step: StepKey) -> Path:
+        return self._folder / f"{step.slug}.json"
+
+
+def metric_messages(metrics: Metrics) -> list[common_pb2.Metric]:
+    """Metrics as they travel."""
+    return [common_pb2.Metric(name=name, sum=value, count=count) for name, (value, count) in metrics.items()]

@@ -1,0 +1,72 @@
+"""Who does the work that an agent is asked for: a training process, or a script of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from roundtable.client.files import write_synced
+from roundtable.client.metrics import Metrics
+from roundtable.client.steps import StepKey
+from roundtable.core.config import JobConfig
+from roundtable.core.encodings import get_encoding
+
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step, with everything that it needs on this machine.
+
+    `config` is the job as it came, canonical JSON, and `job` the same, checked; `task` is the silo's own
+    reference for it; `model` a verified artifact; `layout` the fingerprint that the update must have;
+    `output` the file for the encoded update.
+    """
+
+    step: StepKey
+    client: str
+    config: str
+    job: JobConfig
+    task: str
+    model: Path
+    layout: str
+    output: Path
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished update: `digest` and `size` are those of the bytes in `Work.output`, synced."""
+
+    digest: str
+    size: int
+    examples: int
+    metrics: Metrics
+
+
+class Trainer(Protocol):
+    """Cancelling the call withdraws the step; the trainer is then free for the next one."""
+
+    async def start(self) -> None:
+        """Gets ready; called once, before any work."""
+
+    async def train(self, work: Work, progress: Progress) -> Trained:
+        """Trains and writes the update; WorkFailed where that cannot be done."""
+
+    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+        """Named (sum, count) of the model on the silo's test data; WorkFailed where it cannot."""
+
+    def release(self, job: str) -> None:
+        """The job is over: what is held for it may go."""
+
+    async def close(self) -> None:
+        """Ends; work that runs is lost."""
+
+
+def write_update(path: Path, delta: Tensor, encoding: str) -> tuple[str, int]:
+    """Encodes a float32 delta into a synced file; returns (BLAKE3, bytes)."""
+    blocks: Iterator[memoryview] = get_encoding(encoding).encode(delta)
+    return write_synced(path, blocks)

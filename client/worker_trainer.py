@@ -1,0 +1,233 @@
+"""Training in a child process, so that whatever happens there is reported and the agent lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from roundtable.client.config import AgentConfig
+from roundtable.client.failures import WorkFailed
+from roundtable.client.metrics import Metrics
+from roundtable.client.trainer import Progress, Trained, Work
+from roundtable.client.workshop import Order, Settings
+
+_log = logging.getLogger("roundtable.agent")
+_LINE_LIMIT = 16 << 20
+_STOP_SECONDS = 5.0
+_CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
+
+
+class WorkerTrainer:
+    """Keeps one training process warm; a new one follows each that dies."""
+
+    def __init__(self, config: AgentConfig, client: str, jobs: Path) -> None:
+        self._config = config
+        settings = Settings(
+            client=client,
+            folder=str(config.folder),
+            jobs=str(jobs),
+            device=config.device,
+            threads=config.threads,
+            data=dict(config.data),
+        )
+        self._settings = asdict(settings)
+        self._turn = asyncio.Lock()
+        self._child: _Child | None = None
+
+    async def start(self) -> None:
+        """Spawns the process; it imports torch while the agent connects."""
+        self._child = await _Child.spawn(self._config, self._settings)
+
+    async def train(self, work: Work, progress: Progress) -> Trained:
+        """See Trainer."""
+        answer = await self._do("train", work, progress)
+        found = answer["trained"]
+        metrics = {name: (value, count) for name, (value, count) in found["metrics"].items()}
+        return Trained(found["digest"], found["size"], found["examples"], metrics)
+
+    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+        """See Trainer."""
+        answer = await self._do("evaluate", work, progress)
+        return {name: (value, count) for name, (value, count) in answer["evaluated"].items()}
+
+    def release(self, job: str) -> None:
+        """See Trainer; the process drops a job when it is given another one."""
+
+    async def close(self) -> None:
+        """See Trainer."""
+        if self._child is not None:
+            await self._child.end()
+            self._child = None
+
+    async def _do(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
+        async with self._turn:
+            if self._child is None or self._child.dead:
+                self._child = await _Child.spawn(self._config, self._settings)
+            return await self._child.do(verb, _order(work), progress)
+
+
+class _Child:
+    """One training process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._number = 0
+        self._kills_before = _oom_kills()
+        self._said: deque[str] = deque(maxlen=20)
+        self._listener = asyncio.create_task(self._listen())
+        self.dead = False
+
+    @classmethod
+    async def spawn(cls, config: AgentConfig, settings: dict[str, Any]) -> _Child:
+        environment = dict(os.environ)
+        if config.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(config.threads)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "roundtable.client.worker",
+            str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+            cwd=config.folder,
+            env=environment,
+        )
+        child = cls(process)
+        child._write({"do": "begin", "settings": settings})
+        return child
+
+    async def do(self, verb: str, order: Order, progress: Progress) -> dict[str, Any]:
+        """The answer to an order; WorkFailed for a failure or the end of the process.
+
+        Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
+        """
+        self._number += 1
+        self._write({"do": verb, "number": self._number, "order": asdict(order)})
+        try:
+            return await self._answer(progress)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._withdraw())
+            raise
+
+    async def end(self) -> None:
+        """Closes the pipe, which ends the process; kills it if it lingers."""
+        self.dead = True
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+        await self._listener
+
+    async def _answer(self, progress: Progress) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            message: dict[str, Any] = json.loads(line)
+            if "progress" in message:
+                done, total, loss = message["progress"]
+                progress(done, total, math.nan if loss is None else loss)
+            elif "failed" in message:
+                found = message["failed"]
+                raise WorkFailed(found["kind"], found["detail"], found["trace"])
+            elif "ready" in message:
+                _log.debug("the training process is ready on %s", message["ready"])
+            else:
+                return message
+        self.dead = True
+        code = await self._process.wait()
+        await self._listener
+        raise _post_mortem(code, self._kills_before, list(self._said))
+
+    async def _withdraw(self) -> None:
+        self._write({"do": "stop", "number": self._number})
+        try:
+            await asyncio.wait_for(self._answer(lambda done, total, loss: None), _STOP_SECONDS)
+        except WorkFailed:
+            pass
+        except TimeoutError:
+            _log.warning("the training process did not stop in time and is killed")
+            self.dead = True
+            self._kill()
+            await self._process.wait()
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _listen(self) -> None:
+        """What the task prints, into the silo's log."""
+        assert self._process.stderr is not None
+        while line := await self._process.stderr.readline():
+            text = line.decode(errors="replace").rstrip()
+            self._said.append(text)
+            _log.info("task: %s", text)
+
+
+def _order(work: Work) -> Order:
+    return Order(
+        job=work.step.job,
+        round=work.step.round,
+        phase=work.step.phase,
+        config=work.config,
+        task=work.task,
+        model=str(work.model),
+        layout=work.layout,
+        output=str(work.output),
+    )
+
+
+def _post_mortem(code: int, kills_before: int | None, said: list[str]) -> WorkFailed:
+    """Why the process is gone, from its exit status and the kernel's counter of out-of-memory kills."""
+    trace = "\n".join(said)
+    if code >= 0:
+        return WorkFailed("node_failure", f"the training process ended with status {code}", trace)
+    name = signal.Signals(-code).name
+    if name == "SIGKILL":
+        kills = _oom_kills()
+        if kills is None or kills_before is None:
+            guess = "most likely by the system for want of memory; a smaller batch_size needs less"
+            return WorkFailed("out_of_memory", f"the training process was killed (SIGKILL), {guess}", trace)
+        if kills > kills_before:
+            return WorkFailed(
+                "out_of_memory",
+                "the system killed the training process for want of memory (its counter of such kills rose "
+                f"from {kills_before} to {kills}); a smaller batch_size needs less",
+                trace,
+            )
+        return WorkFailed(
+            "node_failure",
+            "the training process was killed (SIGKILL); the system records no kill for want of memory, "
+            "so a person or a service at the silo did it",
+            trace,
+        )
+    if name in _CRASHES:
+        return WorkFailed("task_error", f"the training process crashed ({name})", trace)
+    return WorkFailed("node_failure", f"the training process was ended by {name}", trace)
+
+
+def _oom_kills() -> int | None:
+    """How many processes this machine's kernel has killed for want of memory; None if it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return counts[0] if counts else None

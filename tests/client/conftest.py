@@ -1,0 +1,308 @@
+"""A scripted coordinator over real gRPC and TLS, and a silo to set against it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from blake3 import blake3
+
+from roundtable.client.agent import Agent
+from roundtable.client.config import AgentConfig
+from roundtable.client.trainer import Trainer
+from roundtable.core import JobConfig, Model, load_task
+from roundtable.core.identity import create_ca, issue, load_credentials
+from roundtable.core.initial import initial_model
+from roundtable.core.models import model_blocks
+from roundtable.proto import agent_pb2, agent_pb2_grpc, common_pb2
+from roundtable.proto.channel import SERVER_OPTIONS
+
+TASK = """
+import os, signal, time, torch
+from torch import nn
+from torch.nn import functional as F
+from roundtable.core import Task
+
+class Toy(Task):
+    width = {width}
+    def model(self):
+        return nn.Sequential(nn.Linear(4, self.width), nn.Tanh(), nn.Linear(self.width, 3))
+    def data(self, site):
+        self.options = site.options
+        g = torch.Generator().manual_seed(0)
+        n = site.options.get("examples", 32)
+        x, y = torch.randn(n, 4, generator=g), torch.randint(0, 3, (n,), generator=g)
+        return (x, y), (x, y)
+    def loss(self, model, batch):
+        trick = self.options.get("trick")
+        if trick == "raise":
+            raise ValueError("the patient is Jane Doe")
+        if trick == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trick == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if trick == "memory":
+            raise MemoryError
+        if trick == "hang":
+            print("hanging", flush=True)
+            time.sleep(0.05)
+        if trick == "nan":
+            return model(batch[0]).sum() * float("nan")
+        return F.cross_entropy(model(batch[0]), batch[1])
+    def metrics(self, model, batch):
+        return {{"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}}
+"""
+
+
+@dataclass
+class Upload:
+    """What has arrived of one update."""
+
+    header: agent_pb2.UploadHeader
+    data: bytearray = field(default_factory=bytearray)
+    offsets: list[int] = field(default_factory=list)
+
+
+class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
+    """Does what a test tells it to; keeps what it was told."""
+
+    def __init__(self, credentials: Path) -> None:
+        held = load_credentials(credentials)
+        self._secrets = grpc.ssl_server_credentials(
+            [(held.key, held.certificate)], held.ca, require_client_auth=True
+        )
+        self.port = 0
+        self.refuse = ""
+        self.identity = "database-1"
+        self.beat = 0.2
+        self.artifacts: dict[str, bytes] = {}
+        self.downloads: list[int] = []
+        self.cut_download: int | None = None
+        self.cut_upload: int | None = None
+        self.uploads: dict[tuple[Any, ...], Upload] = {}
+        self.receipts: dict[tuple[Any, ...], agent_pb2.UploadReceipt] = {}
+        self.statuses: list[agent_pb2.UploadHeader] = []
+        self.hellos: list[agent_pb2.Hello] = []
+        self.heard: list[agent_pb2.FromAgent] = []
+        self._news = asyncio.Condition()
+        self._outbox: asyncio.Queue[agent_pb2.ToAgent] | None = None
+        self._read = 0
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        agent_pb2_grpc.add_AgentsServicer_to_server(self, self._server)
+        self.port = self._server.add_secure_port(f"127.0.0.1:{self.port}", self._secrets)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+        self._outbox = None
+
+    async def Connect(self, requests: Any, context: Any) -> None:
+        first = await anext(aiter(requests))
+        if self.refuse:
+            await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=self.refuse)))
+            return
+        welcome = agent_pb2.Welcome(version="1", coordinator=self.identity, heartbeat_seconds=self.beat)
+        await context.write(agent_pb2.ToAgent(welcome=welcome))
+        outbox: asyncio.Queue[agent_pb2.ToAgent] = asyncio.Queue()
+        self._outbox = outbox
+        await self._note(hello=first.hello)
+        sender = asyncio.create_task(self._send(outbox, context))
+        try:
+            async for message in requests:
+                if message.HasField("heartbeat"):
+                    self.say(heartbeat=agent_pb2.Heartbeat())
+                await self._note(message)
+                if message.HasField("goodbye"):
+                    return
+        finally:
+            sender.cancel()
+
+    async def Download(self, request: Any, context: Any) -> None:
+        data = self.artifacts[request.digest]
+        self.downloads.append(request.offset)
+        cut, self.cut_download = self.cut_download, None
+        for offset in range(request.offset, len(data), 64):
+            if cut is not None and offset >= cut:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut by the test")
+            await context.write(common_pb2.Chunk(offset=offset, data=data[offset : offset + 64]))
+
+    async def UploadStatus(self, request: Any, context: Any) -> agent_pb2.UploadState:
+        key = _key(request.step)
+        self.statuses.append(request)
+        await self._note()
+        if key in self.receipts:
+            return agent_pb2.UploadState(receipt=self.receipts[key])
+        arrived = self.uploads.get(key)
+        return agent_pb2.UploadState(offset=len(arrived.data) if arrived else 0, wanted=True)
+
+    async def Upload(self, requests: Any, context: Any) -> agent_pb2.UploadReceipt:
+        requests = aiter(requests)
+        header = (await anext(requests)).header
+        key = _key(header.step)
+        upload = self.uploads.setdefault(key, Upload(header))
+        upload.offsets.append(header.offset)
+        cut, self.cut_upload = self.cut_upload, None
+        del upload.data[header.offset :]
+        async for part in requests:
+            assert part.chunk.offset == len(upload.data)
+            upload.data += part.chunk.data
+            if cut is not None:
+                del upload.data[cut:]
+                await self._note()
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut by the test")
+        assert blake3(upload.data).hexdigest() == header.content.digest
+        accepted = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED)
+        receipt = self.receipts.setdefault(key, accepted)
+        await self._note()
+        return receipt
+
+    def say(self, **message: Any) -> None:
+        """Sends a message to the agent, if it is there."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(agent_pb2.ToAgent(**message))
+
+    async def until(self, condition: Callable[[], Any]) -> Any:
+        """The condition's value as soon as it holds; it is looked at whenever something arrives."""
+        async with asyncio.timeout(60), self._news:
+            await self._news.wait_for(condition)
+            return condition()
+
+    async def hear(self, kind: str) -> Any:
+        """The next message of this kind that no call has returned yet."""
+
+        def find() -> Any:
+            for index in range(self._read, len(self.heard)):
+                if self.heard[index].WhichOneof("message") == kind:
+                    return index + 1
+            return None
+
+        self._read = await self.until(find)
+        return getattr(self.heard[self._read - 1], kind)
+
+    async def _note(
+        self, message: agent_pb2.FromAgent | None = None, hello: agent_pb2.Hello | None = None
+    ) -> None:
+        async with self._news:
+            if message is not None:
+                self.heard.append(message)
+            if hello is not None:
+                self.hellos.append(hello)
+            self._news.notify_all()
+
+    async def _send(self, outbox: asyncio.Queue[agent_pb2.ToAgent], context: Any) -> None:
+        while True:
+            await context.write(await outbox.get())
+
+
+def _key(step: common_pb2.Step) -> tuple[Any, ...]:
+    return (step.job, step.round, step.attempt, step.phase)
+
+
+@dataclass
+class Silo:
+    """A silo's files, and a job that it can do."""
+
+    config: AgentConfig
+    job: JobConfig
+    model: Model
+    coordinator: ScriptedCoordinator
+
+    def with_data(self, **data: Any) -> Silo:
+        return replace(self, config=replace(self.config, data=data))
+
+    def instruction(
+        self, round: int = 1, attempt: int = 1, phase: str = "train", deadline: float = 60.0
+    ) -> agent_pb2.Instruction:
+        """An order to train or to evaluate this silo's initial model."""
+        data = b"".join(bytes(block) for block in model_blocks(self.model))
+        digest = blake3(data).hexdigest()
+        self.coordinator.artifacts[digest] = data
+        work = {
+            "model": common_pb2.Artifact(digest=digest, size=len(data)),
+            "layout": self.model.layout.fingerprint,
+        }
+        step = common_pb2.Step(job="job-1", round=round, attempt=attempt, phase=phase)
+        asked: dict[str, Any] = (
+            {"evaluate": agent_pb2.Evaluate(**work)}
+            if phase == "evaluate"
+            else {"train": agent_pb2.Train(**work)}
+        )
+        return agent_pb2.Instruction(
+            step=step, deadline_seconds=deadline, job_config=self.job.to_json(), **asked
+        )
+
+    def delta(self, round: int = 1) -> torch.Tensor:
+        """The update that arrived for a round."""
+        return torch.frombuffer(
+            self.coordinator.uploads[("job-1", round, 1, "train")].data, dtype=torch.float32
+        )
+
+    @asynccontextmanager
+    async def agent(self, trainer: Trainer | None = None) -> AsyncIterator[asyncio.Task[None]]:
+        """A running agent, connected to the coordinator; stopped at the end."""
+        greeted = len(self.coordinator.hellos)
+        agent = Agent(self.config, trainer)
+        running = asyncio.create_task(agent.run())
+        connected = asyncio.create_task(
+            self.coordinator.until(lambda: len(self.coordinator.hellos) > greeted)
+        )
+        await asyncio.wait([running, connected], return_when=asyncio.FIRST_COMPLETED)
+        connected.cancel()
+        try:
+            if running.done():
+                await running
+            yield running
+        finally:
+            agent.stop()
+            await asyncio.wait([running])
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a CA and credentials for a coordinator and an agent."""
+    folder = tmp_path_factory.mktemp("ca")
+    create_ca(folder / "ca")
+    issue(
+        folder / "ca", "coordinator", "coordinator", folder / "coordinator", hosts=("127.0.0.1", "localhost")
+    )
+    issue(folder / "ca", "hospital", "agent", folder / "hospital")
+    return folder
+
+
+@pytest.fixture
+async def coordinator(authority: Path) -> AsyncIterator[ScriptedCoordinator]:
+    """A scripted coordinator that listens."""
+    scripted = ScriptedCoordinator(authority / "coordinator")
+    await scripted.start()
+    yield scripted
+    await scripted.stop()
+
+
+@pytest.fixture
+def silo(authority: Path, coordinator: ScriptedCoordinator, tmp_path: Path) -> Silo:
+    """A silo with one task, set up to reach the coordinator."""
+    return make_silo(authority, coordinator, tmp_path)
+
+
+def make_silo(authority: Path, coordinator: ScriptedCoordinator, folder: Path, width: int = 8) -> Silo:
+    (folder / "toy.py").write_text(TASK.format(width=width))
+    config = AgentConfig(
+        coordinator=f"127.0.0.1:{coordinator.port}",
+        credentials=authority / "hospital",
+        state=folder / "state",
+        tasks={"toy": "toy.py:Toy"},
+        device="cpu",
+        threads=1,
+        folder=folder,
+    )
+    job = JobConfig.model_validate({"task": "toy", "seed": 3, "algorithm": {"batch_size": 8}})
+    return Silo(config, job, initial_model(job, load_task("toy.py", folder)), coordinator)
