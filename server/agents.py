@@ -1,0 +1,177 @@
+"""The agent-facing service: the control stream, downloads and uploads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from roundtable.core.errors import SiteFailure
+from roundtable.engine import messages as m
+from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
+from roundtable.server import transfer, wire
+from roundtable.server.access import Context, Refusal, caller
+from roundtable.server.artifacts import DIGEST
+from roundtable.server.effects import Services
+from roundtable.server.jobs import Jobs
+from roundtable.server.runner import JobRunner
+from roundtable.server.sessions import Session
+from roundtable.server.store import ClientRow
+from roundtable.server.store.clients import remember
+from roundtable.server.uploads import Uploads
+
+log = logging.getLogger("roundtable.server.agents")
+
+HELLO_SECONDS = 30.0
+CLOCK_TOLERANCE = 60.0
+
+
+class AgentService(agent_pb2_grpc.AgentsServicer):
+    """`roundtable.v1.Agents`. The caller's name is its certificate's.
+
+    Methods that answer with a stream write to the context: grpc.aio takes those as well as generators.
+    """
+
+    def __init__(
+        self, jobs: Jobs, uploads: Uploads, services: Services, threads: ThreadPoolExecutor, version: str
+    ) -> None:
+        self._jobs, self._uploads, self._services = jobs, uploads, services
+        self._threads, self._version = threads, version
+
+    async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
+        client, problem = await self._greet(caller(context), requests)
+        if problem:
+            log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
+            await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=problem)))
+            return
+        await self._services.database.write(lambda connection: remember(connection, client))
+        await context.write(agent_pb2.ToAgent(welcome=self._welcome()))
+        session = self._services.sessions.open(client)
+        listening = asyncio.get_running_loop().create_task(self._listen(session, requests))
+        try:
+            while (message := await session.outbox.get()) is not None:
+                await context.write(message)
+        finally:
+            listening.cancel()
+            self._services.sessions.close(session)
+
+    async def Download(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
+        client = caller(context)
+        if not DIGEST.fullmatch(request.digest) or not self._jobs.may_read(client, request.digest):
+            raise Refusal(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"no instruction in force for {client} names the artifact {request.digest[:12]!r}",
+            )
+        path = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._services.artifacts.path, request.digest
+        )
+        await transfer.send(context, path, request.offset, self._threads)
+
+    async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:
+        return await self._uploads.status(caller(context), request)
+
+    async def Upload(
+        self, requests: AsyncIterator[agent_pb2.UploadPart], context: Context
+    ) -> agent_pb2.UploadReceipt:
+        return await self._uploads.receive(caller(context), requests)
+
+    async def _greet(self, name: str, requests: AsyncIterator[agent_pb2.FromAgent]) -> tuple[ClientRow, str]:
+        """The agent as it introduces itself, and why it cannot stay, if so."""
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                first = await anext(aiter(requests))
+        except (TimeoutError, StopAsyncIteration):
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a control stream begins with a hello") from None
+        hello, now = first.hello, self._services.clock()
+        client = wire.client_of(name, hello, now)
+        if first.WhichOneof("message") != "hello":
+            return client, "a control stream begins with a hello"
+        if hello.protocol != PROTOCOL_VERSION:
+            return client, (
+                f"the agent {hello.version or 'of an unknown version'} speaks protocol {hello.protocol}, "
+                f"this coordinator {self._version} speaks protocol {PROTOCOL_VERSION}: install the same "
+                "version on both"
+            )
+        if abs(hello.clock - now) > CLOCK_TOLERANCE:
+            log.warning(
+                "the clock of %s differs by %.0f s: certificates and logs will not fit together",
+                name,
+                hello.clock - now,
+                extra={"site": name},
+            )
+        return client, ""
+
+    def _welcome(self) -> agent_pb2.Welcome:
+        return agent_pb2.Welcome(
+            version=self._version,
+            coordinator=self._services.database.identity,
+            heartbeat_seconds=self._services.sessions.heartbeat,
+            clock=self._services.clock(),
+        )
+
+    async def _listen(self, session: Session, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
+        """Passes on what the agent says until its stream ends; then the session ends too."""
+        try:
+            async for message in requests:
+                session.heard = time.monotonic()
+                self._hear(session, message)
+        except grpc.aio.UsageError:
+            log.debug("the stream of %s is gone", session.name)
+        finally:
+            session.end()
+
+    def _hear(self, session: Session, message: agent_pb2.FromAgent) -> None:
+        match message.WhichOneof("message"):
+            case "heartbeat":
+                session.state = message.heartbeat.state[:50]
+                session.send(agent_pb2.ToAgent(heartbeat=agent_pb2.Heartbeat()))
+            case "accepted":
+                self._with(
+                    message.accepted.step, lambda runner, step: runner.post(m.WorkStarted(session.name, step))
+                )
+            case "progress":
+                self._progress(session.name, message.progress)
+            case "failure":
+                failure = wire.failure_of(session.name, message.failure)
+                self._with(
+                    message.failure.step, lambda runner, step: runner.post(m.ClientFailed(step, failure))
+                )
+            case "evaluated":
+                metrics = wire.metrics_of(message.evaluated.metrics)
+                self._with(
+                    message.evaluated.step,
+                    lambda runner, step: runner.post(m.Evaluated(session.name, step, metrics)),
+                )
+            case "goodbye":
+                self._goodbye(session, message.goodbye.reason)
+            case _:
+                log.warning(
+                    "%s sent a message that is not understood", session.name, extra={"site": session.name}
+                )
+
+    def _with(self, step: common_pb2.Step, act: Callable[[JobRunner, m.Step], None]) -> None:
+        runner = self._jobs.runner(step.job)
+        if runner is not None:
+            act(runner, wire.step_of(step))
+
+    def _progress(self, client: str, message: agent_pb2.Progress) -> None:
+        runner = self._jobs.runner(message.step.job)
+        if runner is not None:
+            runner.effects.report(client, message)
+            runner.notify()
+
+    def _goodbye(self, session: Session, reason: str) -> None:
+        """It leaves on purpose: nobody needs to wait for what it was asked."""
+        detail = f"the agent has left: {' '.join(reason.split())[:500] or 'no reason given'}"
+        for runner in self._jobs.runners():
+            step = runner.effects.step_of(session.name)
+            if step is not None:
+                failure = SiteFailure(
+                    session.name, step.round, step.attempt, step.phase, "node_failure", detail
+                )
+                runner.post(m.ClientFailed(step, failure))
+        session.end()

@@ -1,0 +1,206 @@
+"""Blobs named by their BLAKE3 digest, on local disk.
+
+    artifacts/
+      objects/ab/abcdef…    whole, verified, never changed
+      partial/OWNER.DIGEST  what has arrived so far of an upload; survives restarts
+      coordinator           identity of the database that these files belong to
+
+A blob gets its name only after it is whole, its hash is right, and it and its folder are synced: what
+the database mentions is there. A new blob is *pinned*, that is not deleted, until it is mentioned.
+`ArtifactStore` is what the service needs; an object store can be another implementation of it. All
+methods block: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import Lock
+from typing import Protocol
+
+from blake3 import blake3
+
+from roundtable.core.errors import ResourceError, StorageError
+from roundtable.server.blobs import BlobWriter, os_error, sync_folder
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+READ_BYTES = 4 << 20
+
+
+class ArtifactStore(Protocol):
+    """Immutable blobs by digest."""
+
+    def path(self, digest: str) -> Path:
+        """A local file with the blob, its hash checked; StorageError if it is missing or damaged."""
+
+    def size(self, digest: str) -> int | None:
+        """Bytes of the blob; None if it is not there."""
+
+    def receive(
+        self,
+        owner: str,
+        digest: str,
+        size: int,
+        observe: Callable[[bytes], None] | None = None,
+        offset: int | None = None,
+    ) -> BlobWriter:
+        """Begins an upload or goes on with it, from `offset` if given, otherwise from where it stopped;
+        `observe` sees all bytes in order, those of before first."""
+
+    def received(self, owner: str, digest: str) -> int:
+        """Bytes that have arrived of an upload that is not whole."""
+
+    def create(self, blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
+        """Stores the blocks as one blob, pinned; returns its digest and size."""
+
+    def unpin(self, digests: Iterable[str]) -> None:
+        """The database mentions these now, or nobody will: they may be deleted again."""
+
+    def discard(self, prefix: str) -> None:
+        """Forgets unfinished uploads whose owner begins so."""
+
+    def delete(self, digests: Iterable[str]) -> None:
+        """Deletes blobs, except those that are pinned."""
+
+
+class LocalArtifacts:
+    """The store in a folder of this machine."""
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder = folder
+        self._objects, self._partial = folder / "objects", folder / "partial"
+        self._verified: set[str] = set()
+        self._pins: Counter[str] = Counter()
+        self._lock = Lock()
+        self._check_folder(identity)
+
+    def path(self, digest: str) -> Path:
+        path = self._place(digest)
+        if digest not in self._verified:
+            self._verify(path, digest)
+            self._verified.add(digest)
+        elif not path.is_file():
+            raise StorageError(f"artifact {digest} is missing from {self.folder}: restore it from a backup")
+        return path
+
+    def size(self, digest: str) -> int | None:
+        try:
+            return self._place(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def receive(
+        self,
+        owner: str,
+        digest: str,
+        size: int,
+        observe: Callable[[bytes], None] | None = None,
+        offset: int | None = None,
+    ) -> BlobWriter:
+        partial = self._partial / _partial_name(owner, digest)
+        return BlobWriter(partial, size, digest, self._adopt, observe, offset)
+
+    def received(self, owner: str, digest: str) -> int:
+        try:
+            return (self._partial / _partial_name(owner, digest)).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def create(self, blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
+        partial = self._partial / f"own.{os.urandom(8).hex()}"
+        writer = BlobWriter(partial, None, None, self._adopt)
+        try:
+            for block in blocks:
+                writer.write(block)
+            return writer.finish()
+        finally:
+            writer.close()
+            partial.unlink(missing_ok=True)
+
+    def discard(self, prefix: str) -> None:
+        for path in self._partial.iterdir():
+            if path.name.startswith(prefix):
+                path.unlink(missing_ok=True)
+
+    def delete(self, digests: Iterable[str]) -> None:
+        for digest in digests:
+            with self._lock:
+                if self._pins[digest] == 0:
+                    self._verified.discard(digest)
+                    self._place(digest).unlink(missing_ok=True)
+
+    def unpin(self, digests: Iterable[str]) -> None:
+        with self._lock:
+            self._pins.subtract(digests)
+            self._pins += Counter()
+
+    def free_bytes(self) -> int:
+        """Free space on the disk."""
+        return shutil.disk_usage(self.folder).free
+
+    def _place(self, digest: str) -> Path:
+        if not DIGEST.fullmatch(digest):
+            raise StorageError(f"{digest[:80]!r} is no BLAKE3 digest: 64 hexadecimal digits are one")
+        return self._objects / digest[:2] / digest
+
+    def _adopt(self, partial: Path, digest: str) -> None:
+        place = self._place(digest)
+        if not place.parent.is_dir():
+            place.parent.mkdir(exist_ok=True)
+            sync_folder(self._objects)
+        with self._lock:
+            partial.replace(place)
+            self._pins[digest] += 1
+            self._verified.add(digest)
+        sync_folder(place.parent)
+
+    def _verify(self, path: Path, digest: str) -> None:
+        """Hashes a blob that this process has not written itself, once, before anything reads it."""
+        found = blake3()
+        try:
+            with path.open("rb", buffering=0) as file:
+                while data := file.read(READ_BYTES):
+                    found.update(data)
+        except FileNotFoundError:
+            raise StorageError(
+                f"artifact {digest} is missing from {self.folder}: restore it from a backup"
+            ) from None
+        except OSError as error:
+            raise os_error(error, path) from error
+        if found.hexdigest() != digest:
+            raise StorageError(
+                f"artifact {digest} in {self.folder} is damaged: its bytes have the digest "
+                f"{found.hexdigest()}; restore it from a backup and check the disk"
+            )
+
+    def _check_folder(self, identity: str) -> None:
+        owner = self.folder / "coordinator"
+        try:
+            for folder in (self._objects, self._partial):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in self._partial.glob("own.*"):
+                path.unlink()
+            if not owner.exists():
+                owner.write_text(identity, encoding="ascii")
+                sync_folder(self.folder)
+            found = owner.read_text(encoding="ascii")
+        except OSError as error:
+            raise ResourceError(
+                f"the artifact folder {self.folder} cannot be used: {error.strerror}; it must be writable "
+                "by the user who runs the coordinator"
+            ) from error
+        if found != identity:
+            raise StorageError(
+                f"the artifact folder {self.folder} belongs to coordinator {found[:12]}, the database to "
+                f"{identity[:12]}: use the database and the folder that belong together"
+            )
+
+
+def _partial_name(owner: str, digest: str) -> str:
+    if not DIGEST.fullmatch(digest) or "/" in owner or owner.startswith("own."):
+        raise StorageError(f"{owner!r} with {digest[:80]!r} cannot name an upload")
+    return f"{owner}.{digest}"

@@ -1,0 +1,150 @@
+"""Writing one blob: hash and file together, disk write-back begun early, synced before it is named."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from blake3 import blake3
+
+from roundtable.core.errors import ResourceError, StorageError, TransferError
+
+WRITE_BACK_BYTES = 16 << 20
+READ_BYTES = 4 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def os_error(error: OSError, path: Path) -> ResourceError | StorageError:
+    """A failed file operation as an error with advice."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            f"the disk of {path.parent} is full: free some space; nothing half written is used"
+        )
+    return StorageError(f"{path} cannot be written or read: {error.strerror}; check the disk")
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class BlobWriter:
+    """Appends to a partial file, hashing as it goes; `finish` makes a blob of it.
+
+    An existing partial file is gone on with, from byte `offset` if that is given: the bytes before are
+    hashed and shown to `observe` first, those after it are dropped.
+    Raises ResourceError where the disk is full, StorageError for other disk errors.
+    """
+
+    def __init__(
+        self,
+        partial: Path,
+        size: int | None,
+        digest: str | None,
+        adopt: Callable[[Path, str], None],
+        observe: Callable[[bytes], None] | None = None,
+        offset: int | None = None,
+    ) -> None:
+        self._path, self._size, self._digest = partial, size, digest
+        self._adopt, self._observe = adopt, observe
+        self._hash = blake3()
+        self.offset = 0
+        self._write_back_from = 0
+        try:
+            self._file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                self._go_on(offset)
+            except BaseException:
+                os.close(self._file)
+                raise
+        except OSError as error:
+            raise os_error(error, partial) from error
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends; TransferError beyond the size that was announced."""
+        if self._size is not None and self.offset + len(data) > self._size:
+            raise TransferError(f"more bytes came than the {self._size} that were announced")
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError as error:
+            raise os_error(error, self._path) from error
+        self._absorb(data)
+        if self.offset - self._write_back_from >= WRITE_BACK_BYTES:
+            _start_write_back(self._file, self._write_back_from, self.offset - self._write_back_from)
+            self._write_back_from = self.offset
+
+    def finish(self) -> tuple[str, int]:
+        """Syncs, checks size and hash, and gives the blob its name: (digest, size).
+
+        TransferError if it is not whole (it can be gone on with) or not what was announced (it is
+        forgotten, so that the next attempt begins anew).
+        """
+        if self._size is not None and self.offset != self._size:
+            raise TransferError(f"the upload ended at byte {self.offset} of {self._size}")
+        digest = self._hash.hexdigest()
+        if self._digest is not None and digest != self._digest:
+            self.forget()
+            raise TransferError(f"the bytes have the digest {digest}, announced was {self._digest}")
+        try:
+            os.fsync(self._file)
+            self._adopt(self._path, digest)
+        except OSError as error:
+            raise os_error(error, self._path) from error
+        return digest, self.offset
+
+    def forget(self) -> None:
+        """Deletes what has arrived."""
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Closes the file; what has arrived stays."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _go_on(self, offset: int | None) -> None:
+        length = os.fstat(self._file).st_size
+        keep = length if offset is None else min(offset, length)
+        if self._size is not None and keep > self._size:
+            keep = 0
+        if keep < length:
+            os.ftruncate(self._file, keep)
+        while data := os.read(self._file, READ_BYTES):
+            self._absorb(data)
+        self._write_back_from = self.offset
+
+    def _absorb(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        if self._observe is not None:
+            self._observe(bytes(data) if isinstance(data, memoryview) else data)
+        self.offset += len(data)
+
+
+def _find_write_back() -> Callable[..., int] | None:
+    """Linux's sync_file_range: without it the final sync has more to do, and nothing else changes."""
+    try:
+        return ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+_write_back = _find_write_back()
+
+
+def _start_write_back(file: int, start: int, count: int) -> None:
+    if _write_back is not None:
+        _write_back(
+            ctypes.c_int(file),
+            ctypes.c_int64(start),
+            ctypes.c_int64(count),
+            ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
+        )

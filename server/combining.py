@@ -1,0 +1,74 @@
+"""`Aggregate` performed: updates on disk and the old model become the new model on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundtable.aggregation import FileMatrix
+from roundtable.core.config import JobConfig
+from roundtable.core.models import Model, model_blocks, open_model
+from roundtable.engine import Plan, ServerState, combine, initial_server_state
+from roundtable.engine import messages as m
+from roundtable.privacy import SecureNoise
+from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.store import ArtifactRow
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The engine's event, and the new artifacts: durable, not yet mentioned, pinned until they are."""
+
+    event: m.Aggregated
+    artifacts: tuple[ArtifactRow, ...]
+
+
+class Combiner:
+    """Combines one job's updates. Blocks for as long as that takes: call it in a thread."""
+
+    def __init__(self, job: JobConfig, plan: Plan, artifacts: LocalArtifacts) -> None:
+        self._job, self._plan, self._artifacts = job, plan, artifacts
+
+    def __call__(self, action: m.Aggregate, now: float) -> Outcome:
+        """Raises AggregationError or InvalidUpdate where there is no sound answer."""
+        old = open_model(self._artifacts.path(action.model))
+        state = self._state(action.optimizer, old.layout.size)
+        paths = [self._artifacts.path(update.digest) for update in action.updates]
+        combined = combine(
+            self._plan,
+            FileMatrix(paths, old.layout.size, self._job.transfer.encoding),
+            action.updates,
+            old.vector,
+            state,
+            round=action.step.round,
+            seed=self._job.seed,
+            noise=SecureNoise() if self._plan.central else None,
+        )
+        metadata = {"job": self._job.title, "round": str(action.step.round)}
+        model = self._store(Model(old.layout, combined.vector, old.local, metadata), "model", now)
+        artifacts = [model]
+        if _worth_keeping(combined.state):
+            artifacts.append(self._store(combined.state.to_model(), "optimizer", now))
+        event = m.Aggregated(
+            action.step,
+            model.digest,
+            artifacts[1].digest if len(artifacts) > 1 else "",
+            combined.excluded,
+            combined.weights,
+            combined.diagnosis,
+            combined.charge,
+        )
+        return Outcome(event, tuple(artifacts))
+
+    def _state(self, optimizer: str, columns: int) -> ServerState:
+        if not optimizer:
+            return initial_server_state(self._plan, columns)
+        return ServerState.from_model(open_model(self._artifacts.path(optimizer)))
+
+    def _store(self, model: Model, kind: str, now: float) -> ArtifactRow:
+        digest, size = self._artifacts.create(model_blocks(model))
+        return ArtifactRow(digest, size, kind, now)
+
+
+def _worth_keeping(state: ServerState) -> bool:
+    carried = state.optimizer.vectors or state.optimizer.scalars
+    return bool(carried) or state.previous is not None or state.clip_norm is not None

@@ -1,0 +1,73 @@
+"""The coordinator's settings: `coordinator.toml`, with options of the command line on top."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from roundtable.core.config import Seconds, Table
+from roundtable.core.errors import ConfigError
+from roundtable.core.toml import TomlDocument, read_toml, validate
+
+
+class ServerConfig(Table):
+    """A whole `coordinator.toml`. Relative paths are below the file's folder."""
+
+    listen: str = Field("0.0.0.0:7443", description="address and port; port 0 takes a free one")
+    state: str = Field("state", description="folder of the embedded database and the artifacts")
+    database: str = Field(
+        "", description="sqlite:///… or postgresql://…; default: coordinator.db in the state folder"
+    )
+    artifacts: str = Field(
+        "", description="folder of models and updates; default: artifacts in the state folder"
+    )
+    credentials: str = Field(
+        "credentials",
+        description="folder with ca.crt, node.crt and node.key, as `roundtable ca issue` makes it",
+    )
+    heartbeat: Seconds = Field(
+        10.0, gt=0, le=600, description="between an agent's signs of life; three missing ones end its session"
+    )
+    max_artifact_bytes: int = Field(1 << 40, ge=1, description="largest model that operators may store")
+    keep_models: int = Field(
+        5, ge=1, description="models kept of each job: the newest so many, and always the initial one"
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"{value!r} is not host:port, for example 0.0.0.0:7443 or [::]:7443")
+        return value
+
+
+def load_server_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> ServerConfig:
+    """The settings of a file, or the defaults; `overrides` (None values are ignored) win.
+
+    Relative paths are made absolute: below the file's folder, or below the working directory.
+    Raises ConfigError with file, line, key and what was expected.
+    """
+    document = read_toml(path) if path else TomlDocument({}, "options", "")
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            document.override(key, str(value) if isinstance(value, Path) else value)
+    config = validate(ServerConfig, document)
+    base = path.resolve().parent if path else Path.cwd()
+    state = base / config.state
+    database = config.database or f"sqlite:///{state / 'coordinator.db'}"
+    if database.startswith("sqlite:///") and not database.startswith("sqlite:////"):
+        database = f"sqlite:///{base / database.removeprefix('sqlite:///')}"
+    if ":memory:" in database:
+        raise ConfigError("database: a coordinator's database must be a file; :memory: would lose every job")
+    return config.model_copy(
+        update={
+            "state": str(state),
+            "database": database,
+            "artifacts": str(base / config.artifacts) if config.artifacts else str(state / "artifacts"),
+            "credentials": str(base / config.credentials),
+        }
+    )

@@ -1,0 +1,229 @@
+"""The coordinator as a process: what it opens, in which order, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import grpc
+
+from roundtable.core.errors import IdentityError, ResourceError, RoundtableError, StorageError
+from roundtable.core.identity import Credentials, load_credentials
+from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
+from roundtable.proto.channel import SERVER_OPTIONS
+from roundtable.server.access import Access
+from roundtable.server.agents import AgentService
+from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.config import ServerConfig
+from roundtable.server.effects import Services
+from roundtable.server.jobs import Jobs
+from roundtable.server.operators import OperatorService
+from roundtable.server.sessions import Sessions
+from roundtable.server.store import ClientRow, Database
+from roundtable.server.store.clients import seen
+from roundtable.server.uploads import Uploads
+
+log = logging.getLogger("roundtable.server")
+
+TRANSFER_THREADS = 4
+STOP_SECONDS = 2.0
+
+
+class Coordinator:
+    """The service: opened by `start`, ended by `stop`; everything durable is ready to be started again."""
+
+    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
+        self.config, self.clock = config, clock
+        self.port = 0
+        self.jobs: Jobs
+        self._database: Database
+        self._lock = -1
+        self._server: grpc.aio.Server | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="transfer")
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="aggregate")
+
+    async def start(self) -> None:
+        """Opens everything and takes up the jobs that were running.
+
+        Raises IdentityError, ResourceError, StorageError or ConfigError, before anything is changed,
+        for what is missing or wrong.
+        """
+        credentials = _coordinator_credentials(Path(self.config.credentials))
+        _check_port(self.config.listen)
+        self._lock = _lock(Path(self.config.artifacts))
+        try:
+            await self._open(credentials)
+        except BaseException:
+            await self.stop()
+            raise
+        log.info("listening on %s, database %s", self.config.listen, self._database.url)
+
+    async def stop(self) -> None:
+        """Ends streams, drivers and threads, in this order."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._server is not None:
+            self._sessions.end_all()
+            await self._server.stop(STOP_SECONDS)
+            await self.jobs.stop()
+            await asyncio.gather(*self._background, return_exceptions=True)
+            self._server = None
+        self._transfer.shutdown(wait=True)
+        self._compute.shutdown(wait=True, cancel_futures=True)
+        if hasattr(self, "_database"):
+            await asyncio.to_thread(self._database.close)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    async def _open(self, credentials: Credentials) -> None:
+        config = self.config
+        self._database = await asyncio.to_thread(Database.open, config.database)
+        artifacts = LocalArtifacts(Path(config.artifacts), self._database.identity)
+        self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
+        services = Services(
+            database=self._database,
+            artifacts=artifacts,
+            sessions=self._sessions,
+            clock=self.clock,
+            compute=self._compute,
+            writer=secrets.token_hex(8),
+            keep_models=config.keep_models,
+        )
+        self.jobs = Jobs(services)
+        self._server = self._serve(services, credentials)
+        await self.jobs.start()
+        await self._server.start()
+        self._watch = asyncio.get_running_loop().create_task(self._sessions.watch())
+
+    def _serve(self, services: Services, credentials: Credentials) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=[Access()], options=SERVER_OPTIONS)
+        uploads = Uploads(self.jobs, services, self._transfer)
+        release = _version()
+        agents = AgentService(self.jobs, uploads, services, self._transfer, release)
+        operators = OperatorService(
+            self.jobs, services, self._transfer, release, self.config.max_artifact_bytes
+        )
+        agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)
+        operator_pb2_grpc.add_OperatorsServicer_to_server(operators, server)
+        secure = grpc.ssl_server_credentials(
+            [(credentials.key, credentials.certificate)], credentials.ca, require_client_auth=True
+        )
+        try:
+            self.port = server.add_secure_port(self.config.listen, secure)
+        except RuntimeError as error:
+            raise _port_taken(self.config.listen, str(error)) from error
+        return server
+
+    def _joined(self, client: ClientRow) -> None:
+        log.info("%s is here", client.name, extra={"site": client.name})
+        self.jobs.joined(client)
+
+    def _left(self, client: ClientRow) -> None:
+        self.jobs.left(client)
+        task = asyncio.get_running_loop().create_task(self._note_seen(client.name))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _note_seen(self, name: str) -> None:
+        now = self.clock()
+        try:
+            await self._database.write(lambda connection: seen(connection, name, now))
+        except StorageError as error:
+            log.warning("%s was last seen now, which could not be stored: %s", name, error)
+
+
+def run_server(config: ServerConfig) -> int:
+    """Runs until SIGTERM or SIGINT; the exit code is 0, or 1 with one line about what is wrong."""
+    try:
+        asyncio.run(_until_signal(config))
+    except RoundtableError as error:
+        print(f"roundtable server: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _until_signal(config: ServerConfig) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    coordinator = Coordinator(config)
+    await coordinator.start()
+    host = config.listen.rpartition(":")[0]
+    print(f"coordinator is listening on {host}:{coordinator.port}; Ctrl-C stops it", flush=True)
+    await stopped.wait()
+    log.info("stopping; every job goes on when the coordinator is started again")
+    await coordinator.stop()
+
+
+def _coordinator_credentials(folder: Path) -> Credentials:
+    credentials = load_credentials(folder)
+    if credentials.role != "coordinator":
+        raise IdentityError(
+            f"{folder} holds the certificate of an {credentials.role}, {credentials.name!r}; "
+            "a coordinator needs its own: `roundtable ca issue NAME --role coordinator`"
+        )
+    return credentials
+
+
+def _check_port(listen: str) -> None:
+    """gRPC tells little when a port cannot be had; the system tells more."""
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, int(port)))
+    except OSError as error:
+        raise _port_taken(listen, error.strerror or str(error)) from error
+
+
+def _port_taken(listen: str, reason: str) -> ResourceError:
+    return ResourceError(
+        f"cannot listen on {listen}: {reason}; does another coordinator run here? "
+        "Choose another address with --listen host:port"
+    )
+
+
+def _lock(folder: Path) -> int:
+    """Holds the artifact folder: two coordinators on the same files would delete each other's."""
+    path = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ResourceError(
+            f"the artifact folder {folder} cannot be used: {error.strerror}; it must be writable "
+            "by the user who runs the coordinator"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ResourceError(
+            f"the artifact folder {folder} is in use by another coordinator; stop that one first, "
+            "or give this one a state folder of its own"
+        ) from None
+    return descriptor
+
+
+def _version() -> str:
+    try:
+        return version("roundtable")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,218 @@
+"""What a job's driver does for the engine once its decision is durable: messages, timers, aggregation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import PrivacyError, ResourceError, RoundtableError, StorageError
+from roundtable.engine import messages as m
+from roundtable.proto import agent_pb2
+from roundtable.server import wire
+from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.combining import Combiner
+from roundtable.server.ledger import Account
+from roundtable.server.sessions import Sessions
+from roundtable.server.store import ArtifactRow, Database
+from roundtable.server.store.artifacts import forget_unused, old_models, spent_updates
+
+log = logging.getLogger("roundtable.server.effects")
+
+FULL_DISK_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
+Post = Callable[[m.Event, tuple[ArtifactRow, ...]], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Services:
+    """What every job's driver works with."""
+
+    database: Database
+    artifacts: LocalArtifacts
+    sessions: Sessions
+    clock: Callable[[], float]
+    compute: ThreadPoolExecutor
+    writer: str
+    keep_models: int
+
+
+@dataclass
+class Progress:
+    """How far an agent says it is; kept in memory only."""
+
+    done: int
+    total: int
+    loss: float
+
+
+class Effects:
+    """Performs one job's actions; every one of them can safely be performed again."""
+
+    def __init__(
+        self,
+        job: str,
+        config: str,
+        layout: str,
+        combiner: Combiner,
+        account: Account | None,
+        services: Services,
+    ) -> None:
+        self._job, self._config, self._layout = job, config, layout
+        self._combiner, self._account, self._services = combiner, account, services
+        self._instructed: dict[str, m.Instruct] = {}
+        self._progress: dict[str, Progress] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._post: Post
+
+    def connect(self, post: Post) -> None:
+        """Where events go that actions lead to; `post` returns once they are durable."""
+        self._post = post
+
+    def perform(self, action: m.Action) -> None:
+        """Does it, or begins to."""
+        match action:
+            case m.Instruct():
+                self._instruct(action)
+            case m.Withdraw():
+                self.forget(action.client)
+                self._services.sessions.send(action.client, wire.withdrawal(self._job, action))
+            case m.SetTimer():
+                self._set_timer(action)
+            case m.Aggregate():
+                self._spawn(self._aggregate(action))
+            case m.Authorize():
+                self._spawn(self._authorize(action))
+            case m.Commit(record):
+                self._spawn(self._retire(record.round))
+            case _:
+                raise AssertionError(f"{action} is no effect")
+
+    def drop_timers(self) -> None:
+        """The job has ended: no deadline matters any more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def stop(self) -> None:
+        """The process ends: what is under way is dropped, because the engine asks for it again."""
+        self.drop_timers()
+        for task in self._tasks:
+            task.cancel()
+
+    def may_read(self, client: str, digest: str) -> bool:
+        """Whether the instruction that this agent was given last names the artifact."""
+        told = self._instructed.get(client)
+        return told is not None and told.model == digest
+
+    def forget(self, client: str) -> None:
+        """The agent's instruction no longer holds."""
+        self._instructed.pop(client, None)
+        self._progress.pop(client, None)
+
+    def report(self, client: str, message: agent_pb2.Progress) -> None:
+        """Notes what an agent says of the step that it was asked for."""
+        told = self._instructed.get(client)
+        if told is not None and told.step == wire.step_of(message.step):
+            self._progress[client] = Progress(message.done, max(message.total, message.done), message.loss)
+
+    def step_of(self, client: str) -> m.Step | None:
+        """The step that the agent was asked for last."""
+        told = self._instructed.get(client)
+        return told.step if told else None
+
+    def progress_of(self, client: str) -> Progress | None:
+        """What the agent said last of the step that it works on."""
+        return self._progress.get(client)
+
+    def _instruct(self, action: m.Instruct) -> None:
+        if self._instructed.get(action.client) != action:
+            self._progress.pop(action.client, None)
+        self._instructed[action.client] = action
+        size = self._services.artifacts.size(action.model)
+        if size is None:
+            log.error("model %s is missing from the artifacts", action.model, extra={"job": self._job})
+            return
+        message = wire.instruction(
+            self._job, self._config, self._layout, action, size, self._services.clock()
+        )
+        self._services.sessions.send(action.client, message)
+
+    def _set_timer(self, action: m.SetTimer) -> None:
+        older = self._timers.pop(action.timer, None)
+        if older is not None:
+            older.cancel()
+        delay = max(0.0, action.at - self._services.clock())
+        self._timers[action.timer] = asyncio.get_running_loop().call_later(delay, self._ring, action.timer)
+
+    def _ring(self, timer: str) -> None:
+        self._timers.pop(timer, None)
+        self._spawn(self._send(m.DeadlinePassed(timer)))
+
+    async def _send(self, event: m.Event, artifacts: tuple[ArtifactRow, ...] = ()) -> None:
+        await self._post(event, artifacts)
+
+    async def _aggregate(self, action: m.Aggregate) -> None:
+        """Combines; waits for room if the disk is full, and pauses the job if there is none for long."""
+        loop, now = asyncio.get_running_loop(), self._services.clock()
+        for pause in (*FULL_DISK_PAUSES, None):
+            try:
+                outcome = await loop.run_in_executor(self._services.compute, self._combiner, action, now)
+            except ResourceError as error:
+                log.error("round %d: %s", action.step.round, error, extra={"job": self._job})
+                if pause is None:
+                    await self._send(m.Pause(str(error)))
+                    return
+                await asyncio.sleep(pause)
+            except RoundtableError as error:
+                await self._send(m.AggregationFailed(action.step, str(error)))
+                return
+            else:
+                await self._send(outcome.event, outcome.artifacts)
+                self._services.artifacts.unpin(row.digest for row in outcome.artifacts)
+                return
+
+    async def _authorize(self, action: m.Authorize) -> None:
+        """Asks the ledger; without a budget there is nothing to ask."""
+        if self._account is None:
+            await self._send(m.Authorized(action.step))
+            return
+        try:
+            await self._account.reserve(action.step)
+        except PrivacyError as error:
+            await self._send(m.Denied(action.step, str(error)))
+        else:
+            await self._send(m.Authorized(action.step))
+
+    async def _retire(self, round_number: int) -> None:
+        """After a commit: deletes what no round needs any more."""
+
+        def work(connection: Connection) -> int:
+            candidates = [
+                *spent_updates(connection, self._job, round_number),
+                *old_models(connection, self._job, self._services.keep_models),
+            ]
+            gone = forget_unused(connection, candidates, self._services.keep_models)
+            self._services.artifacts.delete(gone)
+            self._services.artifacts.discard(f"{self._job}.{round_number}.")
+            return len(gone)
+
+        try:
+            await self._services.database.write(work)
+        except StorageError as error:
+            log.warning("old artifacts stay for now: %s", error, extra={"job": self._job})
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an action of the job failed", exc_info=error, extra={"job": self._job})

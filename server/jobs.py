@@ -1,0 +1,261 @@
+"""All jobs: their drivers while they live, their rows afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import ConfigError, RoundtableError, StorageError
+from roundtable.core.layout import Layout
+from roundtable.core.models import open_model
+from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
+from roundtable.engine import messages as m
+from roundtable.server.combining import Combiner
+from roundtable.server.effects import Effects, Services
+from roundtable.server.ledger import Account
+from roundtable.server.runner import JobRunner
+from roundtable.server.store import ArtifactRow, ClientRow, EventRow, JobRow
+from roundtable.server.store import jobs as store
+from roundtable.server.store.clients import all_clients
+
+log = logging.getLogger("roundtable.server.jobs")
+
+MAX_CONFIG_BYTES = 1 << 20
+LEVELS = ("none", "client")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What an operator asks for: the job as JSON, its initial model, and a name for the request itself."""
+
+    request_id: str
+    config: str
+    model: str
+    submitter: str
+
+
+class Jobs:
+    """Starts, finds and ends jobs, and passes on to each what concerns it."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._runners: dict[str, JobRunner] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._submitting = asyncio.Lock()
+        self._background: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> int:
+        """Jobs that are neither over nor paused."""
+        return sum(1 for runner in self._runners.values() if runner.row.status in ("waiting", "running"))
+
+    def runner(self, job: str) -> JobRunner | None:
+        """The driver of a job that is not over."""
+        return self._runners.get(job)
+
+    def runners(self) -> list[JobRunner]:
+        """The drivers of all jobs that are not over."""
+        return list(self._runners.values())
+
+    async def start(self) -> None:
+        """Takes up every job that is not over. One that cannot be is paused, and says why."""
+        for row in await self._services.database.read(store.unfinished_jobs):
+            try:
+                await self._take_up(row)
+            except RoundtableError as error:
+                log.error("job %s cannot be taken up: %s", row.id, error, extra={"job": row.id})
+                await self._stand_still(row.id, f"it could not be taken up after a restart: {error}")
+
+    async def stop(self) -> None:
+        """Stops driving; every job can be taken up again."""
+        for runner in self._runners.values():
+            runner.effects.stop()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def submit(self, wish: Submission) -> JobRow:
+        """The job of this request, new or from before. ConfigError for one that cannot work."""
+        if not 0 < len(wish.request_id) <= 200:
+            raise ConfigError("request_id: between 1 and 200 characters that name this submission")
+        async with self._submitting:
+            known = await self._services.database.read(
+                lambda connection: store.job_of_request(connection, wish.request_id)
+            )
+            if known is not None:
+                if known.submitter != wish.submitter:
+                    raise ConfigError(f"request_id {wish.request_id!r} is taken by another operator's job")
+                return self._newest(known)
+            job = _parse(wish.config)
+            row, artifact = await asyncio.to_thread(self._prepare, wish, job, await self._population(job))
+            first = EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
+            await self._services.database.write(
+                lambda connection: store.insert_job(connection, row, artifact, [first])
+            )
+            await self._take_up(row)
+            return row
+
+    async def find(self, wanted: str) -> JobRow:
+        """By identifier, unique prefix, or name; UnknownJob otherwise."""
+        return self._newest(await self._services.database.read(lambda c: store.find_job(c, wanted)))
+
+    async def rows(self) -> list[JobRow]:
+        """Every job, newest first."""
+        return [self._newest(row) for row in await self._services.database.read(store.jobs_in_order)]
+
+    async def change(self, row: JobRow, event: m.Cancel | m.Pause | m.Resume) -> JobRow:
+        """Cancels, pauses or resumes a job that is not over; returns it as it is afterwards."""
+        runner = self._runners.get(row.id) or await self._take_up(row)
+        await runner.tell(event)
+        return runner.row
+
+    def joined(self, client: ClientRow) -> None:
+        """An agent has connected."""
+        for runner in self._runners.values():
+            if offers(client, runner.job.task):
+                runner.post(m.ClientJoined(_info(client)))
+
+    def left(self, client: ClientRow) -> None:
+        """An agent's connection has ended."""
+        for runner in self._runners.values():
+            if offers(client, runner.job.task):
+                runner.post(m.ClientLeft(client.name))
+
+    def may_read(self, client: str, digest: str) -> bool:
+        """Whether an instruction in force names this artifact to this agent."""
+        return any(runner.effects.may_read(client, digest) for runner in self._runners.values())
+
+    def _newest(self, row: JobRow) -> JobRow:
+        runner = self._runners.get(row.id)
+        return runner.row if runner else row
+
+    async def _population(self, job: JobConfig) -> int:
+        known = await self._services.database.read(all_clients)
+        return max(1, sum(offers(client, job.task) for client in known))
+
+    def _prepare(self, wish: Submission, job: JobConfig, population: int) -> tuple[JobRow, ArtifactRow]:
+        size = self._services.artifacts.size(wish.model)
+        if size is None:
+            raise ConfigError(
+                f"the initial model {wish.model[:12]} is not stored here: upload it before the job"
+            )
+        layout = open_model(self._services.artifacts.path(wish.model)).layout
+        _plan(job, layout, population)
+        engine = RoundEngine(job, wish.model, secrets.randbits(63))
+        now = self._services.clock()
+        row = JobRow(
+            id=secrets.token_hex(6),
+            name=job.title[:100],
+            request_id=wish.request_id,
+            submitter=wish.submitter,
+            config=job.to_json(),
+            initial_model=wish.model,
+            model=wish.model,
+            optimizer="",
+            status=engine.state.status,
+            reason=engine.state.reason,
+            rounds=job.rounds,
+            rounds_done=0,
+            snapshot={"engine": engine.snapshot(), "population": population},
+            version=1,
+            writer=self._services.writer,
+            submitted=now,
+            updated=now,
+        )
+        return row, ArtifactRow(wish.model, size, "model", now)
+
+    async def _take_up(self, row: JobRow) -> JobRunner:
+        """Makes the driver of a stored job and starts it."""
+        database = self._services.database
+        sequence = await database.read(lambda connection: store.last_sequence(connection, row.id))
+        records = await database.read(lambda connection: store.history(connection, row.id))
+        known = await database.read(all_clients)
+        runner = await asyncio.to_thread(self._restore, row, records, known, sequence)
+        self._runners[row.id] = runner
+        task = asyncio.get_running_loop().create_task(runner.run(), name=f"job {row.id}")
+        self._tasks[row.id] = task
+        task.add_done_callback(lambda ended: self._ended(row.id, ended))
+        for client in self._services.sessions.clients():
+            if offers(client, runner.job.task):
+                runner.post(m.ClientJoined(_info(client)))
+        runner.post(m.Start())
+        return runner
+
+    def _restore(self, row: JobRow, records: list[str], known: list[ClientRow], sequence: int) -> JobRunner:
+        services = self._services
+        job = _parse(row.config)
+        layout = open_model(services.artifacts.path(row.initial_model)).layout
+        plan = _plan(job, layout, int(row.snapshot["population"]))
+        history = [record_from_plain(json.loads(record)) for record in records]
+        engine = RoundEngine.restore(job, row.snapshot["engine"], history)
+        for client in known:
+            if offers(client, job.task):
+                engine.handle(m.ClientJoined(_info(client), online=False), services.clock())
+        account = None
+        if plan.central is not None:
+            account = Account(row.id, plan.privacy, plan.central, services.database, services.clock)
+        combiner = Combiner(job, plan, services.artifacts)
+        effects = Effects(row.id, row.config, layout.fingerprint, combiner, account, services)
+        return JobRunner(row, job, layout, engine, effects, services, sequence)
+
+    def _ended(self, job: str, task: asyncio.Task[None]) -> None:
+        """Over, or broken: then the job stands still as it is stored, and can be resumed."""
+        runner = self._runners.pop(job, None)
+        self._tasks.pop(job, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
+            if runner is not None:
+                runner.effects.stop()
+            reason = "the coordinator failed at this job; its log says why. Resume it to try again"
+            self._background = asyncio.get_running_loop().create_task(self._stand_still(job, reason))
+
+    async def _stand_still(self, job: str, reason: str) -> None:
+        now = self._services.clock()
+        try:
+            await self._services.database.write(
+                lambda connection: store.mark(connection, job, "paused", reason, now)
+            )
+        except StorageError as error:
+            log.error("job %s: %s", job, error, extra={"job": job})
+
+
+def offers(client: ClientRow, task: str) -> bool:
+    """Whether an agent has the task; "*" stands for any."""
+    return task in client.tasks or "*" in client.tasks
+
+
+def _info(client: ClientRow) -> m.ClientInfo:
+    metadata: Mapping[str, str] = client.metadata
+    return m.ClientInfo(client.name, metadata, client.examples)
+
+
+def _parse(text: str) -> JobConfig:
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"the job is {len(text)} characters long; at most {MAX_CONFIG_BYTES} are accepted")
+    try:
+        return job_from_json(text)
+    except (json.JSONDecodeError, RecursionError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the job is not a JSON object as `roundtable job submit` sends it: {error}"
+        ) from error
+
+
+def _plan(job: JobConfig, layout: Layout, population: int) -> Plan:
+    """The job's plan; refuses what only other drivers can do."""
+    slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
+    plan = make_plan(job, population, slices)
+    if plan.privacy.level not in LEVELS or plan.privacy.secure_aggregation:
+        raise ConfigError(
+            f"privacy: level = {plan.privacy.level!r} with secure_aggregation = "
+            f"{str(plan.privacy.secure_aggregation).lower()} is not offered by this coordinator; "
+            f"it offers level = {' or '.join(map(repr, LEVELS))} without secure aggregation"
+        )
+    if get_encoding(job.transfer.encoding).dense_dtype is None:
+        raise ConfigError(f"transfer.encoding = {job.transfer.encoding!r} is not offered by this coordinator")
+    return plan

@@ -1,0 +1,1 @@
+"""Alembic migrations, applied when the coordinator starts; they travel inside the package."""

@@ -1,0 +1,206 @@
+"""The operator-facing service: jobs, clients, artifacts, status."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import sqlalchemy as sa
+
+from roundtable.core.errors import StorageError, TransferError
+from roundtable.engine import messages as m
+from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
+from roundtable.server import transfer, wire
+from roundtable.server.access import Context, Refusal, caller
+from roundtable.server.artifacts import DIGEST
+from roundtable.server.effects import Services
+from roundtable.server.jobs import Jobs, Submission
+from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, tables
+from roundtable.server.store.artifacts import note_artifact
+from roundtable.server.store.clients import all_clients
+from roundtable.server.store.jobs import UnknownJob, history
+from roundtable.server.watching import detail_of, updates
+
+MAX_HISTORY_BYTES = 3 << 20
+
+
+class OperatorService(operator_pb2_grpc.OperatorsServicer):
+    """`roundtable.v1.Operators`. The caller's name is its certificate's.
+
+    Methods that answer with a stream write to the context: grpc.aio takes those as well as generators.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        services: Services,
+        threads: ThreadPoolExecutor,
+        version: str,
+        max_artifact_bytes: int,
+    ) -> None:
+        self._jobs, self._services, self._threads = jobs, services, threads
+        self._version, self._max_bytes = version, max_artifact_bytes
+        self._started = time.monotonic()
+
+    async def Status(self, request: operator_pb2.StatusRequest, context: Context) -> operator_pb2.StatusReply:
+        database = self._services.database
+        try:
+            await database.read(
+                lambda connection: connection.execute(sa.select(tables.coordinator.c.id)).first()
+            )
+            condition = database.url
+        except StorageError as error:
+            condition = str(error)
+        return operator_pb2.StatusReply(
+            version=self._version,
+            coordinator=database.identity,
+            clock=self._services.clock(),
+            uptime_seconds=time.monotonic() - self._started,
+            clients_online=len(self._services.sessions),
+            jobs_running=self._jobs.running,
+            database=condition,
+            disk_free=self._services.artifacts.free_bytes(),
+        )
+
+    async def PutArtifact(
+        self, requests: AsyncIterator[operator_pb2.PutPart], context: Context
+    ) -> operator_pb2.PutReply:
+        content = await self._put_header(requests)
+        owner = f"put.{caller(context)}"
+        if self._services.artifacts.size(content.digest) is not None:
+            await self._mention(content)
+            return operator_pb2.PutReply(offset=content.size, complete=True)
+        loop = asyncio.get_running_loop()
+        writer = await loop.run_in_executor(
+            self._threads, self._services.artifacts.receive, owner, content.digest, content.size
+        )
+        try:
+            await transfer.receive(_chunks(requests), writer, self._threads)
+            if writer.offset < content.size:
+                return operator_pb2.PutReply(offset=writer.offset)
+            await loop.run_in_executor(self._threads, writer.finish)
+        finally:
+            writer.close()
+        try:
+            await self._mention(content)
+        finally:
+            self._services.artifacts.unpin([content.digest])
+        return operator_pb2.PutReply(offset=content.size, complete=True)
+
+    async def GetArtifact(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
+        if not DIGEST.fullmatch(request.digest) or self._services.artifacts.size(request.digest) is None:
+            raise Refusal(
+                grpc.StatusCode.NOT_FOUND,
+                f"there is no artifact {request.digest[:64]!r} here; older models are not kept for ever",
+            )
+        path = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._services.artifacts.path, request.digest
+        )
+        await transfer.send(context, path, request.offset, self._threads)
+
+    async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:
+        wish = Submission(request.request_id, request.job_config, request.model.digest, caller(context))
+        return self._job(await self._jobs.submit(wish))
+
+    async def ListJobs(
+        self, request: operator_pb2.ListJobsRequest, context: Context
+    ) -> operator_pb2.ListJobsReply:
+        return operator_pb2.ListJobsReply(jobs=[self._job(row) for row in await self._jobs.rows()])
+
+    async def GetJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.JobDetail:
+        row = await self._find(request.job)
+        records = await self._services.database.read(lambda connection: history(connection, row.id))
+        detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
+        detail.job_config = row.config
+        detail.history.extend(_newest(records))
+        return detail
+
+    async def WatchJob(self, request: operator_pb2.WatchJobRequest, context: Context) -> None:  # type: ignore[override]
+        row = await self._find(request.job)
+        first = max(1, request.from_sequence)
+        async for update in updates(self._jobs, self._services, row.id, first, self._job):
+            await context.write(update)
+
+    async def CancelJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
+        return await self._change(request.job, m.Cancel(f"cancelled by {caller(context)}"))
+
+    async def PauseJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
+        return await self._change(request.job, m.Pause(f"paused by {caller(context)}"))
+
+    async def ResumeJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
+        return await self._change(request.job, m.Resume())
+
+    async def ListClients(
+        self, request: operator_pb2.ListClientsRequest, context: Context
+    ) -> operator_pb2.ListClientsReply:
+        rows = await self._services.database.read(all_clients)
+        return operator_pb2.ListClientsReply(clients=[self._client(row) for row in rows])
+
+    def _client(self, row: ClientRow) -> operator_pb2.Client:
+        session = self._services.sessions.get(row.name)
+        if session is None:
+            return wire.client_to(row, False, "offline")
+        return wire.client_to(row, True, session.state)
+
+    def _job(self, row: JobRow) -> operator_pb2.Job:
+        return wire.job_to(row, self._services.artifacts.size(row.model) or 0)
+
+    async def _find(self, wanted: str) -> JobRow:
+        try:
+            return await self._jobs.find(wanted)
+        except UnknownJob as error:
+            raise Refusal(grpc.StatusCode.NOT_FOUND, str(error)) from error
+
+    async def _change(self, wanted: str, event: m.Cancel | m.Pause | m.Resume) -> operator_pb2.Job:
+        row = await self._find(wanted)
+        if row.status in FINAL:
+            message = f"job {row.id} ({row.name}) is {row.status} already; nothing was changed"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+        return self._job(await self._jobs.change(row, event))
+
+    async def _put_header(self, requests: AsyncIterator[operator_pb2.PutPart]) -> common_pb2.Artifact:
+        async for part in requests:
+            content = part.header.content
+            if part.WhichOneof("part") != "header" or not DIGEST.fullmatch(content.digest):
+                break
+            if content.size > min(self._max_bytes, self._services.artifacts.free_bytes()):
+                raise Refusal(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"an artifact of {content.size} bytes does not fit here: the limit is {self._max_bytes}, "
+                    f"free on the disk are {self._services.artifacts.free_bytes()}",
+                )
+            return content
+        raise Refusal(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "a transfer begins with a header: BLAKE3 digest in 64 hexadecimal digits",
+        )
+
+    async def _mention(self, content: common_pb2.Artifact) -> None:
+        size = self._services.artifacts.size(content.digest)
+        if size != content.size:
+            raise TransferError(
+                f"artifact {content.digest[:12]} has {size} bytes here, announced were {content.size}"
+            )
+        row = ArtifactRow(content.digest, content.size, "upload", self._services.clock())
+        await self._services.database.write(lambda connection: note_artifact(connection, row))
+
+
+async def _chunks(requests: AsyncIterator[operator_pb2.PutPart]) -> AsyncIterator[common_pb2.Chunk]:
+    async for part in requests:
+        if part.WhichOneof("part") != "chunk":
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after the header only chunks follow")
+        yield part.chunk
+
+
+def _newest(records: list[str]) -> list[str]:
+    """As many of the newest records as one message can hold, oldest first."""
+    kept, size = 0, 0
+    for record in reversed(records):
+        size += len(record)
+        if size > MAX_HISTORY_BYTES:
+            break
+        kept += 1
+    return records[len(records) - kept :]

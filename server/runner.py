@@ -1,0 +1,238 @@
+"""One job's driver: events go in, transactions and messages come out.
+
+What has happened is handed to the engine in batches. Before anything that the engine then wants is
+done, one transaction makes durable what it decided: snapshot, events, updates, and a committed
+round's record, all or nothing. If the database is away, the driver waits for it and the job stands
+still; nothing has been promised to anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import StorageError
+from roundtable.core.layout import Layout
+from roundtable.engine import EngineView, RoundEngine, record_to_plain
+from roundtable.engine import messages as m
+from roundtable.server.effects import Effects, Services
+from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
+from roundtable.server.store.jobs import apply
+
+log = logging.getLogger("roundtable.server.runner")
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+_QUIET = (m.WorkStarted, m.ClientJoined, m.ClientLeft)
+
+Verdict = Literal["wanted", "duplicate", "stale"]
+
+
+@dataclass
+class Arrival:
+    """Something that happened, the rows that belong to it, and who waits to hear that it is durable."""
+
+    event: m.Event
+    update: UpdateRow | None = None
+    artifacts: tuple[ArtifactRow, ...] = ()
+    done: asyncio.Future[Verdict] | None = None
+    verdict: Verdict = "wanted"
+
+
+@dataclass
+class Batch:
+    """What one transaction has to hold, and what is to be done after it."""
+
+    events: list[EventRow] = field(default_factory=list)
+    updates: list[UpdateRow] = field(default_factory=list)
+    artifacts: list[ArtifactRow] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    effects: list[m.Action] = field(default_factory=list)
+    worth_writing: bool = False
+
+
+class JobRunner:
+    """Drives one job's engine until the job ends."""
+
+    def __init__(
+        self,
+        row: JobRow,
+        job: JobConfig,
+        layout: Layout,
+        engine: RoundEngine,
+        effects: Effects,
+        services: Services,
+        sequence: int,
+    ) -> None:
+        self.row, self.job, self.layout = row, job, layout
+        self.effects = effects
+        self._engine, self._services, self._sequence = engine, services, sequence
+        self._queue: asyncio.Queue[Arrival] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._trouble = ""
+        effects.connect(self.tell)
+
+    @property
+    def final(self) -> bool:
+        """Whether the job has ended for good, durably."""
+        return self.row.status in FINAL
+
+    def post(self, event: m.Event) -> None:
+        """Something has happened; nobody waits for the outcome."""
+        self._queue.put_nowait(Arrival(event))
+
+    async def tell(
+        self, event: m.Event, artifacts: tuple[ArtifactRow, ...] = (), update: UpdateRow | None = None
+    ) -> Verdict:
+        """Something has happened; returns once it is durable. The verdict is about an update that arrived."""
+        done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(Arrival(event, update, artifacts, done))
+        return await done
+
+    def wants(self, client: str, step: m.Step) -> Verdict:
+        """What an upload would be: asked before a byte of it is accepted."""
+        return self._engine.wants(client, step)
+
+    def view(self) -> EngineView:
+        """Where the job stands; a database that is away shows as what the job waits for."""
+        view = self._engine.view()
+        return replace(view, waiting_for=self._trouble) if self._trouble else view
+
+    def next_change(self) -> asyncio.Event:
+        """Set at the next change of anything that people can see."""
+        return self._changed
+
+    def notify(self) -> None:
+        """Something has changed that people can see."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Takes events until the job has ended, beginning with what was outstanding after a restart."""
+        batch = Batch()
+        self._collect(self._engine.outstanding(self._services.clock()), batch)
+        await self._finish(batch)
+        while not self.final:
+            arrivals = [await self._queue.get()]
+            while not self._queue.empty():
+                arrivals.append(self._queue.get_nowait())
+            batch = Batch()
+            for arrival in arrivals:
+                self._take(arrival, batch)
+            await self._finish(batch)
+            _answer(arrivals)
+        self._close()
+
+    def _take(self, arrival: Arrival, batch: Batch) -> None:
+        event = arrival.event
+        if arrival.update is not None and isinstance(event, (m.UpdateArrived, m.ClientFailed)):
+            arrival.verdict = self._engine.wants(arrival.update.client, event.step)
+            if arrival.verdict != "wanted":
+                return
+            batch.updates.append(arrival.update)
+        batch.artifacts.extend(arrival.artifacts)
+        batch.worth_writing |= not isinstance(event, _QUIET)
+        self._collect(self._engine.handle(event, self._services.clock()), batch)
+
+    def _collect(self, actions: list[m.Action], batch: Batch) -> None:
+        """Sorts actions into what the transaction holds and what follows it.
+
+        A `Commit` is answered at once: its record and the state after it become durable together, so
+        that a round is committed exactly once.
+        """
+        for action in actions:
+            batch.worth_writing = True
+            match action:
+                case m.Note():
+                    self._add_event(batch, action)
+                case m.StatusChanged(status, reason):
+                    self._add_event(batch, m.Note(f"job_{status}", f"the job is {status}: {reason}"))
+                case m.Commit(record):
+                    batch.records.append(record_to_plain(record))
+                    batch.effects.append(action)
+                    now = self._services.clock()
+                    self._collect(self._engine.handle(m.Committed(record.round), now), batch)
+                case _:
+                    batch.effects.append(action)
+
+    def _add_event(self, batch: Batch, note: m.Note) -> None:
+        self._sequence += 1
+        now = self._services.clock()
+        where = (note.round, note.attempt, note.client)
+        batch.events.append(EventRow(self._sequence, now, note.kind, note.message, *where, note.detail))
+        extra = dict(zip(("round", "attempt", "site"), where, strict=True))
+        log.info(
+            "%s: %s", self.row.name, note.message, extra={"job": self.row.id, "kind": note.kind, **extra}
+        )
+
+    async def _finish(self, batch: Batch) -> None:
+        """Durable, then visible."""
+        if batch.worth_writing:
+            await self._persist(batch)
+        for action in batch.effects:
+            self.effects.perform(action)
+        self.notify()
+
+    async def _persist(self, batch: Batch) -> None:
+        state, now = self._engine.state, self._services.clock()
+        step = Transition(
+            job=self.row.id,
+            version=self.row.version + 1,
+            writer=self._services.writer,
+            time=now,
+            snapshot={**self.row.snapshot, "engine": self._engine.snapshot()},
+            status=state.status,
+            reason=state.reason,
+            events=batch.events,
+            updates=batch.updates,
+            artifacts=batch.artifacts,
+            records=batch.records,
+            released=_released(batch.effects),
+        )
+        await self._until_written(step)
+        row = replace(self.row, version=step.version, status=step.status, reason=step.reason, updated=now)
+        for record in batch.records:
+            row = replace(
+                row, model=record["model"], optimizer=record["optimizer"], rounds_done=record["round"]
+            )
+        self.row = row
+
+    async def _until_written(self, step: Transition) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                await self._services.database.write(lambda connection: apply(connection, step))
+            except StorageError as error:
+                self._trouble = f"the job's state cannot be stored: {error}; trying again"
+                log.error("%s: %s", self.row.name, self._trouble, extra={"job": self.row.id})
+                self.notify()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                self._trouble = ""
+                return
+
+    def _close(self) -> None:
+        """The job is over: whoever still waits is told that it came too late."""
+        rest = []
+        while not self._queue.empty():
+            rest.append(self._queue.get_nowait())
+        for arrival in rest:
+            arrival.verdict = "stale"
+        _answer(rest)
+        self.effects.drop_timers()
+        self.notify()
+
+
+def _released(effects: list[m.Action]) -> list[tuple[int, int]]:
+    """(round, attempt) of new models that leave the coordinator before their round is committed."""
+    steps = {action.step for action in effects if isinstance(action, m.Instruct)}
+    return [(step.round, step.attempt) for step in steps if step.phase == m.EVALUATE]
+
+
+def _answer(arrivals: list[Arrival]) -> None:
+    for arrival in arrivals:
+        if arrival.done is not None and not arrival.done.done():
+            arrival.done.set_result(arrival.verdict)

@@ -1,0 +1,37 @@
+"""The agents that the coordinator has ever seen."""
+
+from __future__ import annotations
+
+import json
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from roundtable.server.store import tables
+from roundtable.server.store.rows import ClientRow
+
+
+def remember(connection: Connection, client: ClientRow) -> None:
+    """Stores what the agent says of itself; its counters stay as they are."""
+    said = {
+        "version": client.version,
+        "tasks": json.dumps(list(client.tasks)),
+        "metadata": json.dumps(dict(client.metadata), sort_keys=True),
+        "devices": json.dumps(list(client.devices)),
+        "last_seen": client.last_seen,
+    }
+    change = sa.update(tables.clients).where(tables.clients.c.name == client.name).values(said)
+    if connection.execute(change).rowcount == 0:
+        fresh = {"name": client.name, "first_seen": client.first_seen, "selected": 0, "completed": 0, **said}
+        connection.execute(sa.insert(tables.clients).values(fresh))
+
+
+def seen(connection: Connection, name: str, time: float) -> None:
+    """Its connection ended at this time."""
+    connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(last_seen=time))
+
+
+def all_clients(connection: Connection) -> list[ClientRow]:
+    """Every agent, by name."""
+    query = sa.select(tables.clients).order_by(tables.clients.c.name)
+    return [ClientRow.of(row) for row in connection.execute(query)]

@@ -1,0 +1,167 @@
+"""The database: one thread writes, a few read, and every failure is a StorageError with advice.
+
+SQLite runs in WAL mode with `synchronous=FULL`: a transaction that has returned survives a loss of
+power. PostgreSQL does the same by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+
+from roundtable.core.errors import ConfigError, StorageError
+from roundtable.server.store import tables
+from roundtable.server.store.migrate import upgrade
+
+Result = TypeVar("Result")
+BUSY_SECONDS = 10
+
+
+class Database:
+    """An opened database whose tables are up to date.
+
+    `write` and `read` run a function on a connection, in a transaction, in another thread.
+    """
+
+    def __init__(self, url: URL, writer: Engine, reader: Engine) -> None:
+        self.url = url.render_as_string(hide_password=True)
+        self.identity = ""
+        self._writer, self._reader = writer, reader
+        self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="database")
+        self._read_threads = ThreadPoolExecutor(2, thread_name_prefix="database-read")
+
+    @classmethod
+    def open(cls, address: str) -> Database:
+        """Connects and applies migrations.
+
+        Raises ConfigError for an address that is none, StorageError where the database cannot be
+        reached or written, or was made by a newer version.
+        """
+        url = _parse(address)
+        writer, reader = _engine(url, "BEGIN IMMEDIATE"), _engine(url, "BEGIN")
+        database = cls(url, writer, reader)
+        try:
+            with writer.begin() as connection:
+                upgrade(connection, database.url)
+                database.identity = _identity(connection)
+        except SQLAlchemyError as error:
+            database.close()
+            raise explain(error, database.url) from error
+        except StorageError:
+            database.close()
+            raise
+        return database
+
+    async def write(self, work: Callable[[Connection], Result]) -> Result:
+        """Runs `work` in one transaction on the writer's thread; committed when this returns."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._write_thread, self._run, self._writer, work
+        )
+
+    async def read(self, work: Callable[[Connection], Result]) -> Result:
+        """Runs `work` on a consistent view, beside the writer."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._read_threads, self._run, self._reader, work
+        )
+
+    def close(self) -> None:
+        """Waits for what is being written and closes all connections."""
+        self._write_thread.shutdown(wait=True)
+        self._read_threads.shutdown(wait=True)
+        self._writer.dispose()
+        self._reader.dispose()
+
+    def _run(self, engine: Engine, work: Callable[[Connection], Result]) -> Result:
+        try:
+            with engine.begin() as connection:
+                return work(connection)
+        except SQLAlchemyError as error:
+            raise explain(error, self.url) from error
+
+
+def explain(error: SQLAlchemyError, url: str) -> StorageError:
+    """What a driver's error means and what to do about it."""
+    text = str(error.orig if isinstance(error, DBAPIError) else error).strip().split("\n")[0]
+    lowered = text.lower()
+    if "disk is full" in lowered or "no space left" in lowered or "disk full" in lowered:
+        advice = "the disk is full: free some space; nothing half written remains"
+    elif "locked" in lowered or "busy" in lowered:
+        advice = "another process holds it: does a second coordinator run on the same file?"
+    elif "readonly" in lowered or "unable to open" in lowered or "permission denied" in lowered:
+        advice = "its folder must exist and be writable by the user who runs the coordinator"
+    elif "malformed" in lowered or "not a database" in lowered:
+        advice = "the file is damaged or is none of ours: restore it from a backup"
+    elif url.startswith("postgresql"):
+        advice = "is PostgreSQL running there, and may this user connect?"
+    else:
+        advice = "see the coordinator's log"
+    return StorageError(f"database {url}: {text}; {advice}")
+
+
+def _parse(address: str) -> URL:
+    try:
+        url = make_url(address)
+    except ArgumentError:
+        raise ConfigError(
+            "the database must be an address such as sqlite:///state/coordinator.db or "
+            "postgresql://user@host/name"
+        ) from None
+    if url.drivername in ("postgresql", "postgres"):
+        url = url.set(drivername="postgresql+psycopg")
+    if url.get_backend_name() not in ("sqlite", "postgresql"):
+        raise ConfigError(f"database {url.drivername!r} is not supported: use sqlite or postgresql")
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise ConfigError("a SQLite database needs a file: sqlite:///state/coordinator.db")
+    return url
+
+
+def _engine(url: URL, begin: str) -> Engine:
+    try:
+        if url.get_backend_name() != "sqlite":
+            return sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS})
+        _make_folder(Path(str(url.database)).parent)
+        engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
+    except (NoSuchModuleError, ImportError) as error:
+        raise ConfigError(
+            f"the driver for {url.drivername} is not installed ({error}): "
+            "pip install 'roundtable[postgresql]'"
+        ) from error
+
+    @sa.event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _: Any) -> None:
+        # Transactions are begun by us, below: the driver's own rules would begin them too late.
+        connection.isolation_level = None
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be made for the database: {error.strerror}") from error
+
+
+def _identity(connection: Connection) -> str:
+    """The coordinator's identity: made once, the same for the life of the database."""
+    found = connection.execute(sa.select(tables.coordinator.c.identity)).scalar_one_or_none()
+    if found is not None:
+        return str(found)
+    identity = secrets.token_hex(16)
+    connection.execute(sa.insert(tables.coordinator).values(id=1, identity=identity, created=time.time()))
+    return identity

@@ -1,0 +1,219 @@
+"""Jobs, their history and their rounds: the queries, each a function of a connection."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import ConfigError, StorageError
+from roundtable.server.store import tables
+from roundtable.server.store.artifacts import note_artifact
+from roundtable.server.store.ledger import settle
+from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, UpdateRow, to_json
+
+FINAL = ("finished", "cancelled", "failed")
+
+
+@dataclass
+class Transition:
+    """All that one step of a job makes durable, in one transaction.
+
+    `records` are committed rounds as JSON objects with at least round, attempt, model, optimizer,
+    cohort, contributors, charge and ended; each is written exactly once. `released` names the
+    (round, attempt) whose new model is shown to anybody from now on.
+    """
+
+    job: str
+    version: int
+    writer: str
+    time: float
+    snapshot: dict[str, Any]
+    status: str
+    reason: str
+    events: list[EventRow] = field(default_factory=list)
+    updates: list[UpdateRow] = field(default_factory=list)
+    artifacts: list[ArtifactRow] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    released: list[tuple[int, int]] = field(default_factory=list)
+
+
+def insert_job(connection: Connection, job: JobRow, artifact: ArtifactRow, events: list[EventRow]) -> None:
+    """A new job with its initial model; IntegrityError for a request_id that is taken."""
+    connection.execute(sa.insert(tables.jobs).values({**asdict(job), "snapshot": to_json(job.snapshot)}))
+    note_artifact(connection, artifact)
+    _insert_events(connection, job.id, events)
+
+
+def apply(connection: Connection, step: Transition) -> None:
+    """Writes the whole transition, from the job's version before it to `version`; once, however often called.
+
+    StorageError if somebody else has taken the job further in the meantime.
+    """
+    values: dict[str, Any] = {
+        "snapshot": to_json(step.snapshot),
+        "status": step.status,
+        "reason": step.reason,
+        "version": step.version,
+        "writer": step.writer,
+        "updated": step.time,
+    }
+    for record in step.records:
+        values |= {"model": record["model"], "optimizer": record["optimizer"], "rounds_done": record["round"]}
+    table = tables.jobs.c
+    change = sa.update(tables.jobs).where(table.id == step.job, table.version == step.version - 1)
+    if connection.execute(change.values(values)).rowcount == 0:
+        _check_already_made(connection, step)
+        return
+    for artifact in step.artifacts:
+        note_artifact(connection, artifact)
+    for record in step.records:
+        _insert_record(connection, step.job, record)
+    _insert_updates(connection, step.job, step.updates)
+    _insert_events(connection, step.job, step.events)
+    charged = [(r["round"], r["attempt"]) for r in step.records if r["charge"]]
+    settle(connection, step.job, [*step.released, *charged], over=step.status in FINAL)
+
+
+def _check_already_made(connection: Connection, step: Transition) -> None:
+    """The answer to an earlier attempt may have been lost on its way: then all is well."""
+    table = tables.jobs.c
+    query = sa.select(table.version, table.writer).where(table.id == step.job)
+    found = connection.execute(query).first()
+    if found is None or (found.version, found.writer) != (step.version, step.writer):
+        raise StorageError(
+            f"job {step.job} was taken further by another coordinator; this one must not go on with it"
+        )
+
+
+def mark(connection: Connection, job: str, status: str, reason: str, now: float) -> None:
+    """Says why a job stands still whose engine could not go on; its snapshot stays as it is."""
+    values = {"status": status, "reason": reason, "updated": now}
+    connection.execute(sa.update(tables.jobs).where(tables.jobs.c.id == job).values(values))
+
+
+def jobs_in_order(connection: Connection) -> list[JobRow]:
+    """Every job, newest first."""
+    order = (tables.jobs.c.submitted.desc(), tables.jobs.c.id)
+    return [JobRow.of(row) for row in connection.execute(sa.select(tables.jobs).order_by(*order))]
+
+
+def unfinished_jobs(connection: Connection) -> list[JobRow]:
+    """Those that a restarted coordinator must take up again, oldest first."""
+    query = sa.select(tables.jobs).where(tables.jobs.c.status.not_in(FINAL)).order_by(tables.jobs.c.submitted)
+    return [JobRow.of(row) for row in connection.execute(query)]
+
+
+class UnknownJob(ConfigError):
+    """No job is called so."""
+
+
+def job_of_request(connection: Connection, request_id: str) -> JobRow | None:
+    """The job that this request has made, if it has."""
+    row = connection.execute(sa.select(tables.jobs).where(tables.jobs.c.request_id == request_id)).first()
+    return JobRow.of(row) if row else None
+
+
+def find_job(connection: Connection, wanted: str) -> JobRow:
+    """By identifier, by a unique prefix of one, or the newest job of that name; UnknownJob if none."""
+    ids = sa.select(tables.jobs).where(tables.jobs.c.id.startswith(wanted, autoescape=True)).limit(2)
+    rows = connection.execute(ids).all() if wanted else []
+    if len(rows) == 1:
+        return JobRow.of(rows[0])
+    named = sa.select(tables.jobs).where(tables.jobs.c.name == wanted)
+    row = connection.execute(named.order_by(tables.jobs.c.submitted.desc()).limit(1)).first()
+    if row:
+        return JobRow.of(row)
+    if rows:
+        raise UnknownJob(f"{wanted!r} is the beginning of several jobs' identifiers; write more of it")
+    raise UnknownJob(f"there is no job {wanted!r}; `roundtable job list` shows them all")
+
+
+def history(connection: Connection, job: str) -> list[str]:
+    """The committed rounds' records as JSON, oldest first."""
+    query = (
+        sa.select(tables.rounds.c.record).where(tables.rounds.c.job == job).order_by(tables.rounds.c.round)
+    )
+    return list(connection.execute(query).scalars())
+
+
+def events_from(connection: Connection, job: str, sequence: int, limit: int = 1000) -> list[EventRow]:
+    """At most `limit` events from this sequence number onwards."""
+    query = (
+        sa.select(tables.events)
+        .where(tables.events.c.job == job, tables.events.c.sequence >= sequence)
+        .order_by(tables.events.c.sequence)
+        .limit(limit)
+    )
+    return [_event(row._mapping) for row in connection.execute(query)]
+
+
+def last_sequence(connection: Connection, job: str) -> int:
+    """Sequence number of the newest event; 0 if there is none."""
+    query = sa.select(sa.func.max(tables.events.c.sequence)).where(tables.events.c.job == job)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def receipts(
+    connection: Connection, job: str, round_number: int
+) -> dict[tuple[int, int, str], tuple[str, str]]:
+    """(round, attempt, client) → (receipt, reason) from this round onwards."""
+    table = tables.updates.c
+    query = sa.select(table.round, table.attempt, table.client, table.receipt, table.reason).where(
+        table.job == job, table.round >= round_number
+    )
+    return {(row[0], row[1], row[2]): (row[3], row[4]) for row in connection.execute(query)}
+
+
+def receipt_of(
+    connection: Connection, job: str, round_number: int, attempt: int, client: str
+) -> tuple[str, str] | None:
+    """(receipt, reason) of one update, if it was received."""
+    table = tables.updates.c
+    query = sa.select(table.receipt, table.reason).where(
+        table.job == job, table.round == round_number, table.attempt == attempt, table.client == client
+    )
+    row = connection.execute(query).first()
+    return (row[0], row[1]) if row else None
+
+
+def _event(row: Any) -> EventRow:
+    values = {name: row[name] for name in row if name != "job"}
+    return EventRow(**{**values, "detail": json.loads(values["detail"])})
+
+
+def _insert_events(connection: Connection, job: str, events: Sequence[EventRow]) -> None:
+    if events:
+        rows = [{"job": job, **asdict(event), "detail": to_json(dict(event.detail))} for event in events]
+        connection.execute(sa.insert(tables.events), rows)
+
+
+def _insert_updates(connection: Connection, job: str, updates: Sequence[UpdateRow]) -> None:
+    if updates:
+        rows = [
+            {"job": job, **asdict(update), "metrics": to_json(dict(update.metrics))} for update in updates
+        ]
+        connection.execute(sa.insert(tables.updates), rows)
+
+
+def _insert_record(connection: Connection, job: str, record: dict[str, Any]) -> None:
+    connection.execute(
+        sa.insert(tables.rounds).values(
+            job=job,
+            round=record["round"],
+            attempt=record["attempt"],
+            model=record["model"],
+            optimizer=record["optimizer"],
+            record=to_json(record),
+            committed=record["ended"],
+        )
+    )
+    table = tables.clients.c
+    for names, column in ((record["cohort"], table.selected), (record["contributors"], table.completed)):
+        if names:
+            change = sa.update(tables.clients).where(table.name.in_(list(names)))
+            connection.execute(change.values({column: column + 1}))

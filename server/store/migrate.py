@@ -1,0 +1,34 @@
+"""Brings a database's tables to this version's, or says why that cannot be."""
+
+from __future__ import annotations
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import StorageError
+
+
+def alembic_config(connection: Connection) -> Config:
+    """Alembic's configuration: the scripts inside the package, and this connection."""
+    config = Config()
+    config.set_main_option("script_location", "roundtable.server:migrations")
+    config.attributes["connection"] = connection
+    return config
+
+
+def upgrade(connection: Connection, url: str) -> None:
+    """Applies what is missing; StorageError, before anything is written, for a newer database."""
+    config = alembic_config(connection)
+    scripts = ScriptDirectory.from_config(config)
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current == scripts.get_current_head():
+        return
+    if current is not None and current not in {script.revision for script in scripts.walk_revisions()}:
+        raise StorageError(
+            f"database {url} was written by a newer version of Roundtable (its tables are at {current}, "
+            f"this version knows {scripts.get_current_head()}): run that version, or restore an older backup"
+        )
+    command.upgrade(config, "head")

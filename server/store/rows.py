@@ -1,0 +1,122 @@
+"""Rows as frozen values, and their JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy.engine import Row
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """A job as it is stored. `snapshot` is the round engine's."""
+
+    id: str
+    name: str
+    request_id: str
+    submitter: str
+    config: str
+    initial_model: str
+    model: str
+    optimizer: str
+    status: str
+    reason: str
+    rounds: int
+    rounds_done: int
+    snapshot: Mapping[str, Any]
+    version: int
+    writer: str
+    submitted: float
+    updated: float
+
+    @classmethod
+    def of(cls, row: Row[Any]) -> JobRow:
+        values = dict(row._mapping)
+        return cls(**{**values, "snapshot": json.loads(values["snapshot"])})
+
+
+@dataclass(frozen=True)
+class EventRow:
+    """One entry of a job's history; `sequence` counts from 1 without gaps."""
+
+    sequence: int
+    time: float
+    kind: str
+    message: str
+    round: int = 0
+    attempt: int = 0
+    client: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """An agent as it introduced itself last, and what became of its work over all jobs."""
+
+    name: str
+    version: str
+    tasks: tuple[str, ...]
+    metadata: Mapping[str, str]
+    devices: tuple[str, ...]
+    first_seen: float
+    last_seen: float
+    selected: int = 0
+    completed: int = 0
+    examples: int | None = None
+
+    @classmethod
+    def of(cls, row: Row[Any]) -> ClientRow:
+        values = dict(row._mapping)
+        values["tasks"] = tuple(json.loads(values["tasks"]))
+        values["devices"] = tuple(json.loads(values["devices"]))
+        values["metadata"] = json.loads(values["metadata"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class UpdateRow:
+    """An update that was received whole. `receipt` is "accepted", or "rejected" with a reason."""
+
+    round: int
+    attempt: int
+    client: str
+    digest: str
+    size: int
+    examples: int
+    loss: float | None
+    metrics: Mapping[str, tuple[float, int]]
+    receipt: str
+    reason: str
+    received: float
+
+
+@dataclass(frozen=True)
+class ArtifactRow:
+    """A blob on disk that something in the database mentions."""
+
+    digest: str
+    size: int
+    kind: str
+    created: float
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """A charge against somebody's privacy; `charge` is JSON as `roundtable.privacy.Charge` writes it."""
+
+    population: str
+    silo: str
+    job: str
+    round: int
+    attempt: int
+    charge: str
+    released: bool
+    time: float
+
+
+def to_json(value: Any) -> str:
+    """Compact JSON; NaN and infinity are refused, because nobody else could read them."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,156 @@
+"""What the coordinator remembers. `server/migrations` makes these tables; a test compares the two.
+
+JSON is kept as text: it is read whole by one owner and never searched.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+    }
+)
+
+DIGEST = String(64)
+NAME = String(100)
+
+
+def _job() -> Column[str]:
+    return Column("job", String(32), ForeignKey("jobs.id"), primary_key=True)
+
+
+coordinator = Table(
+    "coordinator",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("identity", String(64), nullable=False),
+    Column("created", Double, nullable=False),
+)
+
+clients = Table(
+    "clients",
+    metadata,
+    Column("name", NAME, primary_key=True),
+    Column("version", String(50), nullable=False),
+    Column("tasks", Text, nullable=False),
+    Column("metadata", Text, nullable=False),
+    Column("devices", Text, nullable=False),
+    Column("first_seen", Double, nullable=False),
+    Column("last_seen", Double, nullable=False),
+    Column("selected", Integer, nullable=False),
+    Column("completed", Integer, nullable=False),
+    Column("examples", BigInteger),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("name", NAME, nullable=False, index=True),
+    Column("request_id", String(200), nullable=False, unique=True),
+    Column("submitter", NAME, nullable=False),
+    Column("config", Text, nullable=False),
+    Column("initial_model", DIGEST, nullable=False),
+    Column("model", DIGEST, nullable=False),
+    Column("optimizer", DIGEST, nullable=False),
+    Column("status", String(20), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("rounds", Integer, nullable=False),
+    Column("rounds_done", Integer, nullable=False),
+    Column("snapshot", Text, nullable=False),
+    # Grows by one with each transition; with the process that wrote it, so that a transition whose
+    # answer was lost is not made twice, and one of a coordinator that was replaced is not made at all.
+    Column("version", Integer, nullable=False),
+    Column("writer", String(32), nullable=False),
+    Column("submitted", Double, nullable=False),
+    Column("updated", Double, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    _job(),
+    Column("sequence", Integer, primary_key=True, autoincrement=False),
+    Column("time", Double, nullable=False),
+    Column("kind", String(50), nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("client", NAME, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("detail", Text, nullable=False),
+)
+
+rounds = Table(
+    "rounds",
+    metadata,
+    _job(),
+    Column("round", Integer, primary_key=True, autoincrement=False),
+    Column("attempt", Integer, nullable=False),
+    Column("model", DIGEST, nullable=False),
+    Column("optimizer", DIGEST, nullable=False),
+    Column("record", Text, nullable=False),
+    Column("committed", Double, nullable=False),
+)
+
+updates = Table(
+    "updates",
+    metadata,
+    _job(),
+    Column("round", Integer, primary_key=True, autoincrement=False),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("client", NAME, primary_key=True),
+    Column("digest", DIGEST, nullable=False, index=True),
+    Column("size", BigInteger, nullable=False),
+    Column("examples", BigInteger, nullable=False),
+    Column("loss", Double),
+    Column("metrics", Text, nullable=False),
+    # "accepted", or "rejected" with a reason: a repeated upload gets the same answer.
+    Column("receipt", String(20), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("received", Double, nullable=False),
+)
+
+artifacts = Table(
+    "artifacts",
+    metadata,
+    Column("digest", DIGEST, primary_key=True),
+    Column("size", BigInteger, nullable=False),
+    Column("kind", String(20), nullable=False),
+    Column("created", Double, nullable=False),
+)
+
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    # Whose privacy is spent: the group of silos or records that several jobs may draw on.
+    Column("population", String(200), nullable=False),
+    # One silo's own account; empty for the population's.
+    Column("silo", NAME, nullable=False),
+    Column("job", String(32), ForeignKey("jobs.id"), nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("charge", Text, nullable=False),
+    # Whether anything that depends on the data has left the coordinator for this charge.
+    Column("released", Boolean, nullable=False),
+    Column("time", Double, nullable=False),
+    Index("ix_ledger_account", "population", "silo"),
+    Index("uq_ledger_step", "job", "round", "attempt", "silo", unique=True),
+)

@@ -1,0 +1,76 @@
+"""Bytes in chunks, both ways: files are read and written in threads, one chunk ahead of the network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+
+from roundtable.core.errors import StorageError, TransferError
+from roundtable.proto import CHUNK_BYTES
+from roundtable.proto.common_pb2 import Chunk
+from roundtable.server.access import Context, Refusal
+from roundtable.server.blobs import BlobWriter
+
+
+async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExecutor) -> None:
+    """Writes the file's chunks from `offset` onwards; waits whenever the network does."""
+    loop = asyncio.get_running_loop()
+    file = os.open(path, os.O_RDONLY)
+    ahead: asyncio.Future[bytes] | None = None
+    try:
+        size = os.fstat(file).st_size
+        if offset > size:
+            raise Refusal(
+                grpc.StatusCode.OUT_OF_RANGE, f"offset {offset} is beyond the end: there are {size} bytes"
+            )
+        while offset < size:
+            data = await (ahead or loop.run_in_executor(threads, os.pread, file, CHUNK_BYTES, offset))
+            if not data:
+                raise StorageError(f"{path} was cut short while it was read: check the disk")
+            after = offset + len(data)
+            ahead = (
+                loop.run_in_executor(threads, os.pread, file, CHUNK_BYTES, after) if after < size else None
+            )
+            await context.write(Chunk(offset=offset, data=data))
+            offset = after
+    finally:
+        if ahead is not None:
+            await asyncio.wait([ahead])
+        os.close(file)
+
+
+async def receive(chunks: AsyncIterator[Chunk], writer: BlobWriter, threads: ThreadPoolExecutor) -> None:
+    """Appends chunks to the writer; each is written while the next one arrives.
+
+    Refuses a chunk that does not follow on, or is larger than agreed; TransferError for too many bytes.
+    """
+    loop = asyncio.get_running_loop()
+    pending: asyncio.Future[None] | None = None
+    expected = writer.offset
+    try:
+        async for chunk in chunks:
+            if chunk.offset != expected:
+                raise Refusal(
+                    grpc.StatusCode.OUT_OF_RANGE,
+                    f"a chunk at offset {chunk.offset} came where {expected} was expected; go on from there",
+                )
+            if len(chunk.data) > 2 * CHUNK_BYTES:
+                raise TransferError(
+                    f"a chunk of {len(chunk.data)} bytes; at most {2 * CHUNK_BYTES} are agreed"
+                )
+            expected += len(chunk.data)
+            if pending is not None:
+                await pending
+            pending = loop.run_in_executor(threads, writer.write, chunk.data)
+        if pending is not None:
+            await pending
+            pending = None
+    finally:
+        if pending is not None:
+            await asyncio.wait([pending])
+            pending.exception()

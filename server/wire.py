@@ -1,0 +1,129 @@
+"""Between the wire's messages and the engine's values."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+
+from roundtable.core.errors import FAILURE_KINDS, SiteFailure
+from roundtable.engine import messages as m
+from roundtable.proto import agent_pb2, common_pb2, operator_pb2
+from roundtable.server.store import ClientRow, EventRow, JobRow
+
+MAX_METRICS = 200
+MAX_COUNT = 1 << 53
+_MAX_TEXT = 2000
+_MAX_NAME = 100
+
+
+def step_of(message: common_pb2.Step) -> m.Step:
+    """The engine's key of a step; the job is named beside it."""
+    return m.Step(message.round, message.attempt, message.phase)
+
+
+def step_to(job: str, step: m.Step) -> common_pb2.Step:
+    """The wire's form of a step."""
+    return common_pb2.Step(job=job, round=step.round, attempt=step.attempt, phase=step.phase)
+
+
+def metrics_of(messages: Iterable[common_pb2.Metric]) -> dict[str, tuple[float, int]]:
+    """Named sums; entries that are not finite, too many or oddly named are left out."""
+    found: dict[str, tuple[float, int]] = {}
+    for metric in messages:
+        sound = math.isfinite(metric.sum) and metric.count <= MAX_COUNT
+        if sound and 0 < len(metric.name) <= _MAX_NAME and len(found) < MAX_METRICS:
+            found[metric.name] = (metric.sum, metric.count)
+    return found
+
+
+def failure_of(site: str, message: agent_pb2.Failure) -> SiteFailure:
+    """A failure as the silo tells it; unknown kinds become `task_error`, long texts are cut."""
+    kind = message.kind if message.kind in FAILURE_KINDS else "task_error"
+    detail = " ".join(message.detail.split())[:_MAX_TEXT] or "no reason given"
+    step = message.step
+    return SiteFailure(site, step.round, step.attempt, step.phase, kind, detail)
+
+
+def client_of(name: str, hello: agent_pb2.Hello, now: float) -> ClientRow:
+    """What an agent says of itself, within bounds."""
+    return ClientRow(
+        name=name,
+        version=hello.version[:50],
+        tasks=tuple(task[:200] for task in hello.tasks[:1000]),
+        metadata={key[:_MAX_NAME]: value[:500] for key, value in list(hello.metadata.items())[:100]},
+        devices=tuple(device[:200] for device in hello.devices[:100]),
+        first_seen=now,
+        last_seen=now,
+    )
+
+
+def instruction(
+    job: str, config: str, layout: str, action: m.Instruct, size: int, now: float
+) -> agent_pb2.ToAgent:
+    """The message for an `Instruct`; `size` is the model artifact's."""
+    model = common_pb2.Artifact(digest=action.model, size=size)
+    message = agent_pb2.Instruction(
+        step=step_to(job, action.step),
+        deadline_seconds=max(0.0, action.deadline - now),
+        job_config=config,
+    )
+    if action.step.phase == m.EVALUATE:
+        message.evaluate.CopyFrom(agent_pb2.Evaluate(model=model, layout=layout))
+    else:
+        message.train.CopyFrom(agent_pb2.Train(model=model, layout=layout))
+    return agent_pb2.ToAgent(instruction=message)
+
+
+def withdrawal(job: str, action: m.Withdraw) -> agent_pb2.ToAgent:
+    """The message for a `Withdraw`."""
+    return agent_pb2.ToAgent(
+        withdraw=agent_pb2.Withdraw(step=step_to(job, action.step), reason=action.reason)
+    )
+
+
+def job_to(row: JobRow, size: int) -> operator_pb2.Job:
+    """A job as operators see it; `size` is its newest model's."""
+    return operator_pb2.Job(
+        id=row.id,
+        name=row.name,
+        status=row.status,
+        reason=row.reason,
+        rounds_done=row.rounds_done,
+        rounds=row.rounds,
+        model=common_pb2.Artifact(digest=row.model, size=size),
+        submitted=row.submitted,
+        updated=row.updated,
+        submitter=row.submitter,
+    )
+
+
+def event_to(event: EventRow) -> common_pb2.Event:
+    """An event as operators see it."""
+    return common_pb2.Event(
+        sequence=event.sequence,
+        time=event.time,
+        kind=event.kind,
+        round=event.round,
+        attempt=event.attempt,
+        client=event.client,
+        message=event.message,
+        detail=json.dumps(dict(event.detail), separators=(",", ":")) if event.detail else "",
+    )
+
+
+def client_to(row: ClientRow, online: bool, state: str) -> operator_pb2.Client:
+    """An agent as operators see it."""
+    metadata: Mapping[str, str] = row.metadata
+    return operator_pb2.Client(
+        name=row.name,
+        online=online,
+        state=state,
+        version=row.version,
+        tasks=row.tasks,
+        metadata=metadata,
+        devices=row.devices,
+        last_seen=row.last_seen,
+        selected=row.selected,
+        completed=row.completed,
+    )
