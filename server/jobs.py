@@ -8,6 +8,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import get_encoding
@@ -16,6 +17,7 @@ from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
+from roundtable.server import wire
 from roundtable.server.combining import Combiner
 from roundtable.server.effects import Effects, Services
 from roundtable.server.ledger import Account
@@ -206,14 +208,24 @@ class Jobs:
 
     def _ended(self, job: str, task: asyncio.Task[None]) -> None:
         """Over, or broken: then the job stands still as it is stored, and can be resumed."""
-        runner = self._runners.pop(job, None)
-        self._tasks.pop(job, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        runner = self._runners.pop(job)
+        del self._tasks[job]
+        if task.cancelled():
+            return
+        if (error := task.exception()) is None:
+            self._tell_agents(runner)
+        else:
             log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
-            if runner is not None:
-                runner.effects.stop()
+            runner.effects.stop()
             reason = "the coordinator failed at this job; its log says why. Resume it to try again"
             self._background = asyncio.get_running_loop().create_task(self._stand_still(job, reason))
+
+    def _tell_agents(self, runner: JobRunner) -> None:
+        """Agents forget a job that is over."""
+        message = wire.job_over(runner.row.id, f"the job is {runner.row.status}: {runner.row.reason}")
+        for client in self._services.sessions.clients():
+            if offers(client, runner.job.task):
+                self._services.sessions.send(client.name, message)
 
     async def _stand_still(self, job: str, reason: str) -> None:
         now = self._services.clock()
@@ -226,8 +238,8 @@ class Jobs:
 
 
 def offers(client: ClientRow, task: str) -> bool:
-    """Whether an agent has the task; "*" stands for any."""
-    return task in client.tasks or "*" in client.tasks
+    """Whether an agent has the task, by its whole name or by the stem of its file (`digits.py:Digits`)."""
+    return task in client.tasks or Path(task.partition(":")[0]).stem in client.tasks
 
 
 def _info(client: ClientRow) -> m.ClientInfo:

@@ -78,7 +78,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             self._threads, self._services.artifacts.receive, owner, content.digest, content.size
         )
         try:
-            await transfer.receive(_chunks(requests), writer, self._threads)
+            await transfer.receive(_chunks(requests), writer, content.size, self._threads)
             if writer.offset < content.size:
                 return operator_pb2.PutReply(offset=writer.offset)
             await loop.run_in_executor(self._threads, writer.finish)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import grpc
 
-from roundtable.core.errors import StorageError, TransferError
+from roundtable.core.errors import StorageError
 from roundtable.proto import CHUNK_BYTES
 from roundtable.proto.common_pb2 import Chunk
 from roundtable.server.access import Context, Refusal
 from roundtable.server.blobs import BlobWriter
+
+MAX_CHUNK_BYTES = 2 * CHUNK_BYTES
 
 
 async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExecutor) -> None:
@@ -44,10 +46,12 @@ async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExe
         os.close(file)
 
 
-async def receive(chunks: AsyncIterator[Chunk], writer: BlobWriter, threads: ThreadPoolExecutor) -> None:
+async def receive(
+    chunks: AsyncIterator[Chunk], writer: BlobWriter, size: int, threads: ThreadPoolExecutor
+) -> None:
     """Appends chunks to the writer; each is written while the next one arrives.
 
-    Refuses a chunk that does not follow on, or is larger than agreed; TransferError for too many bytes.
+    Refuses a chunk that does not follow on, is larger than agreed, or goes beyond the announced size.
     """
     loop = asyncio.get_running_loop()
     pending: asyncio.Future[None] | None = None
@@ -59,11 +63,13 @@ async def receive(chunks: AsyncIterator[Chunk], writer: BlobWriter, threads: Thr
                     grpc.StatusCode.OUT_OF_RANGE,
                     f"a chunk at offset {chunk.offset} came where {expected} was expected; go on from there",
                 )
-            if len(chunk.data) > 2 * CHUNK_BYTES:
-                raise TransferError(
-                    f"a chunk of {len(chunk.data)} bytes; at most {2 * CHUNK_BYTES} are agreed"
-                )
             expected += len(chunk.data)
+            if len(chunk.data) > MAX_CHUNK_BYTES or expected > size:
+                raise Refusal(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"a chunk of {len(chunk.data)} bytes at {chunk.offset}: chunks hold at most "
+                    f"{MAX_CHUNK_BYTES}, and {size} were announced in all",
+                )
             if pending is not None:
                 await pending
             pending = loop.run_in_executor(threads, writer.write, chunk.data)

@@ -131,7 +131,7 @@ class Uploads:
         place = (offer.owner, content.digest, content.size, finite, offer.header.offset)
         writer = await loop.run_in_executor(self._threads, self._services.artifacts.receive, *place)
         try:
-            await transfer.receive(_chunks(parts), writer, self._threads)
+            await transfer.receive(_chunks(parts), writer, content.size, self._threads)
             if finite.first_bad is not None:
                 writer.forget()
                 problem = f"the update is not finite: element {finite.first_bad} is NaN or infinite"

@@ -82,6 +82,11 @@ def withdrawal(job: str, action: m.Withdraw) -> agent_pb2.ToAgent:
     )
 
 
+def job_over(job: str, reason: str) -> agent_pb2.ToAgent:
+    """A withdrawal of round 0: nothing of the job matters any more."""
+    return agent_pb2.ToAgent(withdraw=agent_pb2.Withdraw(step=common_pb2.Step(job=job), reason=reason))
+
+
 def job_to(row: JobRow, size: int) -> operator_pb2.Job:
     """A job as operators see it; `size` is its newest model's."""
     return operator_pb2.Job(

@@ -7,6 +7,7 @@ import pwd
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,15 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgresql() -> Iterator[str]:
     """The address of a PostgreSQL server of our own; skipped where its programs are absent."""
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     if not programs:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     user = _ordinary_user()
-    folder = tmp_path_factory.mktemp("postgresql")
+    # pytest's own folders are closed to other users, and the server may have to be another one.
+    folder = Path(tempfile.mkdtemp(prefix="roundtable-postgresql-"))
     if user is not None:
-        for parent in (folder, folder.parent, folder.parent.parent):
-            os.chmod(parent, 0o755)
         shutil.chown(folder, user)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,6 +58,7 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     _run([*control, "-o", options, "start"], user)
     yield f"postgresql://roundtable@127.0.0.1:{port}/postgres"
     _run([*control, "-m", "immediate", "stop"], user)
+    shutil.rmtree(folder)
 
 
 def _ordinary_user() -> str | None:
