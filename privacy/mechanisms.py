@@ -39,9 +39,13 @@ def noise_grid(standard_deviation: float) -> float:
 
 def gaussian_block(values: Tensor, standard_deviation: float, source: NoiseSource) -> Tensor:
     """float64 `values` plus noise, rounded to `noise_grid`."""
+    return with_noise(values, standard_deviation, standard_normal(source, values.numel()))
+
+
+def with_noise(values: Tensor, standard_deviation: float, normal: Tensor) -> Tensor:
+    """float64 `values` plus σ times the standard normal draws (overwritten), rounded to `noise_grid`."""
     grid = noise_grid(standard_deviation)
-    noisy = standard_normal(source, values.numel()).mul_(standard_deviation).add_(values)
-    return noisy.div_(grid).round_().mul_(grid)
+    return normal.mul_(standard_deviation).add_(values).div_(grid).round_().mul_(grid)
 
 
 def add_gaussian(vector: Tensor, standard_deviation: float, source: NoiseSource) -> NoisyVector:

@@ -82,8 +82,9 @@ def standard_normal(source: NoiseSource, count: int) -> Tensor:
     The largest magnitude is √(2·53·ln 2) = 8.57; a true normal passes it with probability 1e-17.
     """
     out = torch.empty(count, dtype=torch.float64)
+    work = torch.empty(3, min(count + 1, _NOISE_BLOCK) // 2, dtype=torch.float64)
     for start in range(0, count, _NOISE_BLOCK):
-        _box_muller(source, out[start : start + _NOISE_BLOCK])
+        _box_muller(source, out[start : start + _NOISE_BLOCK], work)
     return out
 
 
@@ -94,10 +95,16 @@ def bernoulli_mask(source: NoiseSource, count: int, probability: float) -> NDArr
     return source.words(count) < np.uint64(int(probability * 2.0**64))
 
 
-def _box_muller(source: NoiseSource, out: Tensor) -> None:
+def _box_muller(source: NoiseSource, out: Tensor, work: Tensor) -> None:
+    """In place in `work` `[3, pairs]`: fresh memory for every step would cost as much as a logarithm."""
     pairs = (out.numel() + 1) // 2
-    bits = torch.from_numpy((source.words(2 * pairs) >> np.uint64(11)).view(np.int64)).to(torch.float64)
-    radius = bits[:pairs].add_(1.0).mul_(2.0**-53).log_().mul_(-2.0).sqrt_()
-    angle = bits[pairs:].mul_(_TWO_PI * 2.0**-53)
-    torch.mul(radius, torch.cos(angle), out=out[:pairs])
-    torch.mul(radius[: out.numel() - pairs], torch.sin(angle[: out.numel() - pairs]), out=out[pairs:])
+    words = source.words(2 * pairs) >> np.uint64(11)
+    radius, angle, cosine = work[:, :pairs]
+    radius.copy_(torch.from_numpy(words[:pairs].view(np.int64)))
+    angle.copy_(torch.from_numpy(words[pairs:].view(np.int64)))
+    radius.add_(1.0).mul_(2.0**-53).log_().mul_(-2.0)
+    np.sqrt(radius.numpy(), out=radius.numpy())
+    torch.cos(angle.mul_(_TWO_PI * 2.0**-53), out=cosine)
+    torch.mul(radius, cosine, out=out[:pairs])
+    rest = out.numel() - pairs
+    torch.mul(radius[:rest], angle.sin_()[:rest], out=out[pairs:])

@@ -1,0 +1,136 @@
+"""What makes a model or a loss unfit for example-level privacy, said before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundtable.core.errors import PrivacyError
+from roundtable.privacy.example_level.bookkeeping import HANDLERS
+from roundtable.privacy.example_level.clipping import ClippedSum, LossFunction, UnsupportedModel, clip_factors
+
+Fetch = Callable[[Tensor], Any]
+
+_ADVICE: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
+    (
+        (nn.modules.batchnorm._BatchNorm,),
+        "it mixes the examples of a batch, so that no gradient belongs to one example, and its running "
+        "statistics "
+        "would leave without noise; use nn.GroupNorm(min(32, channels), channels), or let "
+        "opacus.validators.ModuleValidator.fix(model) replace it",
+    ),
+    (
+        (nn.modules.instancenorm._InstanceNorm,),
+        "its running statistics would leave without noise; build it with track_running_stats=False, or "
+        "use nn.GroupNorm",
+    ),
+    (
+        (nn.RNN, nn.LSTM, nn.GRU),
+        "use DPRNN, DPLSTM or DPGRU from opacus.layers, which have the same parameters",
+    ),
+    ((nn.MultiheadAttention,), "use opacus.layers.DPMultiheadAttention, which has the same interface"),
+    ((nn.EmbeddingBag,), "use nn.Embedding and average its output over the positions"),
+)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises `PrivacyError` that lists every layer that cannot be used, each with what to use instead."""
+    problems = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and not module.track_running_stats:
+            continue
+        for kinds, advice in _ADVICE:
+            if isinstance(module, kinds) and type(module).__module__.startswith("torch."):
+                problems.append(f"{name or 'the model'} is {type(module).__name__}: {advice}")
+    trainable = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    if not trainable:
+        problems.append("the model has no trainable parameter")
+    if not problems and any(type(module) not in HANDLERS for module in trainable):
+        problems += _opacus_objections(model)
+    if problems:
+        raise PrivacyError("this model cannot be trained with example-level privacy: " + "; ".join(problems))
+
+
+def _opacus_objections(model: nn.Module) -> list[str]:
+    from opacus.validators import ModuleValidator
+
+    was_training = model.training
+    model.train()
+    try:
+        return [f"Opacus says: {error}" for error in ModuleValidator.validate(model, strict=False)]
+    finally:
+        model.train(was_training)
+
+
+def sums_one_by_one(
+    model: nn.Module, loss_fn: LossFunction, fetch: Fetch, examples: Sequence[int], clip_norm: float
+) -> dict[nn.Parameter, Tensor]:
+    """The clipped sum by one plain backward pass for each example: slow, and right by construction.
+
+    Call it before anything is attached to the model. Dropout is off meanwhile.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sums = {p: torch.zeros_like(p) for p in parameters}
+    with _without_dropout(model):
+        for example in examples:
+            loss = loss_fn(model, fetch(torch.tensor([example]))).mean()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            _add_clipped(sums, dict(zip(parameters, gradients, strict=True)), clip_norm)
+    return sums
+
+
+def check_sums(
+    candidate: ClippedSum,
+    model: nn.Module,
+    expected: dict[nn.Parameter, Tensor],
+    batch: Any,
+    size: int,
+) -> None:
+    """Compares the candidate's clipped sum over a batch with `sums_one_by_one` over the same examples.
+
+    It finds losses that are no mean over the examples, batches in another dimension, and layers that
+    mix examples. Raises `UnsupportedModel` where they differ.
+    """
+    found = {p: torch.zeros_like(p) for p in expected}
+    with _without_dropout(model):
+        candidate.accumulate(batch, size, found)
+    difference = sum(float((found[p] - expected[p]).double().square().sum()) for p in expected) ** 0.5
+    scale = sum(float(total.double().square().sum()) for total in expected.values()) ** 0.5
+    if not difference <= 1e-3 * max(scale, 1e-12):
+        raise UnsupportedModel(
+            f"by {candidate.name} the clipped gradients of {size} examples together differ from those of "
+            "each "
+            f"alone by {difference / max(scale, 1e-30):.2g} of their size: either the loss is not the "
+            "mean over the "
+            "examples (a mean over tokens is not), or a layer mixes the examples of a batch"
+        )
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for modules without parameters of their own: Opacus needs the others in training."""
+    off = [m for m in model.modules() if m.training and not any(True for _ in m.parameters(recurse=False))]
+    for module in off:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in off:
+            module.training = True
+
+
+def _add_clipped(
+    sums: dict[nn.Parameter, Tensor], gradients: dict[nn.Parameter, Tensor | None], clip_norm: float
+) -> None:
+    present = {p: g for p, g in gradients.items() if g is not None}
+    norm = (
+        torch.stack([g.square().sum() for g in present.values()]).sum().sqrt() if present else torch.zeros(())
+    )
+    factors, bad = clip_factors(norm.view(1), clip_norm)
+    if bad is None:
+        for parameter, gradient in present.items():
+            sums[parameter].add_(gradient * factors[0])

@@ -1,0 +1,107 @@
+"""Which way to per-example gradients is right for a model, and then fastest: two steps of each decide."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from roundtable.core.errors import PrivacyError
+from roundtable.privacy.example_level.bookkeeping import BookKeeping
+from roundtable.privacy.example_level.checks import Fetch, check_sums, sums_one_by_one
+from roundtable.privacy.example_level.clipping import ClippedSum, LossFunction, UnsupportedModel
+from roundtable.privacy.example_level.opacus_sums import INSTANTIATING, opacus_sum
+from roundtable.privacy.example_level.opacus_sums import MODES as OPACUS_MODES
+
+MODES = (BookKeeping.name, *OPACUS_MODES)
+_CHECKED_EXAMPLES = 3
+_MEMORY_LIMIT = 1 << 30
+
+
+def choose(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    fetch: Fetch,
+    dataset_size: int,
+    batch_size: int,
+    clip_norm: float,
+    mode: str = "auto",
+) -> ClippedSum:
+    """The fastest of `MODES` that gives the right sums for this model, or the one named by `mode`.
+
+    Each is first checked against one backward pass for each of a few examples. Modes that would hold
+    more than a gibibyte of per-example gradients are left out. Raises `PrivacyError` with every mode's
+    reason where none works.
+    """
+    if mode not in ("auto", *MODES):
+        raise PrivacyError(
+            f"the mode of per-example gradients is {mode!r}; choose auto or one of {', '.join(MODES)}"
+        )
+    examples = list(range(min(_CHECKED_EXAMPLES, dataset_size)))
+    model.train()
+    devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
+    with torch.random.fork_rng(devices=devices):
+        expected = sums_one_by_one(model, loss_fn, fetch, examples, clip_norm)
+
+        def attach(name: str) -> ClippedSum:
+            _check_memory(name, model, batch_size)
+            candidate = _attach(name, model, loss_fn, clip_norm)
+            try:
+                check_sums(candidate, model, expected, fetch(torch.tensor(examples)), len(examples))
+            except UnsupportedModel:
+                candidate.close()
+                raise
+            return candidate
+
+        batch = fetch(torch.arange(batch_size))
+        return _fastest(attach, model, lambda: batch, batch_size, MODES if mode == "auto" else (mode,))
+
+
+def _fastest(
+    attach: Callable[[str], ClippedSum],
+    model: nn.Module,
+    batch: Callable[[], object],
+    size: int,
+    names: tuple[str, ...],
+) -> ClippedSum:
+    reasons, times = [], {}
+    for name in names:
+        try:
+            candidate = attach(name)
+        except UnsupportedModel as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        if len(names) == 1:
+            return candidate
+        times[name] = _time_two_steps(candidate, model, batch(), size)
+        candidate.close()
+    if not times:
+        raise PrivacyError("no way to per-example gradients works for this model. " + "; ".join(reasons))
+    return attach(min(times, key=lambda name: times[name]))
+
+
+def _check_memory(name: str, model: nn.Module, batch_size: int) -> None:
+    needed = batch_size * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    if name in INSTANTIATING and needed > _MEMORY_LIMIT:
+        raise UnsupportedModel(
+            f"{needed / 2**30:.1f} GiB of per-example gradients for {batch_size} examples; lower "
+            "physical_batch"
+        )
+
+
+def _time_two_steps(candidate: ClippedSum, model: nn.Module, batch: object, size: int) -> float:
+    sums = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
+    best = float("inf")
+    for _ in range(2):
+        start = time.perf_counter()
+        candidate.accumulate(batch, size, sums)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _attach(name: str, model: nn.Module, loss_fn: LossFunction, clip_norm: float) -> ClippedSum:
+    if name == BookKeeping.name:
+        return BookKeeping(model, loss_fn, clip_norm)
+    return opacus_sum(name, model, loss_fn, clip_norm)
