@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _MARKER = ".roundtable-demo"
 _START_SECONDS = 120.0
+SILOS = 3
 HOST = "127.0.0.1"
 
 
@@ -62,6 +63,8 @@ class Demo:
         self.example = example_folder()
         self._overrides = dict(overrides or {})
         self._address = ""
+        # The names and the number that the simulation of the same job file uses.
+        self._silos = [self.folder / "silos" / f"client-{index}" for index in range(SILOS)]
 
     def run(self, follow: Callable[[OperatorClient, str], None], say: Callable[[str], None]) -> DemoResult:
         """Runs it; `follow` shows the job until it ends, `say` takes sentences on what is being done.
@@ -70,14 +73,15 @@ class Demo:
         """
         _clear(self.folder)
         with Children(self.folder / "logs") as children:
-            say("Making a certificate authority and starting the coordinator")
+            say("Making certificates, starting a coordinator and its agents")
             self._start_coordinator(children)
+            self._start_agents(children)
             say("Giving each silo its own shard of the handwritten digits")
             prepared = self._prepare()
-            self._start_agents(children, prepared)
-            say(f"Waiting for {prepared.job.simulation.clients} agents to connect to {self._address}")
+            self._write_shards(prepared.job)
+            say(f"Waiting for the agents to connect to {self._address}")
             with self._operator() as operator:
-                _await_agents(operator, children, prepared.job.simulation.clients)
+                _await_agents(operator, children, len(self._silos))
                 detail = self._train(operator, children, prepared, follow)
                 model = self.folder / "model.safetensors"
                 operator.get_artifact(detail.job.model.digest, detail.job.model.size, model)
@@ -99,28 +103,29 @@ class Demo:
         options = ["--listen", self._address, "--state", str(self.folder / "coordinator" / "state")]
         children.start("coordinator", ["server", *options, "--credentials", str(self.folder / "coordinator")])
 
+    def _start_agents(self, children: Children) -> None:
+        """Before anything that takes time here: the processes need seconds to load PyTorch."""
+        for silo in self._silos:
+            issue(self.folder / "ca", silo.name, "agent", silo / "credentials")
+            config = silo / "agent.toml"
+            config.write_text(self._agent_toml(silo), encoding="utf-8")
+            children.start(silo.name, ["client", "--config", str(config)])
+
     def _prepare(self) -> Prepared:
         from roundtable.preparation import prepare
 
         return prepare(self.example / "job.toml", self._overrides)
 
-    def _start_agents(self, children: Children, prepared: Prepared) -> None:
+    def _write_shards(self, job: JobConfig) -> None:
         import numpy as np
 
-        from roundtable.engine import NumberedNames
         from roundtable.simulation.partition import make_partition
 
         images, labels = _digits()
-        simulated = prepared.job.simulation
-        partition = make_partition(simulated.partition, prepared.job.seed)
-        for index, name in enumerate(NumberedNames(simulated.clients)):
-            silo = self.folder / "silos" / name
-            issue(self.folder / "ca", name, "agent", silo / "credentials")
-            rows = partition(labels, index, simulated.clients)
+        partition = make_partition(job.simulation.partition, job.seed)
+        for index, silo in enumerate(self._silos):
+            rows = partition(labels, index, len(self._silos))
             np.savez(silo / "digits.npz", images=images[rows], labels=labels[rows])
-            config = silo / "agent.toml"
-            config.write_text(self._agent_toml(silo), encoding="utf-8")
-            children.start(name, ["client", "--config", str(config)])
 
     def _agent_toml(self, silo: Path) -> str:
         task, data = json.dumps(f"{self.example / 'digits.py'}:Digits"), json.dumps(str(silo / "digits.npz"))
@@ -163,20 +168,20 @@ class Demo:
         """Test accuracy of the same task trained on all silos' data in one place, with as many passes."""
         from roundtable.client.training import evaluate, train
         from roundtable.core.task import Site, Task
+        from roundtable.simulation.sequential import one_thread
 
         task, job, layout = prepared.task, prepared.job, prepared.model.layout
         assert isinstance(task, Task)
-        silos = sorted((self.folder / "silos").iterdir())
-        sites = [Site(silo.name, options={"digits": silo / "digits.npz"}) for silo in silos]
+        sites = [Site(silo.name, options={"digits": silo / "digits.npz"}) for silo in self._silos]
         data = [task.data(site) for site in sites]
         train_set = _union([train for train, _ in data])
         test_set = _union([test for _, test in data])
         module = task.model()
         everything = _with_epochs(job, job.rounds * job.algorithm.epochs)
-        update = train(
-            task, module, train_set, everything, layout, prepared.model.vector, round=1, client="everything"
-        )
-        found = evaluate(task, module, test_set, layout, prepared.model.vector + update.delta)
+        start = prepared.model.vector
+        with one_thread():
+            update = train(task, module, train_set, everything, layout, start, round=1, client="everything")
+            found = evaluate(task, module, test_set, layout, start + update.delta)
         correct, total = found["accuracy"]
         return correct / total
 

@@ -28,6 +28,7 @@ Progress = Callable[[int, int], None]
 _REPLY_LIMIT = 64 << 20
 _CALL_SECONDS = 30.0
 _RETRIES = 5
+_PAUSE_SECONDS = 0.5
 
 
 class OperatorClient:
@@ -120,8 +121,15 @@ class OperatorClient:
             job_config=job.to_json(),
             model=Artifact(digest=digest, size=model.stat().st_size),
         )
-        with self._translated():
-            return self._stub.SubmitJob(request, timeout=_CALL_SECONDS)
+        for attempt in range(1, _RETRIES + 1):
+            try:
+                with self._translated():
+                    return self._stub.SubmitJob(request, timeout=_CALL_SECONDS)
+            except UnavailableError:
+                if attempt == _RETRIES:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+        raise AssertionError("the loop returns or raises")
 
     def watch(
         self, job: str, from_sequence: int = 1, patience: float = 300.0
@@ -146,7 +154,7 @@ class OperatorClient:
                 waited_since = waited_since or time.monotonic()
                 if time.monotonic() - waited_since > patience:
                     raise
-                time.sleep(0.5)
+                time.sleep(_PAUSE_SECONDS)
 
     def put_artifact(self, path: Path, progress: Progress | None = None) -> str:
         """Stores the file's bytes at the coordinator and returns their digest.
@@ -154,20 +162,21 @@ class OperatorClient:
         What has already arrived is not sent again.
         """
         content = Artifact(digest=_digest_of(path), size=path.stat().st_size)
-        sent = -1
-        for _ in range(_RETRIES):
-            with self._translated():
-                known = self._stub.PutArtifact(iter([_put_header(content, 0)]), timeout=_CALL_SECONDS)
-                reply = known
-                if not known.complete:
-                    reply = self._stub.PutArtifact(_put_parts(path, content, known.offset, progress))
-            if reply.complete:
-                return content.digest
-            if reply.offset <= sent:
-                break
-            sent = reply.offset
+        for attempt in range(1, _RETRIES + 1):
+            try:
+                with self._translated():
+                    known = self._stub.PutArtifact(iter([_put_header(content, 0)]), timeout=_CALL_SECONDS)
+                    if not known.complete:
+                        parts = _put_parts(path, content, known.offset, progress)
+                        known = self._stub.PutArtifact(parts)
+                if known.complete:
+                    return content.digest
+            except UnavailableError:
+                if attempt == _RETRIES:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
         raise TransferError(
-            f"{path} did not arrive whole at {self.address}: {reply.offset} of {content.size} bytes"
+            f"{path} did not arrive whole at {self.address}: {known.offset} of {content.size} bytes"
         )
 
     def get_artifact(self, digest: str, size: int, path: Path, progress: Progress | None = None) -> None:
@@ -185,6 +194,7 @@ class OperatorClient:
                 except UnavailableError:
                     if attempt == _RETRIES:
                         raise
+                    time.sleep(_PAUSE_SECONDS)
             if _digest_of(partial) != digest:
                 partial.unlink()
                 raise TransferError(

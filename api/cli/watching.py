@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from roundtable.proto.common_pb2 import Event
     from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
 
-FINAL = {"finished", "cancelled", "failed"}
 _QUIET = {"update_received"}
 _STYLES = {"training": "cyan", "uploading": "blue", "done": "green", "dropped": "red", "offline": "yellow"}
 
@@ -40,7 +39,8 @@ def follow(updates: Iterable[JobUpdate], display: Display) -> Job | None:
         for update in updates:
             display.show(update)
             job = update.detail.job
-            if job.status in FINAL or job.status == "paused":
+            told = not update.events or update.events[-1].kind == "job_paused"
+            if job.status == "paused" and told:
                 break
     finally:
         display.close()
