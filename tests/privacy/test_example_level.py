@@ -59,7 +59,13 @@ def cnn() -> nn.Module:
 
 def sequence() -> nn.Module:
     return nn.Sequential(
-    )  # fmt: skip
+        nn.Conv1d(2, 6, 3, stride=2, dilation=1),
+        nn.GroupNorm(2, 6),
+        nn.Conv1d(6, 4, 2, dilation=2),
+        nn.Flatten(),
+        nn.LayerNorm(12),
+        nn.Linear(12, 3),
+    )
 
 
 def frozen() -> nn.Module:
