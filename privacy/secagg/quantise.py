@@ -69,7 +69,8 @@ class Quantiser:
         """The sum of weighted updates, shape (length,), that a sum of ring elements stands for."""
         shift = 64 - self.ring_bits
         signed = (total.astype(np.uint64) << np.uint64(shift)).view(np.int64) >> np.int64(shift)
-        return np.multiply(signed, self.step, dtype=np.float64)
+        decoded: npt.NDArray[np.float64] = np.multiply(signed, self.step, dtype=np.float64)
+        return decoded
 
     def decode_mean(self, total: Ring, weight: int) -> npt.NDArray[np.float32]:
         """The weighted mean, shape (length,), in blocks; `weight` is the decoded sum of weights."""
@@ -129,7 +130,8 @@ class QuantisedUpdate:
         scaled += self._random(len(values)) * 2.0**-32
         # Floating-point noise may lift a value at the bound above it: the bound is what excludes overflow.
         np.clip(np.floor(scaled, out=scaled), -bound, bound, out=scaled)
-        return scaled.astype(np.int64)
+        rounded: npt.NDArray[np.int64] = scaled.astype(np.int64)
+        return rounded
 
 
 def _norm(update: npt.NDArray[np.floating]) -> float:

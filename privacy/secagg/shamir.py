@@ -80,7 +80,8 @@ def lagrange(points: npt.ArrayLike, at: int = 0) -> Symbols:
     np.fill_diagonal(apart, 0)
     gap = x ^ np.uint16(at)
     if not gap.all():
-        return np.equal(gap, 0).astype(np.uint16)
+        one_of_them: Symbols = np.equal(gap, 0).astype(np.uint16)
+        return one_of_them
     gaps = log[gap]
     coefficients: Symbols = exp[(gaps.sum() - gaps - apart.sum(axis=1)) % POINTS]
     return coefficients

@@ -1,0 +1,231 @@
+"""Quantisation: never beyond the ring, unbiased, and as exact as its bound says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundtable.core.errors import InvalidUpdate, PrivacyError
+from roundtable.privacy.secagg import (
+    QuantisedUpdate,
+    Quantiser,
+    Tally,
+    choose_parameters,
+    plain_sum,
+    run_in_memory,
+)
+
+RINGS = (16, 24, 32)
+
+
+def ring_of(update: np.ndarray, weight: int, quantiser: Quantiser) -> np.ndarray:
+    source = QuantisedUpdate(update, weight, quantiser)
+    return source.block(0, len(source))
+
+
+@given(
+    n=st.integers(1, 300),
+    weight=st.integers(1, 40),
+    ring_bits=st.sampled_from(RINGS),
+    sign=st.sampled_from([1, -1]),
+)
+@settings(max_examples=80, deadline=None)
+def test_everybody_at_the_bound_does_not_overflow(n: int, weight: int, ring_bits: int, sign: int) -> None:
+    """All n silos of the largest weight at ± the clip norm, rounded however it may be."""
+    if ((1 << ring_bits) - 1) // (2 * n * weight) < 127:
+        with pytest.raises(PrivacyError, match="levels"):
+            Quantiser(ring_bits, n, weight, 0.7)
+        return
+    quantiser = Quantiser(ring_bits, n, weight, 0.7)
+    update = np.array([sign * 0.7])
+    total = (n * ring_of(update, weight, quantiser).astype(object)) % (1 << ring_bits)
+    mean = quantiser.decode_mean(total.astype(np.uint64), n * weight)
+    assert abs(mean[0] - sign * 0.7) < quantiser.step * 1.001 + 1e-7
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_error_of_a_weighted_mean_is_below_its_bound(data: st.DataObject) -> None:
+    m = data.draw(st.integers(1, 12))
+    ring_bits = data.draw(st.sampled_from(RINGS))
+    quantiser = Quantiser(ring_bits, 12, 9, 1.5)
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    weights = random.integers(1, 10, m)
+    updates = random.normal(size=(m, 50)) * random.choice([1e-3, 0.1, 5.0], size=(m, 1))
+    norms = np.linalg.norm(updates, axis=1, keepdims=True)
+    clipped = updates * np.minimum(1.0, 1.5 / norms)
+    total = np.zeros(50, dtype=np.uint32)
+    for update, weight in zip(updates, weights, strict=True):
+        total = total + ring_of(update, int(weight), quantiser)
+    total %= np.uint64(1 << ring_bits)
+    mean = quantiser.decode_sum(total) / weights.sum()
+    exact = weights @ clipped / weights.sum()
+    bound = m * quantiser.clip_norm / (quantiser.levels * weights.sum())
+    assert np.abs(mean - exact).max() < bound * (1 + 1e-6)
+    assert bound <= quantiser.step
+
+
+def test_rounding_is_unbiased_and_its_variance_is_as_stated() -> None:
+    """100,000 roundings of one value: the mean within six standard errors, the variance below a quarter."""
+    quantiser = Quantiser(24, 4, 1, 1.0)
+    value = 1.37 * quantiser.step
+    update = np.full(100_000, value / 1.0)
+    quantiser_wide = Quantiser(24, 4, 1, float(np.linalg.norm(update)) + 1)
+    steps = update / quantiser_wide.step
+    decoded = quantiser_wide.decode_sum(ring_of(update, 1, quantiser_wide)) / quantiser_wide.step
+    error = decoded - steps
+    assert abs(error.mean()) < 6 * 0.5 / np.sqrt(100_000)
+    assert error.var() <= 0.25 + 0.01
+    assert set(np.unique(decoded)) <= {np.floor(steps[0]), np.ceil(steps[0])}
+
+
+def test_rounding_is_new_each_time_unless_a_simulation_seeds_it() -> None:
+    quantiser = Quantiser(16, 4, 1, 1.0)
+    update = np.random.default_rng(0).normal(size=1000).astype(np.float32) * 0.01
+    assert not np.array_equal(ring_of(update, 1, quantiser), ring_of(update, 1, quantiser))
+    seeded = [
+        QuantisedUpdate(update, 1, quantiser, rounding=np.random.default_rng(5)).block(0, 1000)
+        for _ in range(2)
+    ]
+    np.testing.assert_array_equal(seeded[0], seeded[1])
+
+
+def test_the_norm_is_clipped_and_said_so() -> None:
+    quantiser = Quantiser(32, 4, 1, 1.0)
+    long, short = (
+        QuantisedUpdate(np.full(4, 3.0), 1, quantiser),
+        QuantisedUpdate(np.full(4, 0.4), 1, quantiser),
+    )
+    assert (long.clipped, short.clipped) == (True, False)
+    np.testing.assert_allclose(quantiser.decode_sum(long.block(0, 4)), 0.5, atol=quantiser.step)
+    np.testing.assert_allclose(quantiser.decode_sum(short.block(0, 4)), 0.4, atol=quantiser.step)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_updates_that_are_not_finite_are_not_masked(bad: float) -> None:
+    with pytest.raises(InvalidUpdate, match="not finite") as caught:
+        QuantisedUpdate(np.array([0.1, bad]), 1, Quantiser(32, 4, 1, 1.0))
+    assert caught.value.reason == "non_finite"
+
+
+def test_weights_beyond_the_bound_are_refused() -> None:
+    quantiser = Quantiser(32, 4, 5, 1.0)
+    for weight in (0, 6, -1):
+        with pytest.raises(PrivacyError, match="between 1 and 5"):
+            QuantisedUpdate(np.zeros(2), weight, quantiser)
+    with pytest.raises(InvalidUpdate, match="total weight of 0"):
+        quantiser.decode_mean(np.zeros(2, dtype=np.uint32), 0)
+
+
+@given(start=st.integers(0, 130), length=st.integers(0, 130))
+@settings(max_examples=40, deadline=None)
+def test_blocks_are_windows_of_update_and_tail(start: int, length: int) -> None:
+    quantiser = Quantiser(32, 4, 1, 1e9)
+    update = np.arange(100.0)
+    tail = np.arange(7, 38, dtype=np.uint32)
+    source = QuantisedUpdate(update, 1, quantiser, tail, np.random.default_rng(0))
+    stop = min(start + length, len(source))
+    start = min(start, stop)
+    block = source.block(start, stop)
+    wanted = np.concatenate([np.rint(update / quantiser.step), tail]).astype(np.int64)[start:stop]
+    assert np.abs(block.astype(np.int64) - wanted).max(initial=0) <= 1
+    np.testing.assert_array_equal(
+        block[max(0, 100 - start) :], tail[max(0, start - 100) : max(0, stop - 100)]
+    )
+
+
+def test_memory_maps_are_read_in_blocks(tmp_path: object) -> None:
+    np.save(f"{tmp_path}/update.npy", np.linspace(-1, 1, 200_000, dtype=np.float32))
+    mapped = np.load(f"{tmp_path}/update.npy", mmap_mode="r")
+    quantiser = Quantiser(32, 4, 1, 1e3)
+    source = QuantisedUpdate(mapped, 1, quantiser)
+    decoded = np.concatenate(
+        [quantiser.decode_sum(source.block(at, min(at + 65536, 200_000))) for at in range(0, 200_000, 65536)]
+    )
+    np.testing.assert_allclose(decoded, mapped, atol=quantiser.step)
+
+
+@given(
+    capacity=st.integers(1, 500),
+    ring_bits=st.sampled_from(RINGS),
+    counts=st.lists(st.integers(0, (1 << 40) - 1), min_size=1, max_size=20),
+    values=st.lists(st.floats(-3, 3), min_size=20, max_size=20),
+)
+@settings(max_examples=60, deadline=None)
+def test_tallies_add_up_exactly(
+    capacity: int, ring_bits: int, counts: list[int], values: list[float]
+) -> None:
+    counts = counts[:capacity]
+    tally = Tally(ring_bits, capacity, (("loss", 2.0), ("correct", 3.0)))
+    total = np.zeros(len(tally), dtype=np.uint64)
+    for count, value in zip(counts, values, strict=False):
+        row = tally.encode({"weight": 3, "examples": count, "clipped": 1}, {"loss": value, "correct": -value})
+        total = (total + row) % np.uint64(1 << ring_bits)
+    counters, metrics = tally.decode(total, len(counts))
+    m = len(counts)
+    assert counters == {"weight": 3 * m, "examples": sum(counts), "clipped": m}
+    assert metrics["correct"] == pytest.approx(-sum(values[:m]), abs=3 * m * 2.0**-39)
+    assert metrics["loss"] == pytest.approx(np.clip(values[:m], -2, 2).sum(), abs=2 * m * 2.0**-39)
+
+
+def test_the_tally_at_its_limit_does_not_overflow() -> None:
+    for capacity, ring_bits in ((255, 16), (256, 16), (4095, 24), (65535, 32)):
+        tally = Tally(ring_bits, capacity)
+        row = tally.encode(dict.fromkeys(("weight", "examples", "clipped"), (1 << 40) - 1))
+        assert int(row.max()) * capacity < 1 << ring_bits
+        counters, _ = tally.decode(row.astype(np.uint64) * np.uint64(capacity), capacity)
+        assert counters["examples"] == capacity * ((1 << 40) - 1)
+
+
+@pytest.mark.parametrize(
+    ("counters", "metrics", "words"),
+    [
+        ({"weight": 1, "examples": 1}, {"loss": 0.0}, "needs"),
+        ({"weight": 1, "examples": -1, "clipped": 0}, {"loss": 0.0}, "examples = -1"),
+        ({"weight": 1, "examples": 1 << 40, "clipped": 0}, {"loss": 0.0}, "40 bits"),
+        ({"weight": 1, "examples": 1, "clipped": 0}, {}, "needs"),
+        ({"weight": 1, "examples": 1, "clipped": 0}, {"loss": float("nan")}, "finite"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(
+    counters: dict[str, int], metrics: dict[str, float], words: str
+) -> None:
+    with pytest.raises(PrivacyError, match=words):
+        Tally(32, 4, (("loss", 1.0),)).encode(counters, metrics)
+
+
+@pytest.mark.parametrize(
+    "metrics", [(("weight", 1.0),), (("a", 1.0), ("a", 2.0)), (("a", 0.0),), (("a", np.inf),)]
+)
+def test_metrics_need_names_and_bounds(metrics: tuple[tuple[str, float], ...]) -> None:
+    with pytest.raises(PrivacyError, match="metric"):
+        Tally(32, 4, metrics)
+
+
+def test_a_weighted_mean_through_the_whole_protocol() -> None:
+    """Update, weight, counts and metrics in one masked vector; the coordinator decodes only sums."""
+    plan = choose_parameters(6, 0.2, 0.1, weight_bound=5, clip_norm=2.0)
+    quantiser, tally = Quantiser.of(plan), Tally.of(plan, (("loss", 10.0),))
+    random = np.random.default_rng(3)
+    updates, weights = random.normal(size=(6, 30)) * 0.2, [1, 2, 3, 4, 5, 1]
+    sources = []
+    for update, weight in zip(updates, weights, strict=True):
+        tail = tally.encode({"weight": weight, "examples": 100 * weight, "clipped": 0}, {"loss": weight / 2})
+        sources.append(QuantisedUpdate(update, weight, quantiser, tail))
+    result = run_in_memory(sources, plan)
+    counters, metrics = tally.decode(result.total[30:], len(result.survivors))
+    assert counters == {"weight": 16, "examples": 1600, "clipped": 0}
+    assert metrics["loss"] == pytest.approx(8.0, abs=1e-9)
+    mean = quantiser.decode_mean(result.total[:30], counters["weight"])
+    np.testing.assert_allclose(mean, weights @ updates / 16, atol=quantiser.step + 1e-7)
+    assert mean.dtype == np.float32
+    seeded = [
+        [
+            QuantisedUpdate(u, w, quantiser, rounding=np.random.default_rng(i))
+            for i, (u, w) in enumerate(zip(updates, weights, strict=True))
+        ]
+        for _ in range(2)
+    ]
+    np.testing.assert_array_equal(run_in_memory(seeded[0], plan).total, plain_sum(seeded[1], plan).total)
