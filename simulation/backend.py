@@ -96,6 +96,10 @@ class Backend(Protocol):
     def description(self) -> str:
         """What it runs on, for people: "2 processes", "vectorised on cuda:0"."""
 
+    @property
+    def chunk(self) -> int:
+        """How many clients it likes to be given at once, where the work is divided among several of it."""
+
     def rows(self, count: int) -> Tensor:
         """A float32 tensor [at least count, layout.size] for updates, where this backend writes best.
 
@@ -107,12 +111,12 @@ class Backend(Protocol):
         """How many training examples each client has; None where only iterating would tell."""
 
     def train(
-        self, round: int, vector: Tensor, work: Sequence[Work], rows: Tensor
+        self, round: int, vector: Tensor, work: Sequence[Work], rows: Sequence[Tensor]
     ) -> Iterator[Trained | Failed]:
         """Trains each client from `vector`; the delta of `work[i]` goes to `rows[i]`.
 
-        `vector` is float32 [layout.size] on CPU; `rows` a slice, of len(work) rows, of what `rows()`
-        gave. The row of a client that failed has no meaning.
+        `vector` is float32 [layout.size] on CPU; each of `rows` is one row of what `rows()` gave
+        last. The row of a client that failed has no meaning.
         """
 
     def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:

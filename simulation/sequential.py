@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from roundtable.client.batches import count_examples
 from roundtable.client.training import evaluate, train
-from roundtable.core.errors import InvalidUpdate, RoundtableError
+from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
 from roundtable.core.task import initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.clients import Clients
@@ -29,6 +29,7 @@ class Sequential:
     """Clients one by one through `client.training`, on one device."""
 
     name = "sequential"
+    chunk = 1
 
     def __init__(self, world: World, clients: Clients | None = None, device: str = "cpu") -> None:
         self.world = world
@@ -50,7 +51,7 @@ class Sequential:
         return [count_examples(self.clients.data(item.index)[0]) for item in work]
 
     def train(
-        self, round: int, vector: Tensor, work: Sequence[Work], rows: Tensor
+        self, round: int, vector: Tensor, work: Sequence[Work], rows: Sequence[Tensor]
     ) -> Iterator[Trained | Failed]:
         for item, row in zip(work, rows, strict=True):
             yield answer_of(item, partial(self._train, round, vector, item, row))
@@ -91,9 +92,14 @@ class Sequential:
 
 
 def answer_of(item: Work, run: Callable[[], Answer]) -> Answer | Failed:
-    """What `run` gives, or the failure of this client that its error amounts to."""
+    """What `run` gives, or the failure of this client that its error amounts to.
+
+    A ConfigError is no client's failure but the job's, and passes.
+    """
     try:
         return run()
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001 - a task is foreign code: whatever it raises is its client's failure
         return failure_of(item.client, error)
 

@@ -49,7 +49,7 @@ class Workshop:
         if self._rows is None:
             self._rows = self.backend.rows(self._capacity)
         start, self._used = self._used, self._used + len(indices)
-        rows = self._rows[start : self._used]
+        rows = self._rows[start : self._used].unbind()
         places = {self.world.names[index]: start + offset for offset, index in enumerate(indices)}
         for answer in self.backend.train(round, vector, list(self._work(indices)), rows):
             place = places[answer.client]

@@ -1,0 +1,118 @@
+"""Worker processes: the same bits as the sequential reference, and workers that die."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundtable.core.errors import ConfigError, TaskError
+from roundtable.simulation import processes, simulate
+from roundtable.simulation.processes import Processes
+
+
+@pytest.fixture(autouse=True)
+def answers_of_workers(monkeypatch):
+    """Runs are so short here that they would end before a worker has started: wait for them, and count."""
+    counted = []
+    original, decode = Processes._run, processes.decode
+
+    def patient(self, *arguments):
+        self.wait()
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Processes, "_run", patient)
+    monkeypatch.setattr(processes, "decode", lambda *a: counted.append(a[0]["op"]) or decode(*a))
+    return counted
+
+
+HERE = Path(__file__).parent
+TASKS = ["Perceptron", "Dropout", "Convolution"]
+
+
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_any_number_of_workers_gives_the_sequential_bits(run, workers, answers_of_workers):
+    reference = run("BatchNorm")
+    result = run("BatchNorm", simulation__backend="processes", simulation__workers=workers)
+    assert torch.equal(result.model.vector, reference.model.vector)
+    assert result.history.records == reference.history.records
+    assert answers_of_workers.count("trained") >= 3 * (workers - 1)
+    assert ("measured" in answers_of_workers) == (workers > 1)
+
+
+@pytest.mark.parametrize("task", ["Text", *(pytest.param(task, marks=pytest.mark.slow) for task in TASKS)])
+def test_all_kinds_of_models_agree(run, task):
+    settings = {
+        "algorithm__name": "fedprox",
+        "algorithm__mu": 0.1,
+        "simulation__faults": {"dropout": 0.2},
+        "cohort__minimum": 1,
+    }
+    reference = run(task, **settings)
+    result = run(task, **settings, simulation__backend="processes", simulation__workers=2)
+    assert torch.equal(result.model.vector, reference.model.vector)
+
+
+def test_a_killed_worker_is_replaced_and_its_client_runs_again(run, tmp_path, caplog):
+    settings = {
+        "simulation__clients": 4,
+        "cohort__size": 4,
+        "simulation__data": {"mark": str(tmp_path / "mark")},
+    }
+    # The reference never kills: it is no worker.
+    reference = run("Killer", **settings)
+    result = run("Killer", **settings, simulation__backend="processes", simulation__workers=2, rounds=3)
+    assert (tmp_path / "mark").exists()
+    assert torch.equal(result.model.vector, reference.model.vector)
+    assert "was killed (signal 9" in caplog.text
+
+
+def test_a_client_that_kills_every_worker_fails_and_the_round_goes_on(run):
+    settings = {"simulation__clients": 4, "cohort__size": 4, "rounds": 1, "evaluation__clients": "cohort"}
+    result = run("Killer", **settings, simulation__backend="processes", simulation__workers=2)
+    assert result.status == "finished"
+    assert list(result.history.records[0].failures) == ["client-1"]
+    assert "two worker processes died while they ran it" in result.history.records[0].failures["client-1"]
+
+
+def test_a_worker_that_cannot_make_the_task_says_why(make_job, tmp_path):
+    source = (HERE / "worlds.py").read_text()
+    trap = "if 'ROUNDTABLE_SIMULATION_WORKER' in os.environ:\n    raise RuntimeError('no licence here')\n"
+    (tmp_path / "worlds.py").write_text(source + trap)
+    job = make_job(simulation__backend="processes", simulation__workers=2)
+    with pytest.raises(TaskError, match=r"a worker process could not start: .*no licence here"):
+        simulate(job, folder=tmp_path)
+
+
+def test_what_was_asked_for_and_cannot_be_is_said(make_job):
+    class Local:
+        def model(self):
+            return torch.nn.Linear(2, 2)
+
+        def data(self, site):
+            return (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), None
+
+        def loss(self, model, batch):
+            return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(ConfigError, match="cannot find this Local; name it in the job"):
+        simulate(make_job(simulation__backend="processes", simulation__workers=2), Local())
+    automatic = simulate(make_job(simulation__backend="auto", simulation__workers=2), Local())
+    assert automatic.backend.startswith(("sequential", "vectorised"))
+
+
+def test_nothing_is_left_behind(run):
+    def open_files():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    run(simulation__backend="processes", simulation__workers=2)
+    before = open_files()
+    run(simulation__backend="processes", simulation__workers=2)
+    assert open_files() <= before
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    assert not any(processes._COMMAND.encode() in command for command in commands)

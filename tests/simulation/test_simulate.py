@@ -1,0 +1,202 @@
+"""Whole runs: the engine in virtual time, the same bits for the same seed, faults that are said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundtable.core import load_task, open_model
+from roundtable.core.errors import ConfigError, RoundtableError, StorageError, TaskError
+from roundtable.simulation import simulate
+
+HERE = Path(__file__).parent
+Perceptron = type(load_task("worlds.py:Perceptron", HERE))
+
+
+def test_training_learns_and_says_how(run):
+    result = run(rounds=6, simulation__clients=6, cohort__size=6)
+    assert result.status == "finished"
+    assert result.history["accuracy"][-1] > 0.8
+    assert result.history["train_loss"][-1] < result.history["train_loss"][0]
+    assert result.history[-1]["clients"] == 6
+    assert len(result.history[2:4]) == 2
+    assert result.history.to_csv().splitlines()[0].startswith("round,attempt,clients,failed,excluded")
+    assert "accuracy" in repr(result)
+    assert result.model.metadata["round"] == "6"
+    with pytest.raises(KeyError, match="no column 'acuracy'; there are round"):
+        result.history["acuracy"]
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(run):
+    one, two, other = run(), run(), run(seed=6)
+    assert torch.equal(one.model.vector, two.model.vector)
+    assert one.history.records == two.history.records
+    assert not torch.equal(one.model.vector, other.model.vector)
+
+
+def test_nothing_of_the_process_is_left_changed(run):
+    torch.manual_seed(3)
+    threads, before = torch.get_num_threads(), torch.random.get_rng_state()
+    run(rounds=1)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_progress_tells_of_clients_and_rounds(run):
+    heard = []
+    run(_progress=heard.append, cohort__over_selection=1.0)
+    rounds = [event for event in heard if event.kind == "round"]
+    assert [event.round for event in rounds] == [1, 2, 3]
+    assert rounds[-1].seconds_left == 0.0
+    assert rounds[0].memory > 1 << 20
+    trained = [event for event in heard if event.kind == "clients" and event.phase == "train"]
+    assert [event.done for event in trained if event.round == 2] == [1, 2, 3, 4, 5]
+
+
+def test_a_task_may_be_an_object_or_a_class(make_job):
+    job = make_job()
+    by_name = simulate(job, folder=HERE)
+    assert torch.equal(by_name.model.vector, simulate(job, Perceptron).model.vector)
+    assert torch.equal(by_name.model.vector, simulate(job, Perceptron()).model.vector)
+
+
+def test_a_failing_client_is_named_and_the_round_goes_on(run):
+    result = run("Broken", simulation__clients=5)
+    assert result.status == "finished"
+    reason = result.history.records[0].failures["client-1"]
+    assert "data() failed for client-1: ValueError: column 'age' is missing" in reason
+
+
+def test_when_too_many_fail_the_job_pauses_with_the_reason(run):
+    result = run(simulation__faults={"crash_training": 1.0}, cohort__retries=1)
+    assert result.status == "paused"
+    assert "crashed in training" in result.reason
+
+
+def test_more_clients_a_round_than_exist_are_refused(run):
+    with pytest.raises(
+        ConfigError, match=r"cohort\.size = 9 asks for more clients .* simulation\.clients = 8"
+    ):
+        run(cohort__size=9)
+
+
+def test_an_empty_client_is_refused_with_the_remedy(run, tmp_path):
+    (tmp_path / "tiny.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "import roundtable as rt\n"
+        "class Tiny(rt.Task):\n"
+        "    def model(self): return nn.Linear(2, 2)\n"
+        "    def data(self, site):\n"
+        "        rows = site.shard(torch.zeros(4))\n"
+        "        return (torch.zeros(len(rows), 2), torch.zeros(len(rows)).long()), None\n"
+        "    def loss(self, model, batch): return nn.functional.cross_entropy(model(batch[0]), batch[1])\n"
+    )
+    job = "task = 'tiny'\n[simulation]\nclients = 9\nbackend = 'sequential'\n"
+    (tmp_path / "job.toml").write_text(job)
+    with pytest.raises(ConfigError, match=r"iid leaves 5 of 9 clients .* have fewer clients"):
+        simulate(tmp_path / "job.toml")
+
+
+def test_batchnorm_counters_stay_with_their_clients(run):
+    result = run("BatchNorm", rounds=4)
+    assert result.status == "finished"
+    assert result.history["loss"][-1] < result.history["loss"][0]
+
+
+def test_bfloat16_updates_are_rounded_as_if_they_had_travelled(run):
+    exact, rounded = run(rounds=1), run(rounds=1, transfer__encoding="bfloat16")
+    difference = (exact.model.vector - rounded.model.vector).abs().max()
+    assert 0 < difference < 0.01
+
+
+class TestRunDirectory:
+    def test_it_holds_what_a_person_wants_to_read(self, run, tmp_path):
+        result = run(_run_dir=tmp_path / "run")
+        folder = tmp_path / "run"
+        assert json.loads((folder / "job.json").read_text())["cohort"]["size"] == 5
+        assert json.loads((folder / "environment.json").read_text())["backend"] == "sequential"
+        lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+        assert [line["record"]["round"] for line in lines] == [1, 2, 3]
+        assert len((folder / "history.csv").read_text().splitlines()) == 4
+        assert torch.equal(open_model(folder / "model.safetensors").vector, result.model.vector)
+        assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+        assert sorted(path.name for path in (folder / "state").iterdir()) == [
+            "checkpoint.json",
+            "model-3.safetensors",
+            "server-3.safetensors",
+        ]
+
+    def test_a_used_folder_is_refused_and_so_is_another_job(self, run, tmp_path):
+        run(_run_dir=tmp_path)
+        with pytest.raises(ConfigError, match="holds a run already"):
+            run(_run_dir=tmp_path)
+        with pytest.raises(ConfigError, match=r"of another job: seed, simulation\.clients differ"):
+            run(_run_dir=tmp_path, _resume=True, seed=9, simulation__clients=9)
+
+    def test_a_damaged_checkpoint_is_said(self, run, tmp_path):
+        run(_run_dir=tmp_path)
+        (tmp_path / "state" / "checkpoint.json").write_text("{")
+        with pytest.raises(StorageError, match="cannot be resumed"):
+            run(_run_dir=tmp_path, _resume=True)
+
+    def test_a_finished_run_can_be_given_more_rounds(self, run, tmp_path):
+        run(_run_dir=tmp_path / "a", rounds=2)
+        longer = run(_run_dir=tmp_path / "a", _resume=True, rounds=4)
+        assert torch.equal(longer.model.vector, run(rounds=4).model.vector)
+        assert longer.history["round"] == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize("optimizer", ["fedavg", "fedadam"])
+    @pytest.mark.parametrize("stop_at", [1, 2])
+    def test_an_interrupted_run_goes_on_to_the_same_bits(self, run, tmp_path, stop_at, optimizer):
+        settings = {
+            "rounds": 4,
+            "aggregation__server_optimizer": {"name": optimizer, "learning_rate": 0.1},
+            "simulation__devices": {"speed": {"median": 20.0, "sigma": 0.5}},
+            "cohort__over_selection": 1.4,
+        }
+
+        def interrupt(event):
+            if event.kind == "clients" and event.round == stop_at + 1 and event.done == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run("BatchNorm", **settings, _run_dir=tmp_path, _progress=interrupt)
+        resumed = run("BatchNorm", **settings, _run_dir=tmp_path, _resume=True)
+        whole = run("BatchNorm", **settings)
+        assert torch.equal(resumed.model.vector, whole.model.vector)
+        assert resumed.history.records == whole.history.records
+
+    def test_a_killed_run_goes_on_to_the_same_bits(self, run, make_job, tmp_path):
+        script = (
+            "import os, signal, sys\n"
+            "from pathlib import Path\n"
+            "from roundtable.core import job_from_json\n"
+            "from roundtable.simulation import simulate\n"
+            "def die(event):\n"
+            "    if event.kind == 'clients' and event.round == 3:\n"
+            "        os.kill(os.getpid(), signal.SIGKILL)\n"
+            "job = job_from_json(Path(sys.argv[1]).read_text())\n"
+            "simulate(job, folder=Path(sys.argv[2]), run_dir=sys.argv[3], progress=die)\n"
+        )
+        (tmp_path / "job.json").write_text(make_job(rounds=4).to_json())
+        command = [sys.executable, "-c", script, tmp_path / "job.json", HERE, tmp_path / "run"]
+        assert subprocess.run(command, check=False).returncode == -9
+        resumed = run(rounds=4, _run_dir=tmp_path / "run", _resume=True)
+        assert torch.equal(resumed.model.vector, run(rounds=4).model.vector)
+
+
+def test_a_task_that_makes_no_sense_is_refused(make_job):
+    class Needy(Perceptron):
+        def __init__(self, argument):
+            self.argument = argument
+
+    with pytest.raises(TaskError, match=r"creating Needy\(\) failed: TypeError"):
+        simulate(make_job(), Needy)
+    with pytest.raises(RoundtableError):
+        simulate(make_job("Nowhere"), folder=HERE)
