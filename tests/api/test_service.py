@@ -1,0 +1,317 @@
+"""The command line against a real coordinator and two real agents, each a process of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import roundtable as rt
+from roundtable.core.errors import UnavailableError
+from roundtable.core.identity import create_ca, issue
+from roundtable.processes import Children
+
+Command = Any
+
+TASK = """
+import torch, roundtable as rt
+
+class Small(rt.Task):
+    def model(self):
+        return torch.nn.Linear(2, 1)
+
+    def data(self, site):
+        chance = torch.Generator().manual_seed(len(site.name))
+        inputs = torch.randn(40, 2, generator=chance)
+        targets = inputs @ torch.tensor([[1.0], [-2.0]])
+        return (inputs[:30], targets[:30]), (inputs[30:], targets[30:])
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+"""
+JOB = 'task = "small"\nrounds = 3\n\n[cohort]\nsize = 2\n\n[algorithm]\nlearning_rate = 0.1\n'
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where the coordinator listens, who we are, and the folder of everything."""
+
+    address: str
+    folder: Path
+
+    @property
+    def options(self) -> list[str]:
+        return ["--coordinator", self.address, "--credentials", str(self.folder / "ada")]
+
+    def wait_for_agents(self, number: int) -> None:
+        with rt.OperatorClient(self.address, self.folder / "ada") as operator:
+            for _ in range(600):
+                try:
+                    if operator.status().clients_online >= number:
+                        return
+                except UnavailableError:
+                    pass
+                # Nothing announces that a process has come up: ask again shortly.
+                time.sleep(0.1)
+        pytest.fail(f"{number} agents did not come within a minute; logs in {self.folder / 'logs'}")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    create_ca(folder / "ca")
+    issue(folder / "ca", "hub", "coordinator", folder / "hub", ["127.0.0.1"])
+    issue(folder / "ca", "ada", "operator", folder / "ada")
+    (folder / "small.py").write_text(TASK)
+    (folder / "job.toml").write_text(JOB)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with Children(folder / "logs") as children:
+        options = [
+            "--listen",
+            address,
+            "--state",
+            str(folder / "state"),
+            "--credentials",
+            str(folder / "hub"),
+        ]
+        children.start("hub", ["server", *options])
+        for name in ("north", "south"):
+            issue(folder / "ca", name, "agent", folder / name / "credentials")
+            (folder / name / "agent.toml").write_text(
+                f'coordinator = "{address}"\n[tasks]\nsmall = "{folder}/small.py:Small"\n'
+            )
+            children.start(name, ["client", "--config", str(folder / name / "agent.toml")])
+        found = Service(address, folder)
+        found.wait_for_agents(2)
+        yield found
+
+
+@pytest.fixture
+def job(service: Service, roundtable: Command) -> str:
+    """The identifier of a finished job."""
+    said = roundtable(
+        "job", "submit", service.folder / "job.toml", *service.options, "--json", "--request-id", "shared"
+    )
+    identifier = json.loads(said.out)["id"]
+    assert roundtable("job", "watch", identifier, *service.options).code == 0
+    return str(identifier)
+
+
+def test_submit_and_watch_shows_each_round_and_ends_well(service: Service, roundtable: Command) -> None:
+    said = roundtable("job", "submit", service.folder / "job.toml", *service.options, "--watch")
+    assert said.code == 0, said.err
+    for number in (1, 2, 3):
+        assert f"round {number}/3" in said.out
+    assert "2 of 2 silos" in said.out
+    assert "north, south" in said.out
+    assert "is finished" in said.out
+
+
+def test_watch_as_json_is_one_event_a_line(service: Service, roundtable: Command, job: str) -> None:
+    events = [
+        json.loads(line)
+        for line in roundtable("job", "watch", job, *service.options, "--json").out.splitlines()
+    ]
+    assert [event["sequence"] for event in events] == list(range(1, len(events) + 1))
+    rounds = [event["detail"] for event in events if event["kind"] == "round_committed"]
+    assert len(rounds) == 3
+    assert rounds[-1]["evaluation"]["loss"] < rounds[0]["evaluation"]["loss"]
+    later = roundtable("job", "watch", job, *service.options, "--json", "--from", 4).out.splitlines()
+    assert json.loads(later[0])["sequence"] == 4
+
+
+def test_the_same_request_is_the_same_job(service: Service, roundtable: Command, job: str) -> None:
+    line = [
+        "job",
+        "submit",
+        service.folder / "job.toml",
+        *service.options,
+        "--json",
+        "--request-id",
+        "shared",
+    ]
+    assert json.loads(roundtable(*line).out)["id"] == job
+
+
+def test_list_and_show(service: Service, roundtable: Command, job: str) -> None:
+    listed = {
+        found["id"]: found for found in json.loads(roundtable("job", "list", *service.options, "--json").out)
+    }
+    assert listed[job]["status"] == "finished"
+    assert listed[job]["submitter"] == "ada"
+    table = roundtable("job", "list", *service.options).out
+    assert job in table
+    assert "3/3" in table
+    shown = json.loads(roundtable("job", "show", job, *service.options, "--json").out)
+    assert [record["round"] for record in shown["history"]] == [1, 2, 3]
+    assert shown["job_config"]["rounds"] == 3
+    text = roundtable("job", "show", job, *service.options).out
+    assert "3 of 3 committed" in text
+    assert "loss" in text
+    resolved = roundtable("job", "show", job, "--resolved", *service.options).out
+    assert "over_selection = 1.0" in resolved
+
+
+def test_clients(service: Service, roundtable: Command, job: str) -> None:
+    found = json.loads(roundtable("clients", *service.options, "--json").out)
+    assert [client["name"] for client in found] == ["north", "south"]
+    assert all(client["online"] and client["tasks"] == ["small"] for client in found)
+    assert all(client["completed"] >= 3 for client in found)
+    assert "north" in roundtable("clients", *service.options).out
+
+
+def test_the_model_is_fetched_verified_and_loads(
+    service: Service, roundtable: Command, job: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    said = roundtable("job", "model", job, "-o", path, *service.options)
+    assert said.code == 0, said.err
+    assert "verified" in said.out
+    lines = [line.strip() for line in said.out.splitlines() if "rt" in line.split("(")[0] or "import" in line]
+    assert lines[0] == "import roundtable as rt"
+    code = "\n".join(lines).replace('"small"', f'"{service.folder}/small.py"')
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert set(rt.load_model(path)) == {"weight", "bias"}
+
+
+def test_an_interrupted_fetch_goes_on(service: Service, job: str, tmp_path: Path) -> None:
+    with rt.OperatorClient(service.address, service.folder / "ada") as operator:
+        found = operator.job(job).job.model
+        path = tmp_path / "model.safetensors"
+        operator.get_artifact(found.digest, found.size, path)
+        whole = path.read_bytes()
+        path.unlink()
+        path.with_name(f"model.safetensors.{found.digest[:12]}.partial").write_bytes(whole[:100])
+        seen: list[tuple[int, int]] = []
+        operator.get_artifact(found.digest, found.size, path, lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == whole
+    assert seen[-1] == (len(whole), len(whole))
+
+
+def test_a_damaged_part_is_noticed(service: Service, job: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with rt.OperatorClient(service.address, service.folder / "ada") as operator:
+        found = operator.job(job).job.model
+        partial = path.with_name(f"model.safetensors.{found.digest[:12]}.partial")
+        partial.write_bytes(b"x" * 100)
+        with pytest.raises(rt.RoundtableError, match="do not have that digest"):
+            operator.get_artifact(found.digest, found.size, path)
+        assert not path.exists()
+        operator.get_artifact(found.digest, found.size, path)
+    assert path.stat().st_size == found.size
+
+
+def test_pause_resume_cancel(service: Service, roundtable: Command) -> None:
+    long = ["--set", "rounds=100000", "--json"]
+    submitted = json.loads(
+        roundtable("job", "submit", service.folder / "job.toml", *service.options, *long).out
+    )
+    name = submitted["id"]
+    assert json.loads(roundtable("job", "pause", name, *service.options, "--json").out)["status"] == "paused"
+    watched = roundtable("job", "watch", name, *service.options)
+    assert watched.code == 1
+    assert f"roundtable job resume {name}" in watched.out
+    assert roundtable("job", "resume", name, *service.options).code == 0
+    assert "cancelled" in roundtable("job", "cancel", name, *service.options).out
+    assert roundtable("job", "watch", name, *service.options).code == 1
+    again = roundtable("job", "resume", name, *service.options)
+    assert again.code == 2
+    assert "cancelled already" in again.err
+
+
+def test_ctrl_c_leaves_the_job_running(service: Service, roundtable: Command) -> None:
+    job_file = str(service.folder / "job.toml")
+    line = ["job", "submit", job_file, *service.options, "--watch", "--set", "rounds=100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roundtable", *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    name = first.split()[2]
+    while "round 1/" not in process.stdout.readline().replace("     ", ""):
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert f"roundtable job watch {name}" in err
+    assert "Traceback" not in err
+    shown = json.loads(roundtable("job", "show", name, *service.options, "--json").out)
+    assert shown["job"]["status"] == "running"
+    assert roundtable("job", "cancel", name, *service.options).code == 0
+
+
+def test_an_unknown_job(service: Service, roundtable: Command) -> None:
+    said = roundtable("job", "show", "nonsense", *service.options)
+    assert said.code == 2
+    assert "nonsense" in said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+def test_doctor_looks_at_the_coordinator(service: Service, roundtable: Command) -> None:
+    said = roundtable("doctor", "--json", *service.options, "--listen", service.address)
+    checks = {check["name"]: check for check in json.loads(said.out)}
+    assert said.code == 0
+    assert "2 agents online" in checks["coordinator"]["message"]
+    assert checks["clock"]["state"] == "ok"
+    assert checks["port"]["state"] == "warn"
+    assert "coordinator runs here already" in checks["port"]["remedy"]
+
+
+def _refused(service: Service, roundtable: Command, credentials: Path) -> str:
+    said = roundtable("job", "list", "--coordinator", service.address, "--credentials", credentials)
+    assert said.code == 1
+    assert len(said.err.strip().splitlines()) == 1
+    assert "Traceback" not in said.err
+    return str(said.err)
+
+
+def test_certificates_that_do_not_open_the_door(
+    service: Service, roundtable: Command, tmp_path: Path
+) -> None:
+    ca = service.folder / "ca"
+    start = datetime.now(UTC) - timedelta(days=9)
+    assert "expired on" in _refused(
+        service, roundtable, issue(ca, "ada", "operator", tmp_path / "old", days=1, start=start)
+    )
+    create_ca(tmp_path / "other")
+    other = issue(tmp_path / "other", "ada", "operator", tmp_path / "stranger")
+    assert "is from another authority" in _refused(service, roundtable, other)
+    shutil.copy(ca / "ca.crt", other / "ca.crt")
+    assert "was not issued by" in _refused(service, roundtable, other)
+    agent = issue(ca, "west", "agent", tmp_path / "west")
+    assert "needs one of an operator" in _refused(service, roundtable, agent)
+
+
+def test_a_name_that_the_certificate_does_not_hold(service: Service, roundtable: Command) -> None:
+    address = service.address.replace("127.0.0.1", "localhost")
+    said = roundtable("job", "list", "--coordinator", address, "--credentials", service.folder / "ada")
+    assert said.code == 1
+    assert "is not for the name 'localhost'" in said.err
+
+
+def test_a_second_coordinator_on_the_same_port(service: Service, tmp_path: Path) -> None:
+    line = ["server", "--listen", service.address, "--state", str(tmp_path), "--credentials"]
+    done = subprocess.run(
+        [sys.executable, "-m", "roundtable", *line, str(service.folder / "hub")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert service.address in done.stderr
+    assert "in use" in done.stderr
+    assert "Traceback" not in done.stderr
