@@ -25,10 +25,11 @@ from roundtable.aggregation.optimizers import (
     ServerOptimizer,
     make_optimizer,
 )
-from roundtable.aggregation.pipeline import Aggregate, AggregationConfig, Context, aggregate
+from roundtable.aggregation.pipeline import Aggregate, AggregationConfig, aggregate
 from roundtable.aggregation.preaggregation import PRE_AGGREGATIONS
 from roundtable.aggregation.registry import ENTRY_POINT_GROUP, RULES, RuleResult, find_rule, rule_names
 from roundtable.aggregation.schedules import Schedule
+from roundtable.aggregation.stages import Context
 from roundtable.aggregation.validation import ClientRow, Exclusion, check_update
 
 __all__ = [

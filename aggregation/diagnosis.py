@@ -17,9 +17,9 @@ class Diagnosis:
     """A round's updates, by client.
 
     clients: whose updates the rule saw, in order. norms: their lengths. influence: share of each in the
-    result, 1/n each in a plain mean, 0 for a rejected one. contribution: share of each in the length of the
-    result, which is negative for an update that pulled the other way. cosine, distance: between pairs,
-    [n, n]. Whatever was not measured is None. details: what the rule says about itself.
+    result, 1/n each in a plain mean, 0 for a rejected one. contribution: share of each in the squared length
+    of the result, negative for an update that pulled the other way. cosine, distance: between pairs, [n, n].
+    Whatever was not measured is None; coordinate-wise rules are sampled. details: what the rule found.
     """
 
     rule: str
@@ -107,12 +107,13 @@ class Diagnosis:
         figure.savefig(path)
 
 
-def pairwise(products: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Norms [n], cosines [n, n] and distances [n, n] from the Gram matrix; the cosine of a zero row is 0."""
+def pairwise(products: np.ndarray) -> dict[str, np.ndarray]:
+    """norms [n], cosine [n, n] and distance [n, n] from the Gram matrix; the cosine of a zero row is 0."""
     norms = np.sqrt(np.diagonal(products))
     lengths = np.outer(norms, norms)
     cosine = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
-    return norms, np.clip(cosine, -1.0, 1.0), np.sqrt(squared_distances(products))
+    distance = np.sqrt(squared_distances(products))
+    return {"norms": norms, "cosine": np.clip(cosine, -1.0, 1.0), "distance": distance}
 
 
 def contributions(products: np.ndarray, influence: np.ndarray) -> np.ndarray:

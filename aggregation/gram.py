@@ -12,20 +12,16 @@ a single hostile row of large norm destroy the precision of all others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import MutableMapping
 
 import numpy as np
 import torch
 
 from roundtable.aggregation.conditions import NOT_FINITE
 from roundtable.aggregation.files import FileMatrix, SelectedFiles
-from roundtable.aggregation.kernels import Kernels, kernels_for
 from roundtable.aggregation.matrix import CELL, MixedRows, SelectedRows, UpdateMatrix, block_ranges
-from roundtable.aggregation.workers import in_ranges
+from roundtable.aggregation.reductions import as_numpy, combine_block, in_float64, sum_over_cells
 from roundtable.core.errors import AggregationError
-
-_CUDA_CELL = CELL << 7
-_TILE = CELL << 1
 
 _grams: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
 _norms: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
@@ -42,7 +38,7 @@ def gram(matrix: UpdateMatrix) -> np.ndarray:
         mixed = matrix.mixing @ gram(matrix.base) @ matrix.mixing.T
         return np.asarray((mixed + mixed.T) / 2)
     if matrix not in _grams:
-        _grams[matrix] = _over_cells(matrix, "gram_cells", (matrix.rows, matrix.rows), lambda x: x @ x.T)
+        _grams[matrix] = sum_over_cells(matrix, "gram_cells", (matrix.rows, matrix.rows), lambda x: x @ x.T)
     return _grams[matrix]
 
 
@@ -71,7 +67,7 @@ def squared_norms(matrix: UpdateMatrix) -> np.ndarray:
     if matrix in _grams:
         return np.diagonal(_grams[matrix]).copy()
     if matrix not in _norms:
-        _norms[matrix] = _over_cells(matrix, "norm_cells", (matrix.rows,), lambda x: (x * x).sum(dim=1))
+        _norms[matrix] = sum_over_cells(matrix, "norm_cells", (matrix.rows,), lambda x: (x * x).sum(1))
     return _norms[matrix]
 
 
@@ -101,9 +97,9 @@ def inner_products(matrix: UpdateMatrix, vector: torch.Tensor) -> tuple[np.ndarr
         )
     across, own = np.zeros(matrix.rows), 0.0
     for begin, _, values in matrix.blocks():
-        for start, stop in block_ranges(values.shape[1], _TILE):
-            part = vector[begin + start : begin + stop].to(values.device, torch.float64)
-            across += (values[:, start:stop].double() @ part).cpu().numpy()
+        for start, stop in block_ranges(values.shape[1], CELL):
+            part = in_float64(vector[begin + start : begin + stop].to(values.device))
+            across += as_numpy(in_float64(values[:, start:stop]) @ part)
             own += float(part @ part)
     return across, own
 
@@ -124,24 +120,8 @@ def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None 
     if out is None:
         out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
     for start, stop, values in matrix.blocks():
-        _combine_block(values, factors, out[start:stop], size)
+        combine_block(values, factors, out[start:stop], size)
     return out
-
-
-def _combine_block(values: torch.Tensor, factors: np.ndarray, out: torch.Tensor, size: int) -> None:
-    compiled = kernels_for(values, size)
-    if compiled is None:
-        used = torch.from_numpy(np.flatnonzero(factors)).to(values.device)
-        weights = torch.from_numpy(factors).to(values.device)[used]
-        for start, stop in block_ranges(values.shape[1], _TILE):
-            out[start:stop] = weights @ values[:, start:stop].index_select(0, used).double()
-        return
-    pointer = np.ascontiguousarray(factors).ctypes
-
-    def work(start: int, stop: int) -> None:
-        compiled.call("combine", values[:, start:stop], pointer.data, out[start:stop].data_ptr())
-
-    in_ranges(work, values.shape[1], CELL)
 
 
 def _mixed_norms(matrix: MixedRows) -> np.ndarray:
@@ -149,36 +129,3 @@ def _mixed_norms(matrix: MixedRows) -> np.ndarray:
     if mixing.shape[0] == mixing.shape[1] and np.array_equal(mixing, np.diag(np.diagonal(mixing))):
         return np.asarray(np.diagonal(mixing) ** 2 * squared_norms(matrix.base))
     return np.diagonal(gram(matrix)).copy()
-
-
-def _over_cells(
-    matrix: UpdateMatrix,
-    kernel: str,
-    shape: tuple[int, ...],
-    eager: Callable[[torch.Tensor], torch.Tensor],
-) -> np.ndarray:
-    """Adds up, in order, what `kernel` or `eager` makes of each cell of columns."""
-    total = np.zeros(shape)
-    cell = CELL if matrix.device.type == "cpu" else _CUDA_CELL
-    for _, _, values in matrix.blocks():
-        compiled = kernels_for(values, matrix.rows * matrix.columns)
-        if compiled is not None:
-            parts = _cells_compiled(compiled, kernel, values, shape)
-        else:
-            ranges = block_ranges(values.shape[1], cell)
-            parts = (eager(values[:, left:right].double()).cpu().numpy() for left, right in ranges)
-        for part in parts:
-            total += part
-    return total
-
-
-def _cells_compiled(
-    kernels: Kernels, name: str, values: torch.Tensor, shape: tuple[int, ...]
-) -> Iterable[np.ndarray]:
-    sums = np.empty((-(-values.shape[1] // CELL), *shape))
-
-    def work(start: int, stop: int) -> None:
-        kernels.call(name, values[:, start:stop], CELL, sums[start // CELL :].ctypes.data)
-
-    in_ranges(work, values.shape[1], CELL)
-    return sums

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+import torch
 
 from roundtable.aggregation.conditions import require
 from roundtable.aggregation.coordinate import mean_nearest_to_median
 from roundtable.aggregation.gram import combine, finite_gram, squared_distances, without_rounding
+from roundtable.aggregation.influence import kept_around_median
 from roundtable.aggregation.matrix import UpdateMatrix
 from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.core.errors import AggregationError
@@ -51,7 +56,16 @@ def multi_krum(matrix: UpdateMatrix, weights: np.ndarray, *, f: int, m: int | No
     return mean_of_rows(matrix, np.argsort(scores, kind="stable")[:m], scores=scores)
 
 
-@rule("bulyan", paper="El Mhamdi et al. 2018, section 4", needs_gram=True)
+def _kept_by_bulyan(
+    values: torch.Tensor, parameters: Mapping[str, Any], details: Mapping[str, Any]
+) -> torch.Tensor:
+    chosen = torch.from_numpy(np.flatnonzero(details["selected"])).to(values.device)
+    kept = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
+    kept[chosen] = kept_around_median(values[chosen], len(chosen) - 2 * parameters["f"])
+    return kept
+
+
+@rule("bulyan", paper="El Mhamdi et al. 2018, section 4", needs_gram=True, kept=_kept_by_bulyan)
 def bulyan(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> RuleResult:
     """Krum chooses θ = n − 2f updates one after another, then each coordinate is the mean of its
     β = θ − 2f values nearest to the median. Needs n ≥ 4f + 3."""

@@ -157,7 +157,7 @@ class SelectedRows:
 
     @property
     def in_order(self) -> bool:
-        """Whether the rows come in the order of the base: what is known of that then holds to the last bit."""
+        """Whether the rows keep the order of the base: what is known of that then holds to the bit."""
         return all(left < right for left, right in pairwise(self.indices))
 
     def select(self, indices: Sequence[int]) -> UpdateMatrix:
@@ -208,4 +208,6 @@ class MixedRows:
         return MixedRows(self.base, self.mixing[list(indices)])
 
     def _mix(self, values: torch.Tensor) -> torch.Tensor:
-        return (self._factors @ values.double()).to(self.dtype)
+        if values.device.type != "cpu":
+            return (self._factors @ values.double()).to(self.dtype)
+        return torch.from_numpy(self.mixing @ values.numpy().astype(np.float64)).to(self.dtype)

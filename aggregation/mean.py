@@ -7,6 +7,7 @@ import torch
 
 from roundtable.aggregation.gram import combine
 from roundtable.aggregation.matrix import UpdateMatrix
+from roundtable.aggregation.reductions import is_finite
 from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.core.errors import AggregationError, InvalidUpdate
 
@@ -74,7 +75,7 @@ class StreamingMean:
         if not divisor > 0:
             raise AggregationError(f"no update of positive weight among the {self._count} that were added")
         self._sum.mul_(self._unit / divisor)
-        if not bool(torch.isfinite(self._sum.abs().amax())):
+        if not is_finite(self._sum):
             raise AggregationError(
                 "the mean is not finite: an update holds infinities or NaN, or values too large to add; "
                 "check each update with check_update before adding it"

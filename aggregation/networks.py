@@ -20,7 +20,7 @@ Network = tuple[tuple[int, int], ...]
 """Comparators in the order in which they run."""
 
 _NETWORK_ROWS = 48
-"""From here on, one sort of the transposed tile is faster than the network in plain torch on a CPU."""
+"""Beyond this, one sort of the transposed tile is faster than the network without a compiler."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -57,16 +57,33 @@ def network_for_mean(rows: int, first: int, last: int) -> Network:
     return tuple(reversed(kept))
 
 
-def sorted_wires(values: torch.Tensor, network: Network) -> list[torch.Tensor]:
-    """The rows of `values` [n, width] after the network; many rows on a CPU are sorted outright.
+def sorted_wires(values: np.ndarray, network: Network) -> list[np.ndarray]:
+    """The rows of `values` [n, width] after the network; many rows are sorted outright.
 
     Raises AggregationError where a value is not finite: a NaN has no place in an order.
     """
-    if not bool(torch.isfinite(values.abs().amax())):
+    tainted = np.zeros_like(values[0])
+    with np.errstate(invalid="ignore"):
+        for row in values:
+            tainted += row * 0
+    if not (tainted == 0).all():
         raise AggregationError(NOT_FINITE)
-    if len(values) > _NETWORK_ROWS and values.device.type == "cpu":
-        ordered = np.sort(values.T.contiguous().numpy(), axis=1)
-        return list(torch.from_numpy(np.ascontiguousarray(ordered.T)))
+    if len(values) > _NETWORK_ROWS:
+        ordered = np.sort(np.ascontiguousarray(values.T), axis=1)
+        return list(np.ascontiguousarray(ordered.T))
+    wires = list(values.copy())
+    spare = np.empty_like(tainted)
+    for low, high in network:
+        np.minimum(wires[low], wires[high], out=spare)
+        np.maximum(wires[low], wires[high], out=wires[high])
+        wires[low], spare = spare, wires[low]
+    return wires
+
+
+def sorted_wires_on_device(values: torch.Tensor, network: Network) -> list[torch.Tensor]:
+    """The same on an accelerator."""
+    if not bool(torch.isfinite(values).all()):
+        raise AggregationError(NOT_FINITE)
     if len(values) > _NETWORK_ROWS:
         return list(values.sort(dim=0).values)
     wires = list(values)

@@ -12,10 +12,12 @@ import torch
 
 from roundtable.aggregation.diagnosis import Diagnosis, contributions, pairwise
 from roundtable.aggregation.gram import gram
-from roundtable.aggregation.influence import influence_of_rows
-from roundtable.aggregation.matrix import MixedRows, UpdateMatrix
+from roundtable.aggregation.influence import sampled_shares
+from roundtable.aggregation.matrix import UpdateMatrix
 from roundtable.aggregation.preaggregation import find_pre_aggregation
+from roundtable.aggregation.reductions import is_finite
 from roundtable.aggregation.registry import Rule, RuleResult, find_rule
+from roundtable.aggregation.stages import Context, Stages
 from roundtable.aggregation.validation import (
     ClientRow,
     Exclusion,
@@ -24,7 +26,6 @@ from roundtable.aggregation.validation import (
     screen,
 )
 from roundtable.core.errors import AggregationError, ConfigError
-from roundtable.core.seeds import derive_seed
 
 Weighting = Literal["examples", "uniform", "inverse_loss", "custom"]
 
@@ -51,7 +52,7 @@ class AggregationConfig:
         find_rule(self.rule).check(self.parameters)
         for name, parameters in self.pre:
             find_pre_aggregation(name).check(parameters)
-            if find_pre_aggregation(name).takes_f and "f" not in {**self.parameters, **parameters}:
+            if find_pre_aggregation(name).takes_f and "f" not in self.parameters_of(name, parameters):
                 raise ConfigError(
                     f"pre-aggregation {name!r} needs f: the number of byzantine silos to withstand"
                 )
@@ -66,26 +67,17 @@ class AggregationConfig:
         if (self.weighting == "custom") != bool(self.weights):
             raise ConfigError('aggregation weights go with weighting = "custom", and custom needs them')
 
+    def parameters_of(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters of a pre-aggregation, with the rule's f where it needs one and has none."""
+        inherits = find_pre_aggregation(name).takes_f and "f" in self.parameters
+        return {**({"f": self.parameters["f"]} if inherits else {}), **given}
+
     @property
     def needs_gram(self) -> bool:
         """Whether a round measures the Gram matrix of its updates."""
         return find_rule(self.rule).needs_gram or any(
             find_pre_aggregation(name).needs_gram for name, _ in self.pre
         )
-
-
-@dataclass(frozen=True)
-class Context:
-    """What some rules know beside the round's updates.
-
-    previous: the last round's aggregate [d] (centred clipping). root_update: the update of the server's own
-    trusted data [d] (FLTrust). history: rows of summed past updates, one for each client of this round, in
-    the same order (FoolsGold).
-    """
-
-    previous: torch.Tensor | None = None
-    root_update: torch.Tensor | None = None
-    history: UpdateMatrix | None = None
 
 
 @dataclass(frozen=True)
@@ -123,109 +115,63 @@ def aggregate(
         raise AggregationError(
             f"{matrix.rows} rows of updates and {len(clients)} clients: they must be one to one"
         )
-    order = sorted(range(len(clients)), key=lambda index: clients[index].name)
     context = context or Context()
+    order = sorted(range(len(clients)), key=lambda index: clients[index].name)
     if order != list(range(len(clients))):
-        matrix, clients = matrix.select(order), [clients[index] for index in order]
-        context = _select_history(context, order)
-    screening = screen(matrix, clients, config.validation, config.max_norm, config.needs_gram or diagnose)
-    names = tuple(clients[index].name for index in screening.kept)
-    if not names:
+        matrix, clients, context = _select(matrix, clients, context, order)
+    pairs = config.needs_gram or diagnose
+    screening = screen(matrix, clients, config.validation, config.max_norm, pairs)
+    if not screening.kept:
         raise AggregationError(_nothing_left(screening))
-    if len(names) < matrix.rows:
-        matrix, clients = matrix.select(screening.kept), [clients[index] for index in screening.kept]
-        context = _select_history(context, screening.kept)
-    stages = _Stages(matrix, _weights(clients, config), seed, context, names, screening.faults)
+    if len(screening.kept) < matrix.rows:
+        matrix, clients, context = _select(matrix, clients, context, screening.kept)
+    names = tuple(client.name for client in clients)
+    stages = Stages(matrix, _weights(clients, config), seed, context, names, screening.faults)
     if screening.clipped:
         stages.mix(np.diag(screening.factors), keep_weights=True)
-    rule, parameters, result = stages.run(config)
+    for position, (name, parameters) in enumerate(config.pre):
+        stages.prepare(position, name, config.parameters_of(name, parameters))
+    rule, used, result = stages.apply(config.rule, dict(config.parameters))
     _require_finite(result.vector, config.rule)
     vector = result.vector if out is None else out.copy_(result.vector)
-    influence = influence_of_rows(rule, parameters, result, stages.matrix) if diagnose else result.influence
-    if influence is not None:
-        influence = np.asarray(influence) @ stages.mixing
-    diagnosis = _diagnose(matrix, config, names, screening, influence, result, diagnose)
-    weights = {} if influence is None else dict(zip(names, influence.tolist(), strict=True))
+    shares = _shares(rule, used, result, stages, matrix, pairs, diagnose)
+    diagnosis = Diagnosis(
+        rule=" + ".join([*(name for name, _ in config.pre), config.rule]),
+        clients=names,
+        excluded=screening.excluded,
+        clipped=screening.clipped,
+        details=result.details,
+        **shares,
+        **(pairwise(gram(matrix)) if pairs else {}),
+    )
+    weights = dict(zip(names, shares["influence"].tolist(), strict=True)) if shares else {}
     return Aggregate(vector, weights, screening.excluded, diagnosis)
 
 
-class _Stages:
-    """The matrix and weights on their way through the pre-aggregations into the rule."""
+def _select(
+    matrix: UpdateMatrix, clients: Sequence[ClientRow], context: Context, indices: Sequence[int]
+) -> tuple[UpdateMatrix, Sequence[ClientRow], Context]:
+    return matrix.select(indices), [clients[index] for index in indices], context.select(indices)
 
-    def __init__(
-        self,
-        matrix: UpdateMatrix,
-        weights: np.ndarray,
-        seed: int,
-        context: Context,
-        names: tuple[str, ...],
-        faults: tuple[Exclusion, ...],
-    ) -> None:
-        self.matrix = matrix
-        self.weights = weights
-        self.mixing = np.eye(matrix.rows)
-        self._seed = seed
-        self._context = context
-        self._names = names
-        self._faults = faults
 
-    def mix(self, mixing: np.ndarray, keep_weights: bool) -> None:
-        """Puts a linear step in front of what follows."""
-        self.matrix = MixedRows(self.matrix, mixing)
-        self.mixing = mixing @ self.mixing
-        if not keep_weights:
-            self.weights = np.ones(len(mixing))
-
-    def run(self, config: AggregationConfig) -> tuple[Rule, Mapping[str, Any], RuleResult]:
-        """All steps and the rule; returns the rule, the parameters it ran with, and its result."""
-        for position, (name, given) in enumerate(config.pre):
-            step = find_pre_aggregation(name)
-            inherited = {"f": config.parameters["f"]} if step.takes_f and "f" in config.parameters else {}
-            parameters = self._lower_f(name, {**inherited, **given})
-            if name == "bucketing":
-                parameters["seed"] = derive_seed(self._seed, "aggregation", position)
-            self.mix(step.function(self.matrix, self.weights, **parameters), step.scales_only)
-        rule = find_rule(config.rule)
-        parameters = self._lower_f(config.rule, dict(config.parameters))
-        self._resolve_pivot(parameters)
-        weights = self.weights if rule.weighted else np.ones(self.matrix.rows)
-        result = rule.function(self.matrix, weights, **parameters, **self._provided(rule))
-        if isinstance(result, torch.Tensor):
-            result = RuleResult(result)
-        if result.vector.shape != (self.matrix.columns,):
-            raise AggregationError(
-                f"rule {rule.name!r} returned shape {list(result.vector.shape)}, not [{self.matrix.columns}]"
-            )
-        return rule, parameters, result
-
-    def _lower_f(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        if "f" not in parameters:
-            return parameters
-        faults, f = len(self._faults), parameters["f"]
-        if faults > f:
-            who = ", ".join(f"{fault.client} ({fault.reason})" for fault in self._faults)
-            raise AggregationError(
-                f"{faults} updates were broken, more than the f = {f} that {name} is to withstand: {who}"
-            )
-        return {**parameters, "f": f - faults}
-
-    def _resolve_pivot(self, parameters: dict[str, Any]) -> None:
-        """A rule that trusts one silo names it; rows are what the rule knows."""
-        pivot = parameters.get("pivot")
-        if not isinstance(pivot, str):
-            return
-        if pivot not in self._names:
-            raise AggregationError(f"the trusted silo {pivot!r} sent no usable update in this round")
-        parameters["pivot"] = self._names.index(pivot)
-
-    def _provided(self, rule: Rule) -> dict[str, Any]:
-        offered = {
-            "seed": derive_seed(self._seed, "aggregation", "rule"),
-            "previous": self._context.previous,
-            "root_update": self._context.root_update,
-            "history": self._context.history,
-        }
-        return {name: value for name, value in offered.items() if rule.takes(name)}
+def _shares(
+    rule: Rule,
+    parameters: Mapping[str, Any],
+    result: RuleResult,
+    stages: Stages,
+    matrix: UpdateMatrix,
+    pairs: bool,
+    diagnose: bool,
+) -> dict[str, np.ndarray]:
+    """Influence and, where it costs little or was asked for, contribution of each client; may be empty."""
+    if result.influence is not None:
+        influence = np.asarray(result.influence) @ stages.mixing
+        known = {"influence": influence}
+        return known | ({"contribution": contributions(gram(matrix), influence)} if pairs else {})
+    if not diagnose or rule.kept is None:
+        return {}
+    sampled = sampled_shares(rule.kept, parameters, result, stages.matrix, matrix, stages.mixing)
+    return dict(zip(("influence", "contribution"), sampled, strict=True))
 
 
 def _weights(clients: Sequence[ClientRow], config: AggregationConfig) -> np.ndarray:
@@ -247,12 +193,6 @@ def _weights(clients: Sequence[ClientRow], config: AggregationConfig) -> np.ndar
     return np.array([1 / client.loss for client in clients if client.loss is not None])
 
 
-def _select_history(context: Context, indices: Sequence[int]) -> Context:
-    if context.history is None:
-        return context
-    return Context(context.previous, context.root_update, context.history.select(indices))
-
-
 def _nothing_left(screening: Screening) -> str:
     if not screening.excluded:
         return "no updates to aggregate: no silo of the cohort has answered"
@@ -261,37 +201,8 @@ def _nothing_left(screening: Screening) -> str:
 
 
 def _require_finite(vector: torch.Tensor, rule: str) -> None:
-    if vector.numel() and not bool(torch.isfinite(vector.abs().amax())):
+    if not is_finite(vector):
         raise AggregationError(
             f"the result of rule {rule!r} is not finite although every update is: values are too large to "
             "add; set max_norm, or put clip in front of the rule"
         )
-
-
-def _diagnose(
-    matrix: UpdateMatrix,
-    config: AggregationConfig,
-    names: tuple[str, ...],
-    screening: Screening,
-    influence: np.ndarray | None,
-    result: RuleResult,
-    asked: bool,
-) -> Diagnosis:
-    steps = " + ".join([*(name for name, _ in config.pre), config.rule])
-    norms = cosine = distance = shares = None
-    if asked or config.needs_gram:
-        products = gram(matrix)
-        norms, cosine, distance = pairwise(products)
-        shares = None if influence is None else contributions(products, influence)
-    return Diagnosis(
-        rule=steps,
-        clients=names,
-        excluded=screening.excluded,
-        clipped=screening.clipped,
-        norms=norms,
-        influence=influence,
-        contribution=shares,
-        cosine=cosine,
-        distance=distance,
-        details=result.details,
-    )

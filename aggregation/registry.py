@@ -39,14 +39,17 @@ class RuleResult:
 
 RuleFunction = Callable[..., RuleResult | torch.Tensor]
 
+Kept = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any]], torch.Tensor]
+"""For a coordinate-wise rule: from a block [n, width], the parameters and the result's details to a mask
+[n, width] of the values that the result is the mean of."""
+
 
 @dataclass(frozen=True)
 class Rule:
     """A rule as the pipeline knows it.
 
     needs_gram: its first step is the Gram matrix. weighted: it uses the weights of rows; a robust rule does
-    not, because a client can claim any number of examples. kept: for a coordinate-wise rule, the first and
-    last sorted row that count, from n and the parameters.
+    not, because a client can claim any number of examples. kept: what a coordinate-wise rule averages.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Rule:
     paper: str = ""
     needs_gram: bool = False
     weighted: bool = False
-    kept: Callable[[int, Mapping[str, Any]], tuple[int, int]] | None = None
+    kept: Kept | None = None
 
     def check(self, parameters: Mapping[str, object]) -> None:
         """Raises ConfigError for parameters that the rule does not have, or lacks."""
@@ -74,7 +77,7 @@ def rule(
     paper: str,
     needs_gram: bool = False,
     weighted: bool = False,
-    kept: Callable[[int, Mapping[str, Any]], tuple[int, int]] | None = None,
+    kept: Kept | None = None,
 ) -> Callable[[Callable[..., RuleResult]], Callable[..., RuleResult]]:
     """Registers one of the rules of this package."""
 

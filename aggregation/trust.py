@@ -82,7 +82,7 @@ def foolsgold(
     compared = history if history is not None else matrix
     if compared.rows != matrix.rows:
         raise AggregationError(f"foolsgold: history has {compared.rows} rows for {matrix.rows} updates")
-    trust = foolsgold_weights(pairwise(finite_gram(compared))[1], confidence)
+    trust = foolsgold_weights(pairwise(finite_gram(compared))["cosine"], confidence)
     if not trust.sum() > 0:
         raise AggregationError("foolsgold takes all updates of the round for copies of one another")
     share = trust / trust.sum()

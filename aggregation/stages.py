@@ -1,0 +1,116 @@
+"""The updates of a round on their way through the pre-aggregations into the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from roundtable.aggregation.matrix import MixedRows, UpdateMatrix
+from roundtable.aggregation.preaggregation import find_pre_aggregation
+from roundtable.aggregation.registry import Rule, RuleResult, find_rule
+from roundtable.aggregation.validation import Exclusion
+from roundtable.core.errors import AggregationError
+from roundtable.core.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Context:
+    """What some rules know beside the round's updates.
+
+    previous: the last round's aggregate [d] (centred clipping). root_update: the update of the server's own
+    trusted data [d] (FLTrust). history: rows of summed past updates, one for each client of this round, in
+    the same order (FoolsGold).
+    """
+
+    previous: torch.Tensor | None = None
+    root_update: torch.Tensor | None = None
+    history: UpdateMatrix | None = None
+
+    def select(self, indices: Sequence[int]) -> Context:
+        """The context of some of the round's clients."""
+        history = None if self.history is None else self.history.select(indices)
+        return Context(self.previous, self.root_update, history)
+
+
+class Stages:
+    """The matrix and weights on their way through the pre-aggregations into the rule."""
+
+    def __init__(
+        self,
+        matrix: UpdateMatrix,
+        weights: np.ndarray,
+        seed: int,
+        context: Context,
+        names: tuple[str, ...],
+        faults: tuple[Exclusion, ...],
+    ) -> None:
+        self.matrix = matrix
+        self.weights = weights
+        self.mixing = np.eye(matrix.rows)
+        self._seed = seed
+        self._context = context
+        self._names = names
+        self._faults = faults
+
+    def mix(self, mixing: np.ndarray, keep_weights: bool) -> None:
+        """Puts a linear step in front of what follows."""
+        self.matrix = MixedRows(self.matrix, mixing)
+        self.mixing = mixing @ self.mixing
+        if not keep_weights:
+            self.weights = np.ones(len(mixing))
+
+    def prepare(self, position: int, name: str, parameters: dict[str, Any]) -> None:
+        """Puts a pre-aggregation in front of what follows; `position` is its place in the list."""
+        step = find_pre_aggregation(name)
+        parameters = self._lower_f(name, parameters)
+        if name == "bucketing":
+            parameters["seed"] = derive_seed(self._seed, "aggregation", position)
+        self.mix(step.function(self.matrix, self.weights, **parameters), step.scales_only)
+
+    def apply(self, name: str, parameters: dict[str, Any]) -> tuple[Rule, Mapping[str, Any], RuleResult]:
+        """Runs the rule; returns it, the parameters it ran with, and its result."""
+        rule = find_rule(name)
+        parameters = self._lower_f(name, parameters)
+        self._resolve_pivot(parameters)
+        weights = self.weights if rule.weighted else np.ones(self.matrix.rows)
+        result = rule.function(self.matrix, weights, **parameters, **self._provided(rule))
+        if isinstance(result, torch.Tensor):
+            result = RuleResult(result)
+        if result.vector.shape != (self.matrix.columns,):
+            raise AggregationError(
+                f"rule {rule.name!r} returned shape {list(result.vector.shape)}, not [{self.matrix.columns}]"
+            )
+        return rule, parameters, result
+
+    def _lower_f(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        if "f" not in parameters:
+            return parameters
+        faults, f = len(self._faults), parameters["f"]
+        if faults > f:
+            who = ", ".join(f"{fault.client} ({fault.reason})" for fault in self._faults)
+            raise AggregationError(
+                f"{faults} updates were broken, more than the f = {f} that {name} is to withstand: {who}"
+            )
+        return {**parameters, "f": f - faults}
+
+    def _resolve_pivot(self, parameters: dict[str, Any]) -> None:
+        """A rule that trusts one silo names it; rows are what the rule knows."""
+        pivot = parameters.get("pivot")
+        if not isinstance(pivot, str):
+            return
+        if pivot not in self._names:
+            raise AggregationError(f"the trusted silo {pivot!r} sent no usable update in this round")
+        parameters["pivot"] = self._names.index(pivot)
+
+    def _provided(self, rule: Rule) -> dict[str, Any]:
+        offered = {
+            "seed": derive_seed(self._seed, "aggregation", "rule"),
+            "previous": self._context.previous,
+            "root_update": self._context.root_update,
+            "history": self._context.history,
+        }
+        return {name: value for name, value in offered.items() if rule.takes(name)}
