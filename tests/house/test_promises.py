@@ -157,3 +157,19 @@ def test_no_file_of_the_package_is_too_long_to_be_one_idea() -> None:
         if (count := len(file.read_text().splitlines())) > 400
     }
     assert long == {}
+
+
+def test_the_layers_that_are_checked_are_those_that_the_plan_draws() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `\w+/` \| `roundtable\.(\w+)` \| .* \| ([\w, ]+) \|$", page, re.MULTILINE)
+    drawn = {name: set() if may.startswith("nothing") else set(may.split(", ")) for name, may in rows}
+    checked = {}
+    for name in drawn:
+        contract = CONFIG[f"importlinter:contract:{name}"]
+        forbidden = {
+            line.removeprefix("roundtable.") for line in contract["forbidden_modules"].split("\n")[1:]
+        }
+        assert contract["source_modules"] == f"roundtable.{name}"
+        checked[name] = (drawn.keys() | {"cli"}) - forbidden - {name}
+    assert len(drawn) == 8
+    assert checked == drawn
