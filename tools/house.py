@@ -135,7 +135,14 @@ def wheel(*arguments: str) -> None:
         found = capture(python, "import roundtable; print(roundtable.__file__)")
         if not Path(found).is_relative_to(site):
             raise SystemExit(f"the tests would run on {found}, which is not the wheel's code")
-        tests = arguments or ("-q", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile")
+        tests = arguments or (
+            "-q",
+            "--durations=10",
+            "-n",
+            str(min(4, os.cpu_count() or 1)),
+            "--dist",
+            "loadfile",
+        )
         run(
             python,
             "-P",
