@@ -1,0 +1,171 @@
+"""Clients through recorded steps: what the sequential backend does, without autograd's and Python's cost.
+
+The step of a task (forward, backward, update) is recorded once for each shape of batch and replayed
+as straight operations over one flat vector of weights. Whatever cannot be recorded is named, and
+the job's clients then run sequentially.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from roundtable.client.batches import Batch, count_examples, training_batches
+from roundtable.client.borrowing import isolated_randomness
+from roundtable.core.errors import InvalidUpdate
+from roundtable.core.seeds import derive_seed, torch_generator
+from roundtable.core.task import ArrayTask, Task, initial_state
+from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
+from roundtable.simulation.clients import Clients
+from roundtable.simulation.sequential import Sequential, answer_of
+from roundtable.simulation.vectorised.program import Update
+from roundtable.simulation.vectorised.recording import Unrecordable
+from roundtable.simulation.vectorised.steps import Steps
+
+log = logging.getLogger("roundtable.simulation")
+
+
+def why_not(world: World) -> str | None:
+    """Why a job's clients cannot run through recorded steps, as far as can be told without running one."""
+    task = world.task
+    if isinstance(task, ArrayTask):
+        return "an ArrayTask trains with code of its own, not with torch"
+    if getattr(type(task), "optimizer", Task.optimizer) is not Task.optimizer:
+        return f"{type(task).__name__} brings an optimizer of its own"
+    for spec in world.layout.tensors:
+        if spec.rule != "average":
+            return (
+                f"tensor {spec.name!r} does not travel (rule {spec.rule!r}), for example a BatchNorm counter"
+            )
+        if spec.dtype != "float32":
+            return f"tensor {spec.name!r} is {spec.dtype}, not float32"
+    return None
+
+
+class Vectorised:
+    """The backend `vectorised` in one process, on one device."""
+
+    name = "vectorised"
+    chunk = 8
+
+    def __init__(self, world: World, clients: Clients | None = None, device: str | None = None) -> None:
+        self.world = world
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.clients = clients or Clients(world)
+        self.fallback = Sequential(world, self.clients, str(self.device))
+        self.refused = why_not(world)
+        self._steps: Steps | None = None
+
+    @property
+    def description(self) -> str:
+        if self.refused is not None:
+            return f"{self.fallback.description}; not recorded because {self.refused}"
+        return f"recorded steps on {self.device}"
+
+    def rows(self, count: int) -> Tensor:
+        return self.fallback.rows(count)
+
+    def examples(self, work: Sequence[Work]) -> list[int | None]:
+        return self.fallback.examples(work)
+
+    def train(
+        self, round: int, vector: Tensor, work: Sequence[Work], rows: Sequence[Tensor]
+    ) -> Iterator[Trained | Failed]:
+        for item, row in zip(work, rows, strict=True):
+            answer = answer_of(item, partial(self._try, round, vector, item, row))
+            if answer is None:
+                yield from self.fallback.train(round, vector, [item], [row])
+            else:
+                yield answer
+
+    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+        return self.fallback.evaluate(vector, work)
+
+    def close(self) -> None:
+        self.fallback.close()
+        self._steps = None
+
+    def _try(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained | None:
+        """None where the step cannot be recorded; that is said once."""
+        if self.refused is not None:
+            return None
+        try:
+            return self._train(round, vector, item, row)
+        except Unrecordable as error:
+            self.refused = str(error)
+            log.warning("clients run sequentially: a training step cannot be recorded because %s", error)
+            return None
+
+    def _train(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained:
+        job, data = self.world.job, self.clients.data(item.index)[0]
+        steps, table = self._ready(), job.algorithm
+        update = Update(table.momentum, table.weight_decay, table.mu, table.max_gradient_norm)
+        rate = table.learning_rate * table.learning_rate_decay ** (round - 1)
+        batches = training_batches(
+            data,
+            batch_size=job.algorithm.batch_size,
+            generator=torch_generator(job.seed, round, item.client, "batches"),
+            epochs=job.algorithm.epochs,
+            steps=job.algorithm.steps,
+            device=self.device,
+        )
+        steps.begin(vector)
+        seed = derive_seed(job.seed, round, item.client, "training")
+        losses, sizes = self._replay(steps, batches, update, rate, seed)
+        loss_sum = _checked_sum(losses, sizes, f"round {round}")
+        torch.sub(steps.weights, steps.anchor, out=row) if row.device == steps.weights.device else row.copy_(
+            steps.weights - steps.anchor
+        )
+        if not math.isfinite(row.sum(dtype=torch.float64).item()):
+            raise InvalidUpdate(
+                "non_finite",
+                "training ended with weights that are not finite; lower [algorithm] learning_rate",
+            )
+        seen = sum(sizes)
+        examples = count_examples(data)
+        metrics = {"loss": (loss_sum, seen)}
+        return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics)
+
+    def _replay(
+        self, steps: Steps, batches: Iterator[Batch], update: Update, rate: float, seed: int
+    ) -> tuple[list[Tensor], list[int]]:
+        """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
+        losses: list[Tensor] = []
+        sizes: list[int] = []
+        first = next(batches)
+        steps.prepare(first.data, update)
+        chance = isolated_randomness(seed, self.device) if steps.random else nullcontext()
+        with chance:
+            losses.append(steps.take(first.data, update, rate))
+            sizes.append(first.size)
+            for batch in batches:
+                losses.append(steps.take(batch.data, update, rate))
+                sizes.append(batch.size)
+        return losses, sizes
+
+    def _ready(self) -> Steps:
+        if self._steps is None:
+            model = initial_state(self.world.task, self.world.job.seed)
+            assert isinstance(model, nn.Module)
+            assert isinstance(self.world.task, Task) or not isinstance(self.world.task, ArrayTask)
+            self._steps = Steps(self.world.task, model, self.world.layout, self.device)
+        return self._steps
+
+
+def _checked_sum(losses: Sequence[Tensor], sizes: Sequence[int], place: str) -> float:
+    total = 0.0
+    for number, (loss, size) in enumerate(zip(torch.stack(list(losses)).tolist(), sizes, strict=True), 1):
+        if not math.isfinite(loss):
+            raise InvalidUpdate(
+                "non_finite",
+                f"the training loss is {loss} at step {number} of {place}; lower [algorithm] learning_rate, "
+                "set max_gradient_norm, or look for bad values in the data",
+            )
+        total += loss * size
+    return total

@@ -1,0 +1,155 @@
+"""A task's training step over one flat vector, recorded for each shape of batch and then replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from roundtable.core.layout import Layout
+from roundtable.core.task import Task
+from roundtable.simulation.vectorised.program import StepProgram, Update
+from roundtable.simulation.vectorised.recording import Recording, Unrecordable, record
+
+_TOLERANCE = 1e-4
+_CHECKED_RATE = 0.125
+
+
+class Loss(nn.Module):
+    """`Task.loss` as a module, so that it can be called with other tensors in the model's place."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, batch: Any) -> Tensor:
+        """The scalar loss of a batch."""
+        loss = self._task.loss(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise Unrecordable(f"{type(self._task).__name__}.loss() returned {found}, not a scalar tensor")
+        return loss
+
+
+class Steps:
+    """One client after the other over `weights`; the round began at `anchor`."""
+
+    def __init__(self, task: Task, model: nn.Module, layout: Layout, device: torch.device) -> None:
+        self.model = model.to(device).train()
+        self.weights, self.anchor, self.velocity = (torch.zeros(layout.size, device=device) for _ in range(3))
+        self._loss = Loss(task, self.model)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        views = layout.unflatten(self.weights)
+        self._names = [name for name in views if name in trained]
+        self.parameters = [views[name] for name in self._names]
+        self._programs: dict[tuple[Any, ...], StepProgram] = {}
+        self.random = False
+
+    def begin(self, vector: Tensor) -> None:
+        """A client starts from the global vector."""
+        self.weights.copy_(vector)
+        self.anchor.copy_(vector)
+        self.velocity.zero_()
+
+    def take(self, batch: Any, update: Update, rate: float) -> Tensor:
+        """One step on a batch; returns its loss, not waited for. Unrecordable comes before any change."""
+        tensors = batch if type(batch) is tuple else tree_flatten(batch)[0]
+        program = self._programs.get(_key(tensors, update)) or self.prepare(batch, update)
+        return program.run(rate, *tensors)
+
+    def prepare(self, batch: Any, update: Update) -> StepProgram:
+        """The program for batches of this shape; nothing is trained."""
+        leaves, spec = tree_flatten(batch)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(tensors) != len(leaves):
+            raise Unrecordable("its batches hold values that are no tensors")
+        key = _key(tensors, update)
+        if key not in self._programs:
+            self._programs[key] = self._make(tensors, spec, update)
+        return self._programs[key]
+
+    def _make(self, tensors: list[Tensor], spec: Any, update: Update) -> StepProgram:
+        def step(*inputs: Tensor) -> list[Tensor | None]:
+            count = len(self.parameters)
+            leaves = [value.detach().requires_grad_() for value in inputs[:count]]
+            state = {f"model.{name}": leaf for name, leaf in zip(self._names, leaves, strict=True)}
+            loss = functional_call(self._loss, state, (tree_unflatten(list(inputs[count:]), spec),))
+            return [loss.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True)]
+
+        recording = _recorded_twice(step, [*self.parameters, *tensors], len(self.parameters))
+        self.random = self.random or recording.random
+        program = StepProgram(recording, self.parameters, self.weights, self.anchor, self.velocity, update)
+        if not self._programs:
+            self._check(program, step, tensors, update)
+        return program
+
+    def _check(self, program: StepProgram, step: Any, tensors: Sequence[Tensor], update: Update) -> None:
+        """The first program is held against autograd before it is trusted."""
+        before = (self.weights.clone(), self.velocity.clone())
+        with torch.random.fork_rng(devices=_cuda(self.weights)):
+            torch.manual_seed(0)
+            loss, *gradients = step(*self.parameters, *tensors)
+            expected = _stepped(self, gradients, update, _CHECKED_RATE)
+            torch.manual_seed(0)
+            found = program.run(_CHECKED_RATE, *tensors)
+        change = self.weights - before[0]
+        self.weights.copy_(before[0])
+        self.velocity.copy_(before[1])
+        scale = float(expected.abs().amax()) if expected.numel() else 0.0
+        error = float((change - expected).abs().amax()) if expected.numel() else 0.0
+        if not torch.isfinite(loss):
+            return
+        if not error <= _TOLERANCE * max(scale, 1e-12) + 1e-7 or not torch.allclose(loss, found, rtol=1e-4):
+            raise Unrecordable(
+                f"its first step differs from autograd's by {error:.3g} in weights that moved {scale:.3g}"
+            )
+
+
+def _key(tensors: Sequence[Tensor], update: Update) -> tuple[Any, ...]:
+    return (update, *((t.shape, t.dtype) for t in tensors))
+
+
+def _recorded_twice(step: Any, inputs: list[Tensor], parameters: int) -> Recording:
+    """Records the step, and again on other data with another seed; it must depend on neither."""
+    devices = _cuda(inputs[0])
+    other = [*inputs[:parameters], *(t.flip(0) if t.dim() else t for t in inputs[parameters:])]
+    recordings = []
+    with torch.random.fork_rng(devices=devices):
+        for seed, values in enumerate((inputs, other)):
+            torch.manual_seed(seed)
+            recordings.append(record(step, values))
+    difference = recordings[0].same_as(recordings[1])
+    if difference is not None:
+        raise Unrecordable(f"its operations depend on the data or on chance: {difference}")
+    return recordings[0]
+
+
+def _stepped(steps: Steps, gradients: Sequence[Tensor | None], update: Update, rate: float) -> Tensor:
+    """What one step of torch's SGD adds to the weights, as a flat vector; the weights are left alone."""
+    twins = [nn.Parameter(p.detach().clone()) for p in steps.parameters]
+    reached = [(twin, g) for twin, g in zip(twins, gradients, strict=True) if g is not None]
+    for number, (twin, gradient) in enumerate(zip(twins, gradients, strict=True)):
+        if gradient is not None:
+            start = steps.parameters[number].storage_offset() - steps.weights.storage_offset()
+            anchor = steps.anchor[start : start + twin.numel()].view(twin.shape)
+            twin.grad = gradient + update.mu * (twin.detach() - anchor)
+    if update.max_norm is not None:
+        nn.utils.clip_grad_norm_([twin for twin, _ in reached], update.max_norm)
+    change = torch.zeros_like(steps.weights)
+    for number, twin in enumerate(twins):
+        if twin.grad is not None:
+            start = steps.parameters[number].storage_offset() - steps.weights.storage_offset()
+            window = change[start : start + twin.numel()].view(twin.shape)
+            velocity = steps.velocity[start : start + twin.numel()].view(twin.shape)
+            gradient = twin.grad + update.weight_decay * twin.detach()
+            window.copy_(-rate * (update.momentum * velocity + gradient))
+    return change
+
+
+def _cuda(tensor: Tensor) -> list[torch.device]:
+    return [tensor.device] if tensor.device.type == "cuda" else []

@@ -1,0 +1,288 @@
+"""Recorded steps against the sequential backend: the same clients, the same weights within rounding."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roundtable.core import ArrayTask, Layout, Model, Site, Task, initial_state, parse_job
+from roundtable.simulation.backend import Failed, Trained, Work, World
+from roundtable.simulation.sequential import Sequential, one_thread
+from roundtable.simulation.vectorised import Vectorised, why_not
+
+SIZES = [7, 12, 1, 5]
+
+
+class Base(Task):
+    """Clients of unequal size with data drawn for each."""
+
+    inputs: tuple[int, ...] = (6,)
+    classes = 4
+
+    def data(self, site: Site) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(site.index)
+        count = SIZES[site.index]
+        x = torch.randn(count, *self.inputs, generator=generator)
+        return (x, torch.randint(0, self.classes, (count,), generator=generator)), None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Perceptron(Base):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+class Convolution(Base):
+    inputs = (1, 8, 8)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 4),
+        )
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.lstm = nn.LSTM(5, 6, batch_first=True)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
+
+
+class Tokens(Base):
+    def model(self) -> nn.Module:
+        return _Recurrent()
+
+    def data(self, site: Site) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(site.index)
+        count = SIZES[site.index]
+        tokens = torch.randint(0, 11, (count, 4), generator=generator)
+        return (tokens, tokens[:, 0] % 4), None
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.block(self.embedding(tokens))[:, 0])
+
+
+class Attention(Tokens):
+    """With tied weights."""
+
+    def model(self) -> nn.Module:
+        return _Attention()
+
+
+class Dropout(Base):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 4))
+
+
+class Partial(Base):
+    """One layer frozen, one never reached."""
+
+    def model(self) -> nn.Module:
+        model = nn.ModuleDict(
+            {"a": nn.Linear(6, 8), "frozen": nn.Linear(8, 8), "b": nn.Linear(8, 4), "idle": nn.Linear(2, 2)}
+        )
+        model["frozen"].requires_grad_(False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        hidden = model["frozen"](model["a"](batch[0])).relu()  # type: ignore[index]
+        return nn.functional.cross_entropy(model["b"](hidden), batch[1])  # type: ignore[index]
+
+
+TASKS = [Perceptron, Convolution, Tokens, Attention, Dropout, Partial]
+ALGORITHMS = {
+    "fedavg": "",
+    "fedprox": 'name = "fedprox"\nmu = 0.3',
+    "momentum": "momentum = 0.9\nweight_decay = 0.05",
+    "clipped": "max_gradient_norm = 0.2\nweight_decay = 0.1",
+    "prox-clipped": 'name = "fedprox"\nmu = 0.3\nmax_gradient_norm = 0.5\nmomentum = 0.5',
+    "steps": "steps = 7",
+    "decay": "learning_rate_decay = 0.5",
+}
+
+
+def world(task: Task | ArrayTask, algorithm: str = "", model: str = "") -> World:
+    job = parse_job(
+        f'task = "t"\n[algorithm]\nepochs = 2\nbatch_size = 4\nlearning_rate = 0.1\n{algorithm}\n'
+        f"[model]\n{model}\n[simulation]\nclients = {len(SIZES)}"
+    )
+    state = initial_state(task, job.seed)
+    layout = Layout.of(state, job.model.rules())
+    return World(job, task, Model(layout, layout.flatten(state).clone()))
+
+
+def run(
+    backend: Sequential | Vectorised, place: World, round: int = 2
+) -> tuple[list[Trained | Failed], Tensor]:
+    rows = torch.empty(len(SIZES), place.layout.size)
+    work = [Work(place.names[index], index) for index in range(len(SIZES))]
+    with one_thread():
+        return list(backend.train(round, place.initial.vector, work, rows.unbind())), rows
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=list(ALGORITHMS))
+@pytest.mark.parametrize("task", TASKS)
+def test_recorded_clients_equal_sequential_ones(task: type[Base], algorithm: str) -> None:
+    place = world(task(), algorithm)
+    vectorised = Vectorised(place, device="cpu")
+    expected, wanted = run(Sequential(place), place)
+    found, rows = run(vectorised, place)
+    assert vectorised.refused is None, vectorised.refused
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(rows, wanted, rtol=2e-4, atol=2e-6)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert isinstance(mine, Trained)
+        assert isinstance(theirs, Trained)
+        assert (mine.client, mine.examples, mine.steps) == (theirs.client, theirs.examples, theirs.steps)
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-4)
+
+
+def test_a_second_round_and_any_order_give_the_same_bits() -> None:
+    place = world(Perceptron(), "momentum = 0.9")
+    backend = Vectorised(place, device="cpu")
+    first, again = run(backend, place)[1], run(backend, place)[1]
+    assert torch.equal(first, again)
+    work = [Work(place.names[index], index) for index in (3, 1)]
+    rows = torch.empty(2, place.layout.size)
+    with one_thread():
+        list(backend.train(2, place.initial.vector, work, rows.unbind()))
+    assert torch.equal(rows, first[[3, 1]])
+
+
+def test_no_global_generator_is_moved() -> None:
+    place = world(Dropout())
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    run(Vectorised(place, device="cpu"), place)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_matrix_gradients_are_added_where_they_are_made() -> None:
+    place = world(Perceptron())
+    backend = Vectorised(place, device="cpu")
+    run(backend, place)
+    assert backend._steps is not None
+    sources = [program.source for program in backend._steps._programs.values()]
+    assert all(source.count("addmm_(") == 2 for source in sources), "both Linear layers"
+
+
+class BatchNorm(Base):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+class ReadsValues(Perceptron):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        return loss * 2 if loss > 1.0 else loss
+
+
+class RollsDice(Perceptron):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * (1.0 + random.random())
+
+
+class PeeksAtData(Perceptron):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        weight = torch.from_numpy(batch[0].detach().numpy().copy()).mean()
+        return super().loss(model, batch) * weight
+
+
+class OwnOptimizer(Perceptron):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "reason"),
+    [
+        (BatchNorm, 'integers = "drop"', "num_batches_tracked"),
+        (BatchNorm, 'integers = "average"', "int64"),
+        (ReadsValues, "", "reads a tensor's value"),
+        (RollsDice, "", "depend on the data or on chance"),
+        (PeeksAtData, "", "differs between two runs"),
+        (OwnOptimizer, "", "optimizer of its own"),
+    ],
+)
+def test_what_cannot_be_recorded_is_named_and_runs_sequentially(
+    task: type[Base], model: str, reason: str
+) -> None:
+    place = world(task(), model=model)
+    backend = Vectorised(place, device="cpu")
+    random.seed(1)
+    found, rows = run(backend, place)
+    assert backend.refused is not None
+    assert reason in backend.refused
+    assert backend.refused in backend.description
+    expected, wanted = run(Sequential(place), place)
+    assert [type(answer) for answer in found] == [type(answer) for answer in expected]
+    trained = [number for number, answer in enumerate(expected) if isinstance(answer, Trained)]
+    assert trained
+    assert torch.equal(rows[trained], wanted[trained])
+
+
+def test_batch_norm_without_its_counter_is_caught_when_it_writes_its_statistics() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+            return y - self.mean
+
+    class Running(Base):
+        def model(self) -> nn.Module:
+            return Bare()
+
+    place = world(Running())
+    backend = Vectorised(place, device="cpu")
+    _, rows = run(backend, place)
+    assert backend.refused is not None
+    assert "changes a buffer" in backend.refused
+    assert torch.equal(rows, run(Sequential(place), place)[1])
+
+
+def test_an_array_task_is_refused_before_anything_runs() -> None:
+    class Arrays(ArrayTask):
+        def weights(self) -> dict[str, Any]:
+            return {"w": torch.zeros(2).numpy()}
+
+    assert "ArrayTask" in str(why_not(world(Arrays())))
+
+
+@pytest.mark.parametrize("rate", [1e30, float(2**70)])
+def test_training_that_diverges_is_that_clients_failure(rate: float) -> None:
+    place = world(Perceptron(), "")
+    job = place.job.model_copy(
+        update={"algorithm": place.job.algorithm.model_copy(update={"learning_rate": rate})}
+    )
+    place = World(job, place.task, place.initial)
+    answers, _ = run(Vectorised(place, device="cpu"), place)
+    assert any(isinstance(answer, Failed) and answer.kind == "invalid_update" for answer in answers)
