@@ -140,13 +140,10 @@ class SecAggServer:
                 f"the masked vector of {envelope.sender} has {len(data)} bytes, "
                 f"not {self.session.length * width}"
             )
-        step = PIECE_BYTES // ring_dtype(ring_bits).itemsize * width
-        digest = blake3.blake3()
-        for start in range(0, len(data), step):
-            digest.update(data[start : start + step])
-        if digest.digest() != exactly(envelope.payload, DIGEST_BYTES, "a digest"):
+        if blake3.blake3(data).digest() != exactly(envelope.payload, DIGEST_BYTES, "a digest"):
             raise ProtocolError(f"the masked vector of {envelope.sender} is not the one that it signed for")
         self._admit(envelope)
+        step = PIECE_BYTES // ring_dtype(ring_bits).itemsize * width
         for start in range(0, len(data), step):
             piece = unpack(data[start : start + step], ring_bits)
             total = self._sum[start // width : start // width + len(piece)]
