@@ -37,6 +37,7 @@ from roundtable.core.identity import create_ca, issue, load_credentials
 from roundtable.operator import OperatorClient
 from roundtable.proto.channel import CLIENT_OPTIONS, SERVER_OPTIONS
 from roundtable.server import Coordinator, load_server_config
+from roundtable.server.memory import give_back_large_blocks
 
 CHUNK = 1 << 20
 MB = 1e6
@@ -70,6 +71,8 @@ class ReadyTrainer:
 
 def run_coordinator(pipe: Connection, folder: Path) -> None:
     """The coordinator's process: tells its port, runs until the pipe is closed."""
+
+    give_back_large_blocks()
 
     async def serve() -> None:
         options = {"listen": "127.0.0.1:0", "state": folder / "state", "credentials": folder / "coordinator"}

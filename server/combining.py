@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from roundtable.aggregation import FileMatrix
+from roundtable.aggregation import FileMatrix, find_rule
 from roundtable.core.config import JobConfig
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import Plan, ServerState, combine, initial_server_state
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureNoise
 from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.memory import SlicedOptimizer
 from roundtable.server.store import ArtifactRow
 
 
@@ -26,7 +27,10 @@ class Combiner:
     """Combines one job's updates. Blocks for as long as that takes: call it in a thread."""
 
     def __init__(self, job: JobConfig, plan: Plan, artifacts: LocalArtifacts) -> None:
-        self._job, self._plan, self._artifacts = job, plan, artifacts
+        self._job, self._artifacts = job, artifacts
+        # A rule that starts from the last aggregate needs it afterwards; others let the model take its place.
+        keeps_aggregate = find_rule(plan.aggregation.rule).takes("previous")
+        self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
 
     def __call__(self, action: m.Aggregate, now: float) -> Outcome:
         """Raises AggregationError or InvalidUpdate where there is no sound answer."""
@@ -70,5 +74,5 @@ class Combiner:
 
 
 def _worth_keeping(state: ServerState) -> bool:
-    carried = state.optimizer.vectors or state.optimizer.scalars
-    return bool(carried) or state.previous is not None or state.clip_norm is not None
+    """The count of steps alone matters to no optimizer."""
+    return bool(state.optimizer.vectors) or state.previous is not None or state.clip_norm is not None

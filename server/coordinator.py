@@ -29,6 +29,7 @@ from roundtable.server.config import ServerConfig
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
 from roundtable.server.operators import OperatorService
+from roundtable.server.memory import give_back_large_blocks
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ClientRow, Database
 from roundtable.server.store.clients import seen
@@ -148,6 +149,7 @@ class Coordinator:
 
 def run_server(config: ServerConfig) -> int:
     """Runs until SIGTERM or SIGINT; the exit code is 0, or 1 with one line about what is wrong."""
+    give_back_large_blocks()
     try:
         asyncio.run(_until_signal(config))
     except RoundtableError as error:
