@@ -160,7 +160,7 @@ def _starts_from_previous(config: AggregationConfig) -> bool:
 
 def _finite(vector: Tensor) -> Tensor:
     # In blocks: a temporary of the model's size would be a third of all the memory that a round takes.
-    if not all(bool(torch.isfinite(block).all()) for block in vector.split(1 << 20)):
+    if not all(bool(torch.isfinite(block).all()) for block in torch.split(vector, 1 << 20)):
         raise AggregationError(
             "the new model is not finite although the aggregate is: lower the server's learning rate"
         )

@@ -28,8 +28,8 @@ from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.config import ServerConfig
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
-from roundtable.server.operators import OperatorService
 from roundtable.server.memory import give_back_large_blocks
+from roundtable.server.operators import OperatorService
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ClientRow, Database
 from roundtable.server.store.clients import seen

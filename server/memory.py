@@ -33,7 +33,7 @@ def give_back_large_blocks() -> None:
 
 
 def drop_pages(mapped: Tensor) -> None:
-    """The pages of a mapped, unchanged file that this tensor has touched may go; they are read again on demand."""
+    """The pages that this tensor has touched of a mapped, unchanged file may go; they can be read again."""
     if sys.platform == "linux" and mapped.numel():
         page = mmap.PAGESIZE
         start = -(-mapped.data_ptr() // page) * page
