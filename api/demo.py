@@ -81,7 +81,7 @@ class Demo:
             self._write_shards(prepared.job)
             say(f"Waiting for the agents to connect to {self._address}")
             with self._operator() as operator:
-                _await_agents(operator, children, len(self._silos))
+                await_agents(operator, children, len(self._silos))
                 detail = self._train(operator, children, prepared, follow)
                 model = self.folder / "model.safetensors"
                 operator.get_artifact(detail.job.model.digest, detail.job.model.size, model)
@@ -99,7 +99,7 @@ class Demo:
         create_ca(authority, "Roundtable demo CA")
         issue(authority, "coordinator", "coordinator", self.folder / "coordinator", [HOST, "localhost"])
         issue(authority, "demo", "operator", self.folder / "operator")
-        self._address = f"{HOST}:{_free_port()}"
+        self._address = f"{HOST}:{free_port()}"
         options = ["--listen", self._address, "--state", str(self.folder / "coordinator" / "state")]
         children.start("coordinator", ["server", *options, "--credentials", str(self.folder / "coordinator")])
 
@@ -199,7 +199,8 @@ def _clear(folder: Path) -> None:
         raise ResourceError(f"{folder} cannot be used: {error.strerror}; choose another --dir") from error
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -216,7 +217,8 @@ def _digits() -> Any:
     return images.astype("uint8"), labels.astype("uint8")
 
 
-def _await_agents(operator: OperatorClient, children: Children, wanted: int) -> None:
+def await_agents(operator: OperatorClient, children: Children, wanted: int) -> None:
+    """Returns once so many agents are online; UnavailableError if they do not come in time."""
     until = time.monotonic() + _START_SECONDS
     online = 0
     while time.monotonic() < until:

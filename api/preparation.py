@@ -29,7 +29,7 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None) -> Prepared:
     Raises ConfigError, TaskError, LayoutError or PrivacyError; each says what to change.
     """
     job = load_job(path, dict(overrides or {}))
-    task = load_task(job.task, path.parent)
+    task = load_task(job.task, path.parent, trains=False)
     model = initial_model(job, task)
     slices = tuple(place for _, place in model.layout.slices())
     make_plan(job, max(job.cohort.size or 1, job.simulation.clients), slices)

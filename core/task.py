@@ -110,13 +110,28 @@ ENTRY_POINTS = "roundtable.tasks"
 _ABSENT = object()
 
 
-def load_task(reference: str, folder: Path | None = None) -> AnyTask:
+def load_task(reference: str, folder: Path | None = None, *, trains: bool = True) -> AnyTask:
     """The task that `reference` names.
 
     In order: `file.py:Class` or `file.py` (relative to `folder`), `module:Class`, the name of an
-    installed entry point in the group `roundtable.tasks`, and `NAME.py` in `folder`. Raises
-    TaskError that says what was looked for, where, and what the import said.
+    installed entry point in the group `roundtable.tasks`, and `NAME.py` in `folder`. `trains` asks
+    for all that training needs; without it a task may have nothing but its model, for silos that
+    train with scripts of their own. Raises TaskError that says what was looked for, where, and what
+    the import said.
     """
+    task = _find(reference, folder)
+    if lacking := [name for name in lacks(task) if trains or name in ("model", "weights")]:
+        raise TaskError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
+    return task
+
+
+def lacks(task: AnyTask) -> list[str]:
+    """The methods that a task needs to train and does not have."""
+    needed = ("weights", "data", "fit") if isinstance(task, ArrayTask) else ("model", "data", "loss")
+    return [name for name in needed if not _has(task, name)]
+
+
+def _find(reference: str, folder: Path | None) -> AnyTask:
     place, _, attribute = reference.partition(":")
     folder = (folder or Path.cwd()).resolve()
     if place.endswith(".py"):
@@ -224,8 +239,4 @@ def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
         task = found() if isinstance(found, type) else found
     except Exception as error:
         raise TaskError(f"task {reference!r}: creating it failed: {type(error).__name__}: {error}") from error
-    needed = ("weights", "data", "fit") if isinstance(task, ArrayTask) else ("model", "data", "loss")
-    lacking = [name for name in needed if not _has(task, name)]
-    if lacking:
-        raise TaskError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
     return task  # type: ignore[no-any-return]

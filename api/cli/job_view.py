@@ -28,11 +28,16 @@ def loading_lines(task: str, path: Path) -> list[str]:
 
 def summary_of(prepared: Prepared) -> dict[str, Any]:
     """What a sound job file amounts to, by name."""
+    from roundtable.core.task import lacks
+
     job, layout = prepared.job, prepared.model.layout
+    missing = lacks(prepared.task)
+    by_script = f"by scripts at the silos (rt.join): the task has no {', '.join(missing)}"
     staying = [spec.name for spec in layout.tensors if spec.rule != "average"]
     return {
         "name": job.title,
         "task": type(prepared.task).__name__,
+        "trained": by_script if missing else "by the task, at the silos",
         "rounds": job.rounds,
         "algorithm": job.algorithm.name,
         "aggregation": job.aggregation.rule,

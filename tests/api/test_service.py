@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -18,8 +16,8 @@ from typing import Any
 import pytest
 
 import roundtable as rt
-from roundtable.core.errors import UnavailableError
 from roundtable.core.identity import create_ca, issue
+from roundtable.demo import await_agents, free_port
 from roundtable.processes import Children
 
 Command = Any
@@ -54,18 +52,6 @@ class Service:
     def options(self) -> list[str]:
         return ["--coordinator", self.address, "--credentials", str(self.folder / "ada")]
 
-    def wait_for_agents(self, number: int) -> None:
-        with rt.OperatorClient(self.address, self.folder / "ada") as operator:
-            for _ in range(600):
-                try:
-                    if operator.status().clients_online >= number:
-                        return
-                except UnavailableError:
-                    pass
-                # Nothing announces that a process has come up: ask again shortly.
-                time.sleep(0.1)
-        pytest.fail(f"{number} agents did not come within a minute; logs in {self.folder / 'logs'}")
-
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
@@ -75,9 +61,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     issue(folder / "ca", "ada", "operator", folder / "ada")
     (folder / "small.py").write_text(TASK)
     (folder / "job.toml").write_text(JOB)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with Children(folder / "logs") as children:
         options = [
             "--listen",
@@ -94,9 +78,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 f'coordinator = "{address}"\n[tasks]\nsmall = "{folder}/small.py:Small"\n'
             )
             children.start(name, ["client", "--config", str(folder / name / "agent.toml")])
-        found = Service(address, folder)
-        found.wait_for_agents(2)
-        yield found
+        with rt.OperatorClient(address, folder / "ada") as operator:
+            await_agents(operator, children, 2)
+        yield Service(address, folder)
 
 
 @pytest.fixture

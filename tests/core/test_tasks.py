@@ -13,6 +13,7 @@ from torch import nn
 
 from roundtable.core import ArrayTask, Site, Task, initial_state, load_task
 from roundtable.core.errors import TaskError
+from roundtable.core.task import lacks
 
 DIGITS = """
 import roundtable.core as core
@@ -187,3 +188,15 @@ def test_a_silo_has_all_of_its_data_and_a_simulated_client_its_share() -> None:
         "c1", 1, 2, partition=lambda values, index, count: np.flatnonzero(values % count == index)
     )
     assert simulated.shard(labels).tolist() == [1, 3]
+
+
+def test_a_task_with_nothing_but_its_model_is_enough_where_it_need_not_train(tmp_path: Path) -> None:
+    (tmp_path / "digits.py").write_text(
+        "import roundtable.core as core\nclass Bare(core.Task):\n    def model(self): return None"
+    )
+    with pytest.raises(TaskError, match="Bare has no data, loss"):
+        load_task("digits", tmp_path)
+    assert lacks(load_task("digits", tmp_path, trains=False)) == ["data", "loss"]
+    (tmp_path / "empty.py").write_text("import roundtable.core as core\nclass Empty(core.Task): pass")
+    with pytest.raises(TaskError, match=r"Empty has no model$"):
+        load_task("empty", tmp_path, trains=False)
