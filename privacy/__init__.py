@@ -10,19 +10,26 @@ from roundtable.privacy.central import CentralDP, CentralResult, RowMatrix
 from roundtable.privacy.charge import Charge, gaussian_charge, local_gaussian_charge
 from roundtable.privacy.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
 from roundtable.privacy.config import PrivacyConfig, check_delta
+from roundtable.privacy.discrete import discrete_gaussian, skellam
+from roundtable.privacy.distributed import DistributedDP, decode, encode
+from roundtable.privacy.ftrl import BandedFTRL, CorrelatedNoise, best_bands, eligible, prefix_error
 from roundtable.privacy.ledger import Budget, Entry, Spent, check, reserved, spent
 from roundtable.privacy.mechanisms import NoisyVector, add_gaussian, local_gaussian
 from roundtable.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from roundtable.privacy.sampling import SamplingModel, accountant_for
 from roundtable.privacy.statement import statement
+from roundtable.privacy.tree import TreeFTRL
 
 __all__ = [
     "AdaptiveClip",
+    "BandedFTRL",
     "Budget",
     "CentralDP",
     "CentralResult",
     "Charge",
     "Clipped",
+    "CorrelatedNoise",
+    "DistributedDP",
     "Entry",
     "NoiseSource",
     "NoisyVector",
@@ -32,20 +39,28 @@ __all__ = [
     "SecureNoise",
     "SeededNoise",
     "Spent",
+    "TreeFTRL",
     "accountant_for",
     "add_gaussian",
+    "best_bands",
     "check",
     "check_delta",
     "clip",
     "clip_per_layer",
     "compose",
+    "decode",
+    "discrete_gaussian",
+    "eligible",
+    "encode",
     "gaussian_charge",
     "l2_norm",
     "local_gaussian",
     "local_gaussian_charge",
     "merged",
+    "prefix_error",
     "relation_of",
     "reserved",
+    "skellam",
     "solve_noise",
     "solve_steps",
     "spent",

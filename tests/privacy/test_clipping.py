@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundtable.core.errors import InvalidUpdate, PrivacyError
@@ -22,6 +22,7 @@ from roundtable.privacy.noise import standard_normal
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 1 << 40),
 )
+@settings(deadline=None)
 def test_the_norm_as_aggregated_never_passes_the_bound(
     length: int, scale: float, bound: float, dtype: torch.dtype, seed: int
 ) -> None:

@@ -91,7 +91,7 @@ def test_each_silo_has_its_own_account_and_shares_the_common_one() -> None:
         max_size=12,
     )
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_epsilon_never_falls_whatever_happens_next(history: list[tuple[int, int, str, bool]]) -> None:
     seen: dict[tuple[int, int, str], Entry] = {}
     last = 0.0
