@@ -2,9 +2,10 @@
 
     python secagg_flower.py CLIENTS LENGTH DROPPED SHARES THRESHOLD
 
-Runs under the interpreter of an environment that has Flower. Its own client functions and its own workflow do all the work; only the grid between them is replaced,
-by one that calls the clients directly. CPU seconds of the clients and of everything else are printed
-as one line of JSON. Dropped clients fail when the masked vectors are collected.
+Runs under the interpreter of an environment that has Flower. Its own client functions and its own
+workflow do all the work; only the grid between them is replaced, by one that calls the clients
+directly. CPU seconds of the median client and of everything but the clients are printed as one line
+of JSON. Dropped clients fail when the masked vectors are collected.
 """
 
 from __future__ import annotations

@@ -266,15 +266,13 @@ class SecAggClient:
         return to_snapshot(self._held())
 
     @classmethod
-    def restore(
-        cls, snapshot: bytes, plan: SecAggParameters, signer: keys.Signer, releases: keys.Releases
-    ) -> SecAggClient:
+    def restore(cls, snapshot: bytes, signer: keys.Signer, releases: keys.Releases) -> SecAggClient:
         """Go on from a snapshot. The vector cannot be masked again: resume the upload of stored bytes."""
         custody = from_snapshot(snapshot)
         cohort = custody.cohort
         name = cohort.names[custody.index]
         directory = dict(zip(cohort.names, cohort.identities, strict=True))
-        client = cls(cohort.session, plan, name, signer, directory, releases)
+        client = cls(cohort.session, cohort.parameters, name, signer, directory, releases)
         client._forget_keys()
         client._cohort, client._index, client._custody = cohort, custody.index, custody
         client.phase = ClientPhase.COMMITTED if custody.survivors is None else ClientPhase.CONSENTED

@@ -13,6 +13,7 @@ C √m / (2 L V) in root mean square.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -64,6 +65,14 @@ class Quantiser:
     def step(self) -> float:
         """C / L: the distance of neighbouring values, and the bound on the error of a decoded mean."""
         return self.clip_norm / self.levels
+
+    def norm_bound(self, length: int) -> float:
+        """The largest L2 norm that a silo's update of `length` coordinates has after rounding.
+
+        Rounding moves every coordinate by less than a step, so C + √d · C / L: the sensitivity to use
+        when differential privacy is accounted for on the decoded sum.
+        """
+        return self.clip_norm + math.sqrt(length) * self.step
 
     def decode_sum(self, total: Ring) -> npt.NDArray[np.float64]:
         """The sum of weighted updates, shape (length,), that a sum of ring elements stands for."""

@@ -63,11 +63,19 @@ class SecAggServer:
     """The coordinator in one attempt.
 
     `directory` maps the invited silos to their enrolled Ed25519 keys, `plan` is
-    `choose_parameters` for all of them. `total` is the sum once the phase is DONE, `survivors` the
-    silos in it, `aborted` the silos that gave up and why, `liars` those that sent false shares.
+    `choose_parameters` for all of them. `workspace` is where the sum is built, (length,) of the
+    ring's dtype: a writable memory map for vectors beyond memory, fresh memory by default. `total` is
+    the sum once the phase is DONE, `survivors` the silos in it, `aborted` the silos that gave up and
+    why, `liars` those that sent false shares.
     """
 
-    def __init__(self, session: Session, plan: SecAggParameters, directory: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        plan: SecAggParameters,
+        directory: Mapping[str, bytes],
+        workspace: Ring | None = None,
+    ) -> None:
         if len(directory) > plan.capacity:
             raise PrivacyError(f"{len(directory)} silos invited where the ring has room for {plan.capacity}")
         self.session, self.plan = session, plan
@@ -84,7 +92,17 @@ class SecAggServer:
         self._commitments: dict[int, bytes] = {}
         self._members: frozenset[int] = frozenset()
         self._survivors: frozenset[int] = frozenset()
-        self._sum: Ring = np.zeros(0, dtype=ring_dtype(plan.ring_bits))
+        self._sum = self._checked(workspace)
+
+    def _checked(self, workspace: Ring | None) -> Ring:
+        wanted = (self.session.length,), ring_dtype(self.plan.ring_bits)
+        if workspace is None:
+            return np.zeros(*wanted)
+        if (workspace.shape, workspace.dtype) != wanted:
+            raise PrivacyError(
+                f"the workspace is {workspace.dtype}{workspace.shape}, not {wanted[1]}{wanted[0]}"
+            )
+        return workspace
 
     @property
     def missing(self) -> frozenset[str]:
@@ -224,7 +242,7 @@ class SecAggServer:
             inbox = Inbox(self._members, tuple(boxes[peer][index] for peer in senders))
             messages[cohort.names[index]] = seal(Kind.INBOX, cohort.binding, inbox.to_bytes(n))
         self._open(ServerPhase.MASKED, messages, cohort.binding)
-        self._sum = np.zeros(self.session.length, dtype=ring_dtype(self.plan.ring_bits))
+        self._sum[:] = 0
         return messages
 
     def _close_masked(self) -> dict[str, bytes]:

@@ -80,7 +80,7 @@ def test_a_restart_does_not_make_a_silo_reveal_the_other_kind(attempt: Any) -> N
     """Restored from the snapshot of its consent, it stands by the set that it signed."""
     run = attempt(6).until(ServerPhase.CONSENT)
     run.clients[0].handle(run.messages[run.names[0]])
-    again = SecAggClient.restore(run.clients[0].snapshot(), run.plan, run.signers[0], run.releases[0])
+    again = SecAggClient.restore(run.clients[0].snapshot(), run.signers[0], run.releases[0])
     other = members_to_bytes(frozenset(range(5)), 6)
     with pytest.raises(ProtocolError, match="another survivor set"):
         again.handle(seal(Kind.ALIVE, run.server.cohort.binding, other))
@@ -483,6 +483,30 @@ def test_a_silo_answers_twice(attempt: Any, phase: ServerPhase) -> None:
     run.messages = run.server.advance()
     run.until(ServerPhase.DONE)
     np.testing.assert_array_equal(run.server.total, run.expected(range(4)))
+
+
+def test_two_halves_are_told_different_cohorts(attempt: Any, alter: Alter) -> None:
+    """The sub-cohorts are valid each on their own; silos of one cannot read or join the other."""
+    run = attempt(8, choose_parameters(8, 0.3, 0.0)).until(ServerPhase.SHARES)
+
+    def without(hidden: int) -> bytes:
+        def announce(envelope: Any) -> bytes:
+            peers = Peers.from_bytes(envelope.payload).peers
+            kept = tuple(peer for index, peer in enumerate(peers) if index != hidden)
+            return Peers(run.plan.with_cohort(7).to_bytes(), kept).to_bytes()
+
+        return alter(run.messages[run.names[0]], announce)
+
+    one, other = run.clients[0], run.clients[1]
+    shares = [Shares.from_bytes(unseal(one.handle(without(7))).payload, 6)]
+    shares.append(Shares.from_bytes(unseal(other.handle(without(6))).payload, 6))
+    assert one.cohort.binding != other.cohort.binding
+    boxes = (shares[0].boxes[0], *([bytes(BOX_BYTES)] * 5))
+    inbox = Inbox(frozenset(range(7)), boxes).to_bytes(7)
+    with pytest.raises(ProtocolError, match="shares from silo-000 were altered"):
+        other.handle(seal(Kind.INBOX, other.cohort.binding, inbox))
+    with pytest.raises(ProtocolError, match="another round, attempt or cohort"):
+        other.handle(seal(Kind.INBOX, one.cohort.binding, inbox))
 
 
 def test_a_silo_speaks_for_another(attempt: Any) -> None:

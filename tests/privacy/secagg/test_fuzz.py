@@ -153,7 +153,7 @@ def test_a_reason_is_harmless_to_print(raw: bytes) -> None:
 def test_a_damaged_snapshot_is_refused_or_whole(attempt: Any, data: st.DataObject) -> None:
     run, snapshot = with_snapshot(attempt)
     with contextlib.suppress(ProtocolError):
-        SecAggClient.restore(damaged(data, snapshot), run.plan, run.signers[0], run.releases[0])
+        SecAggClient.restore(damaged(data, snapshot), run.signers[0], run.releases[0])
 
 
 @functools.cache

@@ -119,18 +119,32 @@ def test_memory_maps_are_folded_and_masked(attempt: Any, tmp_path: Path) -> None
     np.testing.assert_array_equal(run.server.total, run.expected(range(3)))
 
 
+def test_the_sum_can_be_built_in_a_memory_map(attempt: Any, tmp_path: Path) -> None:
+    run = attempt(4)
+    mapped = np.memmap(tmp_path / "sum", dtype=np.uint32, mode="w+", shape=(6,))
+    mapped[:] = 99
+    run.server = SecAggServer(run.session, run.plan, run.directory, mapped)
+    run.until(ServerPhase.DONE)
+    assert run.server.total is mapped
+    np.testing.assert_array_equal(mapped, run.expected(range(4)))
+    with pytest.raises(PrivacyError, match="workspace"):
+        SecAggServer(run.session, run.plan, run.directory, np.zeros(5, dtype=np.uint32))
+    with pytest.raises(PrivacyError, match="workspace"):
+        SecAggServer(run.session, run.plan, run.directory, np.zeros(6, dtype=np.uint64))
+
+
 def test_coordinator_and_silo_hold_less_than_three_vectors(attempt: Any) -> None:
     """Peaks above idle while folding a caller's buffer and while masking, in vectors of 2 M elements."""
     length, vector = 2_000_000, 8_000_000
     plan = choose_parameters(4, 0.25, 0.0)
     shared = np.arange(length, dtype=np.uint32)
     run = attempt(4, plan, session=Session("job", 0, 0, length), vectors=[shared] * 4)
-    run.until(ServerPhase.SHARES)
     body = bytearray(vector)
     tracemalloc.start()
     try:
         idle = tracemalloc.get_traced_memory()[0]
-        run.step()
+        run.server = SecAggServer(run.session, plan, run.directory)
+        run.until(ServerPhase.MASKED)
         for index, name in enumerate(run.names[:3]):
             run.clients[index].handle(run.messages[name])
             at = 0
@@ -250,7 +264,7 @@ def test_a_silo_resumes_from_its_snapshots(attempt: Any) -> None:
 
 
 def reborn(run: Any, index: int, snapshot: bytes) -> SecAggClient:
-    return SecAggClient.restore(snapshot, run.plan, run.signers[index], run.releases[index])
+    return SecAggClient.restore(snapshot, run.signers[index], run.releases[index])
 
 
 def test_a_restored_silo_cannot_mask_again(attempt: Any) -> None:

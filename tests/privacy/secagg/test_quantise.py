@@ -92,6 +92,15 @@ def test_rounding_is_new_each_time_unless_a_simulation_seeds_it() -> None:
     np.testing.assert_array_equal(seeded[0], seeded[1])
 
 
+@given(seed=st.integers(0, 1000), length=st.integers(1, 400), ring_bits=st.sampled_from(RINGS))
+@settings(max_examples=40, deadline=None)
+def test_rounding_lengthens_an_update_no_further_than_stated(seed: int, length: int, ring_bits: int) -> None:
+    quantiser = Quantiser(ring_bits, 10, 2, 1.0)
+    update = np.random.default_rng(seed).normal(size=length) * 10
+    decoded = quantiser.decode_sum(ring_of(update, 2, quantiser)) / 2
+    assert np.linalg.norm(decoded) < quantiser.norm_bound(length)
+
+
 def test_the_norm_is_clipped_and_said_so() -> None:
     quantiser = Quantiser(32, 4, 1, 1.0)
     long, short = (
