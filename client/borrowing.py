@@ -41,7 +41,7 @@ def isolated_randomness(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds the global generators of torch, NumPy and Python inside, and puts them back after."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        _seed_torch(seed, device)
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
         try:
@@ -56,3 +56,12 @@ def _put(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         state = module.state_dict()
         for name, value in values.items():
             state[name].copy_(value)
+
+
+def _seed_torch(seed: int, device: torch.device) -> None:
+    """What `torch.manual_seed` does for this device; that one also queues a stack trace for every kind of
+    accelerator that is not there, which takes longer than a small client's training and is never freed."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
