@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from roundtable.aggregation.conditions import require_positive
-from roundtable.aggregation.gram import combine, finite_gram, inner_products, squared_distances
+from roundtable.aggregation.gram import combine, finite_gram, finite_norms, inner_products, squared_distances
 from roundtable.aggregation.matrix import UpdateMatrix
 from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.core.errors import AggregationError, ConfigError
@@ -27,7 +27,7 @@ def geometric_median(
     """The point with the smallest sum of distances to the updates, by the smoothed Weiszfeld iteration.
 
     Distances below `smoothing` count as that long. Ends when a step is shorter than `tolerance` times the
-    mean distance, or after `max_iterations`. With start = "mean" a median that coincides with an update is
+    median distance, or after `max_iterations`. With start = "mean" a median that coincides with an update is
     found exactly; "zeros" begins at the origin, as a fixed number of iterations in secure aggregation would.
     Sound while fewer than half of the updates are byzantine.
     """
@@ -46,30 +46,32 @@ def weiszfeld(
 ) -> tuple[np.ndarray, int]:
     """Shares of the rows in the geometric median, [n], and the number of iterations.
 
-    A point that is a mean of rows with shares a has ‖row i − point‖² = (D a)_i − aᵀ D a / 2, D the squared
-    distances: no step needs the rows themselves.
+    A point is known by its shares a, and its distances by ⟨row i − c, row j − c⟩ around the row c with the
+    smallest sum of distances: that one is honest company, so a hostile row of any norm costs no precision.
     """
     squared = squared_distances(products)
+    medoid = int(np.argmin(np.sqrt(squared).sum(axis=1)))
     share = np.full(len(products), 1 / len(products))
-    if from_mean:
-        medoid = int(np.argmin(np.sqrt(squared).sum(axis=1)))
-        if _is_median(squared, medoid):
-            return np.eye(len(products))[medoid], 0
-    lengths = np.sqrt(np.maximum(_to_mean(squared, share) if from_mean else np.diagonal(products), 0))
+    if from_mean and _is_median(squared, medoid):
+        return np.eye(len(products))[medoid], 0
+    across = products - products[medoid]
+    centred = across - across[:, [medoid]]
+    lengths = _to_point(centred, share) if from_mean else np.sqrt(np.diagonal(products))
     for step in range(1, max_iterations + 1):
         pull = 1 / np.maximum(lengths, smoothing)
         change = pull / pull.sum() - share
         share = share + change
-        lengths = np.sqrt(np.maximum(_to_mean(squared, share), 0))
-        moved = math.sqrt(max(-change @ squared @ change / 2, 0.0))
-        if step > 1 and moved <= tolerance * lengths.mean():
+        lengths = _to_point(centred, share)
+        moved = math.sqrt(max(change @ centred @ change, 0.0))
+        if step > 1 and moved <= tolerance * float(np.median(lengths)):
             return share, step
     return share, max_iterations
 
 
-def _to_mean(squared: np.ndarray, share: np.ndarray) -> np.ndarray:
-    along = squared @ share
-    return np.asarray(along - share @ along / 2)
+def _to_point(centred: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Distance of each row to Σ_i share[i] · row i, [n]; shares add up to 1."""
+    along = centred @ share
+    return np.asarray(np.sqrt(np.maximum(np.diagonal(centred) - 2 * along + share @ along, 0.0)))
 
 
 def _is_median(squared: np.ndarray, index: int) -> bool:
@@ -82,7 +84,7 @@ def _is_median(squared: np.ndarray, index: int) -> bool:
     return bool(math.sqrt(max(pull, 0.0)) <= len(squared) - away.sum())
 
 
-@rule("centred_clipping", paper="Karimireddy et al. 2021, algorithm 2", needs_gram=True)
+@rule("centred_clipping", paper="Karimireddy et al. 2021, algorithm 2")
 def centred_clipping(
     matrix: UpdateMatrix,
     weights: np.ndarray,
@@ -97,16 +99,12 @@ def centred_clipping(
     if iterations < 1:
         raise AggregationError(f"centred_clipping: iterations must be at least 1, not {iterations}")
     rows = matrix.rows
-    if previous is None:
-        extended = np.pad(finite_gram(matrix), (0, 1))
-    else:
-        across, own = inner_products(matrix, previous)
-        extended = np.block([[finite_gram(matrix), across[:, None]], [across[None, :], np.array([[own]])]])
-    # The last row of the extended Gram matrix is the centre of the previous round.
+    centre = _products_with_centre(matrix, previous, only_centre=iterations == 1)
+    # The last row is the centre of the previous round.
     share = np.eye(rows + 1)[rows]
     for _ in range(iterations):
-        along = extended @ share
-        squared = np.diagonal(extended)[:rows] - 2 * along[:rows] + share @ along
+        along = centre @ share
+        squared = np.diagonal(centre)[:rows] - 2 * along[:rows] + share @ along
         lengths = np.sqrt(np.maximum(squared, 0.0))
         pull = np.divide(tau, lengths, out=np.ones(rows), where=lengths > tau) / rows
         share = share * (1 - pull.sum())
@@ -115,3 +113,17 @@ def centred_clipping(
     if previous is not None:
         vector.add_(previous.to(vector), alpha=float(share[rows]))
     return RuleResult(vector, share[:rows], {"carried_over": float(share[rows])})
+
+
+def _products_with_centre(
+    matrix: UpdateMatrix, previous: torch.Tensor | None, only_centre: bool
+) -> np.ndarray:
+    """Gram matrix of the rows and, last, the centre, [n + 1, n + 1]. The first step looks at distances from
+    the centre alone: with `only_centre`, products of two different rows are left at zero, unmeasured."""
+    extended = np.zeros((matrix.rows + 1, matrix.rows + 1))
+    extended[:-1, :-1] = np.diag(finite_norms(matrix) ** 2) if only_centre else finite_gram(matrix)
+    if previous is not None:
+        across, own = inner_products(matrix, previous)
+        extended[-1, :-1] = extended[:-1, -1] = across
+        extended[-1, -1] = own
+    return extended

@@ -77,7 +77,10 @@ def bulyan(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> RuleResult:
 
 
 def bulyan_selection(distances: np.ndarray, f: int) -> list[int]:
-    """The θ = n − 2f rows that Krum picks in turn, each out of those left."""
+    """The θ = n − 2f rows that Krum picks in turn, each out of those left; of equal ones the first.
+
+    When few are left, two rows that are each other's nearest have the same score.
+    """
     left = list(range(len(distances)))
     chosen: list[int] = []
     for _ in range(len(distances) - 2 * f):

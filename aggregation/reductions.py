@@ -43,7 +43,7 @@ def is_finite(vector: torch.Tensor) -> bool:
 def sum_over_cells(
     matrix: UpdateMatrix, kernel: str, shape: tuple[int, ...], formula: Callable[[Array], Array]
 ) -> np.ndarray:
-    """Adds up, in order, what `kernel`, or else `formula` of float64 values, makes of each cell of columns."""
+    """Adds up, in order, what `kernel`, or else `formula` of float64 values, makes of each cell."""
     total = np.zeros(shape)
     cell = CELL if matrix.device.type == "cpu" else _DEVICE_CELL
     for _, _, values in matrix.blocks():
