@@ -1,6 +1,66 @@
-"""The silo's side: local training, and the agent that takes part in rounds."""
+"""The silo's side: local training, and the agent that takes part in rounds.
 
-from roundtable.client.batches import NoExamples
-from roundtable.client.training import LocalUpdate, evaluate, split_data, train
+Names are loaded when they are first used: training needs no network code, and a training process
+starts sooner without it.
+"""
 
-__all__ = ["LocalUpdate", "NoExamples", "evaluate", "split_data", "train"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roundtable.client.agent import Agent, run_agent
+    from roundtable.client.batches import NoExamples
+    from roundtable.client.config import AgentConfig, load_agent_config
+    from roundtable.client.connection import Refused
+    from roundtable.client.failures import WorkFailed
+    from roundtable.client.script_trainer import Round
+    from roundtable.client.trainer import Trained, Trainer, Work
+    from roundtable.client.training import LocalUpdate, evaluate, split_data, train
+
+__all__ = [
+    "Agent",
+    "AgentConfig",
+    "LocalUpdate",
+    "NoExamples",
+    "Refused",
+    "Round",
+    "Trained",
+    "Trainer",
+    "Work",
+    "WorkFailed",
+    "evaluate",
+    "load_agent_config",
+    "run_agent",
+    "split_data",
+    "train",
+]
+
+_HOMES = {
+    "Agent": "agent",
+    "AgentConfig": "config",
+    "LocalUpdate": "training",
+    "NoExamples": "batches",
+    "Refused": "connection",
+    "Round": "script_trainer",
+    "Trained": "trainer",
+    "Trainer": "trainer",
+    "Work": "trainer",
+    "WorkFailed": "failures",
+    "evaluate": "training",
+    "load_agent_config": "config",
+    "run_agent": "agent",
+    "split_data": "training",
+    "train": "training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -95,11 +95,12 @@ class Agent:
                 self._connected(welcome, name)
                 backoff.reset()
                 link.attach(stub, session.outbox)
-                await session.run(welcome.heartbeat_seconds, duties.handle, lambda: duties.state)
+                try:
+                    await session.run(welcome.heartbeat_seconds, duties.handle, lambda: duties.state)
+                finally:
+                    link.detach()
         except grpc.aio.AioRpcError as error:
             raise await explain(error, config.coordinator, config.credentials) from error
-        finally:
-            link.detach()
 
     def _after(self, session: asyncio.Task[None], backoff: Backoff) -> float:
         """How long to wait before the next attempt; raises what no attempt can heal."""

@@ -23,6 +23,7 @@ from roundtable.proto.channel import CLIENT_OPTIONS
 
 _log = logging.getLogger("roundtable.agent")
 _GREETING_SECONDS = 20.0
+_GOODBYE_SECONDS = 5.0
 _OPTIONS: tuple[tuple[str, int], ...] = (
     *CLIENT_OPTIONS,
     # Otherwise a new channel inherits the waiting time of one that failed before.
@@ -112,6 +113,8 @@ def calling(what: str) -> Iterator[None]:
     except grpc.aio.AioRpcError as error:
         kind = UnavailableError if error.code() in _PASSING else ProtocolError
         raise kind(f"{what}: {error.details()} ({error.code().name})") from error
+    except grpc.aio.UsageError as error:
+        raise UnavailableError(f"{what}: the connection was closed meanwhile") from error
     except asyncio.CancelledError:
         # A channel that closes cancels its calls; that is a lost connection, and no wish of ours.
         task = asyncio.current_task()
@@ -188,6 +191,12 @@ class Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._call.cancel()
+
+    async def leave(self, reason: str) -> None:
+        """Says Goodbye on a stream that nobody runs, and waits a moment for the coordinator to end it."""
+        await self._put(agent_pb2.FromAgent(goodbye=agent_pb2.Goodbye(reason=reason)))
+        async with asyncio.timeout(_GOODBYE_SECONDS):
+            await self._call.code()
 
     async def _read(self, handle: Callable[[agent_pb2.ToAgent], None]) -> None:
         while (message := await self._call.read()) is not EOF:

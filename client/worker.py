@@ -101,10 +101,10 @@ def _attempt(answers: TextIO, work: Any) -> Any:
         return work()
     except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
         found = diagnose(error)
-        _say(answers, {"failed": asdict(found)})
-        if found.kind in _FATAL:
-            # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process.
-            answers.flush()
+        # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process.
+        leaving = found.kind in _FATAL
+        _say(answers, {"failed": asdict(found), "leaving": leaving})
+        if leaving:
             os._exit(1)
         return None
 

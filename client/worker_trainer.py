@@ -70,8 +70,11 @@ class WorkerTrainer:
 
     async def _do(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
         async with self._turn:
-            if self._child is None or self._child.dead:
-                self._child = await _Child.spawn(self._config, self._settings)
+            if self._child is not None and await self._child.gone():
+                await self.close()
+            if self._child is None:
+                await self.start()
+            assert self._child is not None
             return await self._child.do(verb, _order(work), progress)
 
 
@@ -84,7 +87,8 @@ class _Child:
         self._kills_before = _oom_kills()
         self._said: deque[str] = deque(maxlen=20)
         self._listener = asyncio.create_task(self._listen())
-        self.dead = False
+        self._leaving = False
+        self._withdrawing: asyncio.Task[None] | None = None
 
     @classmethod
     async def spawn(cls, config: AgentConfig, settings: dict[str, Any]) -> _Child:
@@ -107,6 +111,13 @@ class _Child:
         child._write({"do": "begin", "settings": settings})
         return child
 
+    async def gone(self) -> bool:
+        """Whether the process has ended, or said that it will; known once a withdrawn order is over."""
+        if self._withdrawing is not None:
+            await asyncio.shield(self._withdrawing)
+            self._withdrawing = None
+        return self._leaving or self._process.returncode is not None
+
     async def do(self, verb: str, order: Order, progress: Progress) -> dict[str, Any]:
         """The answer to an order; WorkFailed for a failure or the end of the process.
 
@@ -117,12 +128,13 @@ class _Child:
         try:
             return await self._answer(progress)
         except asyncio.CancelledError:
-            await asyncio.shield(self._withdraw())
+            self._withdrawing = asyncio.create_task(self._withdraw())
             raise
 
     async def end(self) -> None:
         """Closes the pipe, which ends the process; kills it if it lingers."""
-        self.dead = True
+        if self._withdrawing is not None:
+            self._withdrawing.cancel()
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -141,12 +153,12 @@ class _Child:
                 progress(done, total, math.nan if loss is None else loss)
             elif "failed" in message:
                 found = message["failed"]
+                self._leaving = message["leaving"]
                 raise WorkFailed(found["kind"], found["detail"], found["trace"])
             elif "ready" in message:
                 _log.debug("the training process is ready on %s", message["ready"])
             else:
                 return message
-        self.dead = True
         code = await self._process.wait()
         await self._listener
         raise _post_mortem(code, self._kills_before, list(self._said))
@@ -159,7 +171,6 @@ class _Child:
             pass
         except TimeoutError:
             _log.warning("the training process did not stop in time and is killed")
-            self.dead = True
             self._kill()
             await self._process.wait()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from blake3 import blake3
 
 from roundtable.client.agent import Agent
 from roundtable.client.config import AgentConfig
-from roundtable.client.trainer import Trainer
+from roundtable.client.metrics import Metrics
+from roundtable.client.steps import StepKey
+from roundtable.client.trainer import Progress, Trained, Trainer, Work
+from roundtable.client.worker_trainer import _order
+from roundtable.client.workshop import Settings, Workshop
 from roundtable.core import JobConfig, Model, load_task
 from roundtable.core.identity import create_ca, issue, load_credentials
 from roundtable.core.initial import initial_model
@@ -35,13 +40,12 @@ class Toy(Task):
     def model(self):
         return nn.Sequential(nn.Linear(4, self.width), nn.Tanh(), nn.Linear(self.width, 3))
     def data(self, site):
-        self.options = site.options
         g = torch.Generator().manual_seed(0)
         n = site.options.get("examples", 32)
         x, y = torch.randn(n, 4, generator=g), torch.randint(0, 3, (n,), generator=g)
         return (x, y), (x, y)
     def loss(self, model, batch):
-        trick = self.options.get("trick")
+        trick = open("trick").read() if os.path.exists("trick") else ""
         if trick == "raise":
             raise ValueError("the patient is Jane Doe")
         if trick == "kill":
@@ -50,9 +54,11 @@ class Toy(Task):
             os.kill(os.getpid(), signal.SIGSEGV)
         if trick == "memory":
             raise MemoryError
+        if trick == "slow":
+            time.sleep(0.02)
         if trick == "hang":
             print("hanging", flush=True)
-            time.sleep(0.05)
+            time.sleep(1000)
         if trick == "nan":
             return model(batch[0]).sum() * float("nan")
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -207,6 +213,32 @@ def _key(step: common_pb2.Step) -> tuple[Any, ...]:
     return (step.job, step.round, step.attempt, step.phase)
 
 
+class InlineTrainer:
+    """The same work without a process of its own, for tests of everything else."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        settings = Settings("hospital", str(config.folder), str(config.state / "jobs"), "cpu", None, {})
+        self._workshop = Workshop(settings)
+        self.done: list[StepKey] = []
+        self.gate: asyncio.Event | None = None
+
+    async def start(self) -> None: ...
+
+    async def train(self, work: Work, progress: Progress) -> Trained:
+        if self.gate is not None:
+            await self.gate.wait()
+        self.done.append(work.step)
+        return await asyncio.to_thread(self._workshop.train, _order(work), progress)
+
+    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+        self.done.append(work.step)
+        return await asyncio.to_thread(self._workshop.evaluate, _order(work), progress)
+
+    def release(self, job: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass
 class Silo:
     """A silo's files, and a job that it can do."""
@@ -216,8 +248,18 @@ class Silo:
     model: Model
     coordinator: ScriptedCoordinator
 
-    def with_data(self, **data: Any) -> Silo:
-        return replace(self, config=replace(self.config, data=data))
+    def play(self, trick: str) -> None:
+        """What the task does from now on."""
+        (self.config.folder / "trick").write_text(trick)
+
+    def inline(self) -> InlineTrainer:
+        """A trainer within the test's process."""
+        return InlineTrainer(self.config)
+
+    @property
+    def spooled(self) -> list[str]:
+        """Names of the files in the spool."""
+        return sorted(path.name for path in (self.config.state / "spool").iterdir())
 
     def instruction(
         self, round: int = 1, attempt: int = 1, phase: str = "train", deadline: float = 60.0
@@ -306,3 +348,36 @@ def make_silo(authority: Path, coordinator: ScriptedCoordinator, folder: Path, w
     )
     job = JobConfig.model_validate({"task": "toy", "seed": 3, "algorithm": {"batch_size": 8}})
     return Silo(config, job, initial_model(job, load_task("toy.py", folder)), coordinator)
+
+
+class Log(logging.Handler):
+    """Lets a test wait for a line of the agent's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self._loop.call_soon_threadsafe(self._news.set)
+
+    async def until(self, part: str) -> str:
+        async with asyncio.timeout(60):
+            while not (found := [line for line in self.lines if part in line]):
+                await self._news.wait()
+                self._news.clear()
+        return found[0]
+
+
+@pytest.fixture
+async def log() -> AsyncIterator[Log]:
+    """The agent's log."""
+    handler, logger = Log(), logging.getLogger("roundtable.agent")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)

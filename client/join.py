@@ -1,0 +1,92 @@
+"""The second door: a training script of your own joins rounds.
+
+import roundtable as rt
+
+for round in rt.join("agent.toml", task="digits"):
+    model.load_state_dict(round.weights)
+    ...                                  # train as you like
+    round.submit(model, examples=len(data))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from roundtable.client.agent import Agent
+from roundtable.client.config import AgentConfig, load_agent_config
+from roundtable.client.script_trainer import Evaluator, Round, ScriptTrainer
+
+CONFIG_VARIABLE = "ROUNDTABLE_AGENT"
+_JOIN_SECONDS = 10.0
+
+
+def join(
+    config: AgentConfig | Path | str | None = None,
+    *,
+    task: str | None = None,
+    evaluate: Evaluator | None = None,
+) -> Iterator[Round]:
+    """Takes part as a silo, and gives each round to the caller until the job is over.
+
+    `config` is an agent.toml (default: the file that the environment variable ROUNDTABLE_AGENT names, or
+    ./agent.toml). `task` is the name under which jobs know this script; default: the names in the
+    file's `[tasks]`. `evaluate`, if given, is called in a thread of its own with a Round, whose
+    weights it measures: it returns {name: (sum, count)} on the silo's test data.
+
+    A script that goes on to the next round without submitting refuses the one it had. Leaving the
+    loop leaves the federation. Raises what a person has to mend: ConfigError, IdentityError,
+    ResourceError, and Refused where the coordinator does not want this silo.
+    """
+    settings = _settings(config)
+    if task is not None:
+        settings = replace(settings, tasks={task: "script"})
+    trainer = ScriptTrainer(settings.state / "jobs", evaluate)
+    with _Background(settings, trainer):
+        while (current := trainer.rounds.get()) is not None:
+            if current.wanted:
+                yield current
+                current._skip()
+
+
+class _Background:
+    """The agent in a thread of its own; its error is raised where the script waits."""
+
+    def __init__(self, config: AgentConfig, trainer: ScriptTrainer) -> None:
+        self._agent = Agent(config, trainer)
+        self._trainer = trainer
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="roundtable-agent", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._agent.stop)
+        self._thread.join(_JOIN_SECONDS)
+        if self._error is not None and kind is None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:  # noqa: BLE001 - handed to the script's thread, which raises it
+            self._error = error
+        finally:
+            self._trainer.rounds.put(None)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._agent.run()
+
+
+def _settings(config: AgentConfig | Path | str | None) -> AgentConfig:
+    if isinstance(config, AgentConfig):
+        return config
+    return load_agent_config(Path(config or os.environ.get(CONFIG_VARIABLE, "agent.toml")))

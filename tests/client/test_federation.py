@@ -1,0 +1,185 @@
+"""Whole federations: the real coordinator, real agents with their training processes, and a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from roundtable.client.agent import Agent
+from roundtable.client.config import AgentConfig
+from roundtable.client.join import join
+from roundtable.client.script_trainer import Round
+from roundtable.core import JobConfig, Layout, Model, load_task, open_model, save_model
+from roundtable.core.identity import create_ca, issue
+from roundtable.core.initial import initial_model
+from roundtable.operator import OperatorClient
+from roundtable.server import Coordinator, ServerConfig
+
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from roundtable.core import Task
+
+class Toy(Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    def data(self, site):
+        g = torch.Generator().manual_seed(site.options["seed"])
+        x = torch.randn(48, 4, generator=g)
+        y = x[:, :3].argmax(1)
+        return (x[:32], y[:32]), (x[32:], y[32:])
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+    def metrics(self, model, batch):
+        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+"""
+NAMES = ("alder", "birch", "cedar")
+Federation = tuple[str, Path]
+
+
+@pytest.fixture
+async def federation(tmp_path: Path) -> AsyncIterator[Federation]:
+    """A coordinator's address, and a folder with credentials and the task."""
+    create_ca(tmp_path / "ca")
+    issue(tmp_path / "ca", "coordinator", "coordinator", tmp_path / "coordinator", hosts=("127.0.0.1",))
+    issue(tmp_path / "ca", "operator", "operator", tmp_path / "operator")
+    for name in NAMES:
+        issue(tmp_path / "ca", name, "agent", tmp_path / name)
+    (tmp_path / "toy.py").write_text(TASK)
+    config = ServerConfig(
+        listen="127.0.0.1:0",
+        state=str(tmp_path / "server"),
+        database=f"sqlite:///{tmp_path / 'coordinator.db'}",
+        artifacts=str(tmp_path / "artifacts"),
+        credentials=str(tmp_path / "coordinator"),
+    )
+    coordinator = Coordinator(config)
+    await coordinator.start()
+    yield f"127.0.0.1:{coordinator.port}", tmp_path
+    await coordinator.stop()
+
+
+def silo(federation: Federation, name: str) -> AgentConfig:
+    address, folder = federation
+    return AgentConfig(
+        coordinator=address,
+        credentials=folder / name,
+        state=folder / "state" / name,
+        tasks={"toy": "toy.py:Toy"},
+        data={"seed": NAMES.index(name)},
+        device="cpu",
+        threads=1,
+        folder=folder,
+    )
+
+
+@asynccontextmanager
+async def agents(*configs: AgentConfig) -> AsyncIterator[None]:
+    running = [Agent(config) for config in configs]
+    tasks = [asyncio.create_task(agent.run()) for agent in running]
+    try:
+        yield
+    finally:
+        for agent in running:
+            agent.stop()
+        await asyncio.gather(*tasks)
+
+
+def run_job(
+    federation: Federation, job: JobConfig, model: Model
+) -> tuple[str, list[dict[str, object]], Model]:
+    """Submits a job and waits for its end: (status, history, model)."""
+    address, folder = federation
+    save_model(folder / "initial.safetensors", model)
+    with OperatorClient(address, folder / "operator") as operator:
+        submitted = operator.submit(job, folder / "initial.safetensors")
+        for _ in operator.watch(submitted.id):
+            pass
+        detail = operator.job(submitted.id)
+        operator.get_artifact(detail.job.model.digest, detail.job.model.size, folder / "final.safetensors")
+    history = [json.loads(record) for record in detail.history]
+    return detail.job.status, history, open_model(folder / "final.safetensors")
+
+
+async def test_three_silos_train_one_model(federation: Federation) -> None:
+    _, folder = federation
+    settings = {"learning_rate": 0.3, "epochs": 3, "batch_size": 8}
+    table = {"task": "toy", "rounds": 4, "cohort": {"size": 3}, "algorithm": settings}
+    job = JobConfig.model_validate(table)
+    model = initial_model(job, load_task("toy.py", folder))
+    async with agents(*(silo(federation, name) for name in NAMES)):
+        status, history, final = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    assert [record["contributors"] for record in history] == [sorted(NAMES)] * 4
+    accuracy = history[-1]["evaluation"]["accuracy"]  # type: ignore[index]
+    assert accuracy[1] == 3 * 16
+    assert accuracy[0] / accuracy[1] > 0.8
+    assert not torch.equal(final.vector, model.vector)
+    kept = sorted((folder / "state" / "alder" / "jobs").glob("*/round-*.safetensors"))
+    assert [path.stem for path in kept] == ["round-3", "round-4"]
+
+
+def script(config: AgentConfig, seen: list[int]) -> None:
+    """A user's own NumPy loop for softmax regression, evaluated by a function of its own."""
+    generator = np.random.default_rng(len(config.state.name))
+    x = generator.normal(size=(64, 4)).astype(np.float32)
+    labels = x[:, :3].argmax(1)
+
+    def evaluate(round: Round) -> dict[str, tuple[float, int]]:
+        weights = round.arrays
+        right = (x @ weights["w"] + weights["b"]).argmax(1) == labels
+        return {"accuracy": (float(right.sum()), len(labels))}
+
+    for round in join(config, evaluate=evaluate):
+        seen.append(round.number)
+        weights = round.arrays
+        for _ in range(20):
+            scores = np.exp(x @ weights["w"] + weights["b"])
+            error = (scores / scores.sum(1, keepdims=True) - np.eye(3)[labels]) / len(x)
+            weights["w"] -= x.T @ error
+            weights["b"] -= error.sum(0)
+        round.submit(weights, examples=len(x), metrics={"loss": 0.5})
+
+
+async def test_scripts_of_ones_own_take_part_until_the_job_is_over(federation: Federation) -> None:
+    table = {"task": "toy", "rounds": 3, "cohort": {"size": 2}}
+    job = JobConfig.model_validate(table)
+    state = {"w": torch.zeros(4, 3), "b": torch.zeros(3)}
+    layout = Layout.of(state)
+    model = Model(layout, layout.flatten(state))
+    seen: dict[str, list[int]] = {name: [] for name in NAMES[:2]}
+    scripts = [asyncio.to_thread(script, silo(federation, name), rounds) for name, rounds in seen.items()]
+    done = asyncio.gather(*scripts)
+    status, history, _ = await asyncio.to_thread(run_job, federation, job, model)
+    await done
+    assert status == "finished"
+    assert list(seen.values()) == [[1, 2, 3], [1, 2, 3]]
+    accuracy = history[-1]["evaluation"]["accuracy"]  # type: ignore[index]
+    assert accuracy[0] / accuracy[1] > 0.9
+    assert history[0]["training"]["loss"][1] == 128  # type: ignore[index]
+
+
+async def test_a_silo_with_another_model_fails_and_the_round_goes_on(federation: Federation) -> None:
+    _, folder = federation
+    (folder / "wide.py").write_text(TASK.replace("nn.Linear(4, 8), nn.BatchNorm1d(8)", "nn.Linear(4, 8)"))
+    odd = replace(silo(federation, "cedar"), tasks={"toy": "wide.py:Toy"})
+    table = {"task": "toy", "rounds": 1, "cohort": {"size": 3, "minimum": 2}}
+    job = JobConfig.model_validate(table)
+    model = initial_model(job, load_task("toy.py", folder))
+    async with agents(silo(federation, "alder"), silo(federation, "birch"), odd):
+        status, history, _ = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    assert history[0]["contributors"] == ["alder", "birch"]
+    failure = history[0]["failures"]["cedar"]  # type: ignore[index]
+    assert "1.weight" in failure
+    assert "install the version of the task" in failure
+    assert str(folder) not in failure

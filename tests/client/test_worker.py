@@ -1,0 +1,180 @@
+"""What happens in the training process is reported, and the agent lives; what is finished survives a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundtable.client.worker_trainer import _post_mortem
+
+KEY = ("job-1", 1, 1, "train")
+AGENT = """
+import sys
+from roundtable.client import load_agent_config, run_agent
+sys.exit(run_agent(load_agent_config(__import__("pathlib").Path(sys.argv[1]))))
+"""
+
+
+def workers(parent: int) -> list[int]:
+    """Training processes of an agent."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(status[1]) == parent and b"roundtable.client.worker" in command and status[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+async def ask(silo: Any, round: int) -> Any:
+    """Orders a round; returns the failure, or None for an update."""
+    coordinator = silo.coordinator
+    coordinator.say(instruction=silo.instruction(round))
+    key = ("job-1", round, 1, "train")
+    failed = asyncio.create_task(coordinator.hear("failure"))
+    done = asyncio.create_task(coordinator.until(lambda: key in coordinator.receipts))
+    await asyncio.wait([failed, done], return_when=asyncio.FIRST_COMPLETED)
+    for task in (failed, done):
+        task.cancel()
+    return failed.result() if failed.done() and not failed.cancelled() else None
+
+
+async def test_whatever_happens_in_training_is_reported_and_the_agent_lives(silo) -> None:
+    async with silo.agent():
+        assert await ask(silo, 1) is None
+        first = workers(os.getpid())
+        assert len(first) == 1
+        silo.play("raise")
+        failure = await ask(silo, 2)
+        assert failure.kind == "task_error"
+        assert "ValueError in toy.py, line" in failure.detail
+        assert "Jane Doe" not in failure.detail
+        silo.play("nan")
+        failure = await ask(silo, 3)
+        assert failure.kind == "invalid_update"
+        assert "loss is nan at step 1, epoch 1 of round 3" in failure.detail
+        assert workers(os.getpid()) == first
+        silo.play("memory")
+        assert (await ask(silo, 4)).kind == "out_of_memory"
+        silo.play("")
+        assert await ask(silo, 5) is None
+        assert workers(os.getpid()) not in ([], first)
+        silo.play("crash")
+        failure = await ask(silo, 6)
+        assert (failure.kind, failure.detail) == ("task_error", "the training process crashed (SIGSEGV)")
+        silo.play("kill")
+        failure = await ask(silo, 7)
+        assert failure.kind == "node_failure"
+        assert "SIGKILL" in failure.detail
+    assert workers(os.getpid()) == []
+
+
+async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, monkeypatch) -> None:
+    coordinator = silo.coordinator
+    silo.job = silo.job.model_copy(
+        update={"algorithm": silo.job.algorithm.model_copy(update={"epochs": 100_000})}
+    )
+    silo.play("slow")
+    async with silo.agent():
+        coordinator.say(instruction=silo.instruction(1))
+        await coordinator.until(
+            lambda: any(m.HasField("progress") and m.progress.done for m in coordinator.heard)
+        )
+        warm = workers(os.getpid())
+        coordinator.say(withdraw={"step": silo.instruction(1).step, "reason": "enough"})
+        coordinator.say(instruction=silo.instruction(2, phase="evaluate"))
+        await coordinator.hear("evaluated")
+        assert workers(os.getpid()) == warm
+        monkeypatch.setattr("roundtable.client.worker_trainer._STOP_SECONDS", 0.1)
+        silo.play("hang")
+        coordinator.say(instruction=silo.instruction(3))
+        await log.until("task: hanging")
+        coordinator.say(withdraw={"step": silo.instruction(3).step, "reason": "enough"})
+        coordinator.say(instruction=silo.instruction(4, phase="evaluate"))
+        (silo.config.folder / "trick").unlink()
+        await coordinator.hear("evaluated")
+        assert workers(os.getpid()) != warm
+
+
+async def test_a_full_disk_is_said_and_healed(silo) -> None:
+    async with silo.agent():
+        assert await ask(silo, 1) is None
+        (worker,) = workers(os.getpid())
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        failure = await ask(silo, 2)
+        assert failure.kind == "node_failure"
+        assert "disk is full" in failure.detail
+        assert "state folder" in failure.detail
+        assert silo.spooled == []
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert await ask(silo, 3) is None
+
+
+def agent_file(silo: Any) -> Path:
+    path: Path = silo.config.folder / "agent.toml"
+    path.write_text(
+        f'coordinator = "{silo.config.coordinator}"\n'
+        f'credentials = "{silo.config.credentials}"\n'
+        'tasks = { toy = "toy.py" }\n[limits]\ndevice = "cpu"\nthreads = 1\n'
+    )
+    return path
+
+
+async def start(silo: Any) -> asyncio.subprocess.Process:
+    greeted = len(silo.coordinator.hellos)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", AGENT, str(agent_file(silo)))
+    await silo.coordinator.until(lambda: len(silo.coordinator.hellos) > greeted)
+    return process
+
+
+async def test_a_killed_agent_delivers_from_its_spool_without_training_again(silo) -> None:
+    coordinator = silo.coordinator
+    process = await start(silo)
+    coordinator.cut_upload = 40
+    coordinator.say(instruction=silo.instruction())
+    await coordinator.until(lambda: KEY in coordinator.uploads and len(coordinator.uploads[KEY].data) == 40)
+    orphans = workers(process.pid)
+    process.kill()
+    await process.wait()
+    assert len(orphans) == 1
+    coordinator.heard.clear()
+    coordinator.receipts.clear()
+    trainer = silo.inline()
+    async with silo.agent(trainer):
+        await coordinator.until(lambda: coordinator.receipts)
+    assert coordinator.uploads[KEY].offsets[-1] == 40
+    assert coordinator.hellos[-1].spooled[0].job == "job-1"
+    assert trainer.done == []
+    assert torch.isfinite(silo.delta()).all()
+    assert workers(1) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+async def test_a_signal_stops_the_agent_cleanly(silo, number: signal.Signals, status: int) -> None:
+    process = await start(silo)
+    await silo.coordinator.hear("heartbeat")
+    process.send_signal(number)
+    assert await process.wait() == status
+    assert (await silo.coordinator.hear("goodbye")).reason == "the agent was stopped"
+    assert workers(process.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [(3, 4, "out_of_memory"), (3, 3, "node_failure"), (None, None, "out_of_memory")],
+)
+def test_a_kill_is_called_out_of_memory_on_evidence(monkeypatch, before, after, kind: str) -> None:
+    monkeypatch.setattr("roundtable.client.worker_trainer._oom_kills", lambda: after)
+    assert _post_mortem(-signal.SIGKILL, before, []).kind == kind
