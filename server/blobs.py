@@ -80,18 +80,18 @@ class BlobWriter:
             _start_write_back(self._file, self._write_back_from, self.offset - self._write_back_from)
             self._write_back_from = self.offset
 
-    def finish(self) -> tuple[str, int]:
-        """Syncs, checks size and hash, and gives the blob its name: (digest, size).
-
-        TransferError if it is not whole (it can be gone on with) or not what was announced (it is
-        forgotten, so that the next attempt begins anew).
-        """
-        if self._size is not None and self.offset != self._size:
-            raise TransferError(f"the upload ended at byte {self.offset} of {self._size}")
+    def check(self) -> str:
+        """The digest of what has arrived. TransferError if that is not what was announced: then it is
+        forgotten, so that the next attempt begins anew."""
         digest = self._hash.hexdigest()
         if self._digest is not None and digest != self._digest:
             self.forget()
             raise TransferError(f"the bytes have the digest {digest}, announced was {self._digest}")
+        return digest
+
+    def finish(self) -> tuple[str, int]:
+        """Checks the hash, syncs, and gives the blob its name: (digest, size)."""
+        digest = self.check()
         try:
             os.fsync(self._file)
             self._adopt(self._path, digest)

@@ -63,16 +63,18 @@ async def receive(
                     grpc.StatusCode.OUT_OF_RANGE,
                     f"a chunk at offset {chunk.offset} came where {expected} was expected; go on from there",
                 )
-            expected += len(chunk.data)
-            if len(chunk.data) > MAX_CHUNK_BYTES or expected > size:
+            # Each access of the field copies it.
+            data = chunk.data
+            expected += len(data)
+            if len(data) > MAX_CHUNK_BYTES or expected > size:
                 raise Refusal(
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    f"a chunk of {len(chunk.data)} bytes at {chunk.offset}: chunks hold at most "
+                    f"a chunk of {len(data)} bytes at {chunk.offset}: chunks hold at most "
                     f"{MAX_CHUNK_BYTES}, and {size} were announced in all",
                 )
             if pending is not None:
                 await pending
-            pending = loop.run_in_executor(threads, writer.write, chunk.data)
+            pending = loop.run_in_executor(threads, writer.write, data)
         if pending is not None:
             await pending
             pending = None

@@ -132,26 +132,28 @@ class Uploads:
         writer = await loop.run_in_executor(self._threads, self._services.artifacts.receive, *place)
         try:
             await transfer.receive(_chunks(parts), writer, content.size, self._threads)
-            if finite.first_bad is not None:
-                writer.forget()
-                problem = f"the update is not finite: element {finite.first_bad} is NaN or infinite"
-                return await self._reject(offer, "invalid_update", problem)
-            return await self._complete(offer, writer)
+            return await self._complete(offer, writer, finite)
         finally:
             writer.close()
 
-    async def _complete(self, offer: Offer, writer: BlobWriter) -> Receipt:
-        loop = asyncio.get_running_loop()
+    async def _complete(self, offer: Offer, writer: BlobWriter, finite: FiniteCheck) -> Receipt:
+        """All bytes that came are written: are they all, the right ones, and numbers? Then they stay."""
         size = offer.header.content.size
+        if writer.offset != size:
+            raise Refusal(
+                grpc.StatusCode.ABORTED,
+                f"the upload ended at byte {writer.offset} of {size}; go on from there",
+            )
         try:
-            if writer.offset != size:
-                raise Refusal(
-                    grpc.StatusCode.ABORTED,
-                    f"the upload ended at byte {writer.offset} of {size}; go on from there",
-                )
-            digest, size = await loop.run_in_executor(self._threads, writer.finish)
+            writer.check()
         except TransferError as error:
             return await self._corrupted_upload(offer, error)
+        if finite.first_bad is not None:
+            writer.forget()
+            problem = f"the update is not finite: element {finite.first_bad} is NaN or infinite"
+            return await self._reject(offer, "invalid_update", problem)
+        loop = asyncio.get_running_loop()
+        digest, size = await loop.run_in_executor(self._threads, writer.finish)
         try:
             return await self._deliver(offer, ArtifactRow(digest, size, "update", self._services.clock()))
         finally:
