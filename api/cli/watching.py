@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from roundtable.proto.common_pb2 import Event
     from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
 
-_QUIET = {"update_received"}
+# How the job ended is said once, after the display.
+_QUIET = {"update_received", "job_running", "job_finished", "job_cancelled", "job_failed", "job_paused"}
 _STYLES = {"training": "cyan", "uploading": "blue", "done": "green", "dropped": "red", "offline": "yellow"}
 
 
@@ -113,20 +114,22 @@ def _panel(detail: JobDetail) -> RenderableType:
     from rich.text import Text
 
     job = detail.job
-    head = Text(f"{job.name}  ", style="bold")
-    head.append(f"round {detail.round}/{job.rounds}  {detail.phase or job.status}", style="default")
-    if detail.deadline:
-        head.append(f"  deadline in {duration(max(0.0, detail.deadline - time.time()))}", style="dim")
-    table = Table.grid(padding=(0, 2))
+    head = Table.grid(padding=(0, 2))
+    deadline = detail.deadline - time.time()
+    head.add_row(
+        Text(job.name, style="bold"),
+        f"round {detail.round}/{job.rounds}",
+        ProgressBar(total=max(1, job.rounds), completed=job.rounds_done, width=30),
+        detail.phase or job.status,
+        Text(f"deadline in {duration(max(0.0, deadline))}" if detail.deadline else "", style="dim"),
+    )
+    silos = Table.grid(padding=(0, 2))
     for client in detail.clients:
-        bar = ProgressBar(total=client.total or 1, completed=client.done, width=20)
-        table.add_row(
+        bar = ProgressBar(total=client.total, completed=client.done, width=20) if client.total else ""
+        silos.add_row(
             client.client, Text(client.state, style=_STYLES.get(client.state, "default")), bar, _loss(client)
         )
-    waiting = Text(detail.waiting_for, style="dim")
-    return Group(
-        head, ProgressBar(total=max(1, job.rounds), completed=job.rounds_done, width=60), table, waiting
-    )
+    return Group(head, silos, Text(detail.waiting_for, style="dim"))
 
 
 def _loss(client: ClientActivity) -> str:
