@@ -5,7 +5,7 @@ once, in one or two seconds, and keeps the result in the user's cache folder; to
 anew for each number of clients and take longer each time. Nothing is compiled for matrices of fewer than
 `WORTH_COMPILING` values, and whether a matrix goes through the kernels depends on its size alone, so a run
 gives the same result whether or not the cache was warm. Without a C++ compiler, with
-ROUNDTABLE_KERNELS=off, on CUDA and for small matrices, the same algorithms run in torch.
+ROUNDTABLE_KERNELS=off and for small matrices the same algorithms run in NumPy, on CUDA in torch.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def load() -> Kernels | None:
         return None
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if compiler is None or not _SOURCE.is_file():
-        _log.info("no C++ compiler found: aggregation runs in plain torch, which is slower on large models")
+        _log.info("no C++ compiler found: aggregation runs in plain NumPy, which is slower on large models")
         return None
     try:
         return Kernels(ctypes.CDLL(str(_compiled(compiler))))
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the aggregation kernels could not be compiled, plain torch is used instead: %s", error)
+        _log.warning("the aggregation kernels could not be compiled, plain NumPy is used instead: %s", error)
         return None
 
 

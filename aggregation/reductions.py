@@ -70,8 +70,9 @@ def combine_block(values: torch.Tensor, factors: np.ndarray, out: torch.Tensor, 
     used = np.flatnonzero(factors)
     if values.device.type == "cpu":
         rows, target = values.numpy(), out.numpy()
-        for start, stop in block_ranges(values.shape[1], CELL):
-            target[start:stop] = factors[used] @ rows[used, start:stop].astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for start, stop in block_ranges(values.shape[1], CELL):
+                target[start:stop] = factors[used] @ rows[used, start:stop].astype(np.float64)
         return
     weights = torch.from_numpy(factors[used]).to(values.device)
     for start, stop in block_ranges(values.shape[1], _DEVICE_CELL):

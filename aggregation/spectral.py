@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from roundtable.aggregation.conditions import require, require_positive
+from roundtable.aggregation.conditions import NOT_FINITE, require, require_positive
 from roundtable.aggregation.gram import combine, finite_gram
 from roundtable.aggregation.krum import mean_of_rows
 from roundtable.aggregation.matrix import UpdateMatrix
@@ -83,6 +83,8 @@ def dnc(
     samples = [np.sort(generator.choice(matrix.columns, size, replace=False)) for _ in range(iterations)]
     good = np.ones(rows, dtype=bool)
     for sample in _columns(matrix, samples):
+        if not np.isfinite(sample).all():
+            raise AggregationError(NOT_FINITE)
         centred = sample - sample.mean(axis=0)
         values, vectors = np.linalg.eigh(centred @ centred.T)
         scores = values[-1] * vectors[:, -1] ** 2
