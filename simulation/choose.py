@@ -7,8 +7,9 @@ import os
 import torch
 
 from roundtable.simulation.backend import Backend, World
+from roundtable.simulation.local import make_local
 from roundtable.simulation.processes import Processes
-from roundtable.simulation.sequential import Sequential
+from roundtable.simulation.vectorised import why_not
 
 
 def make_backend(world: World) -> tuple[Backend, str]:
@@ -16,22 +17,34 @@ def make_backend(world: World) -> tuple[Backend, str]:
 
     Raises ConfigError where what was asked for is impossible.
     """
-    wanted = world.job.simulation.backend
-    workers = world.job.simulation.workers or cores()
+    wanted, workers = world.job.simulation.backend, world.job.simulation.workers
     if wanted == "sequential":
-        return Sequential(world, device=_device()), "asked for"
+        return make_local("sequential", world, device=_device()), "asked for"
     if wanted == "processes":
-        return Processes(world, workers, device=_device()), "asked for"
-    return _automatic(world, workers)
+        return Processes(world, workers or cores(), device=_device()), "asked for"
+    refusal = why_not(world)
+    inner = "vectorised" if wanted == "vectorised" or refusal is None else "sequential"
+    why = "asked for" if wanted == "vectorised" else _reason(refusal)
+    return _spread(world, inner, workers, why)
 
 
-def _automatic(world: World, workers: int) -> tuple[Backend, str]:
-    if workers == 1:
-        return Sequential(world, device=_device()), "one worker"
-    if world.reference is None:
-        why = "other processes cannot make this task: it is an object of this one alone"
-        return Sequential(world, device=_device()), why
-    return Processes(world, workers, device=_device()), f"{workers} workers"
+def _reason(refusal: str | None) -> str:
+    return "the task allows it" if refusal is None else f"not vectorised because {refusal}"
+
+
+def _spread(world: World, inner: str, workers: int | None, why: str) -> tuple[Backend, str]:
+    """The backend `inner` in as many processes as were asked for, or as there are cores.
+
+    One process feeds a GPU best: there the work of many clients is one call.
+    """
+    device = _device()
+    count = workers or (1 if device == "cuda" and inner == "vectorised" else cores())
+    if count == 1:
+        return make_local(inner, world, device=device), why
+    if world.reference is None and workers is None:
+        lonely = "in one process, because other processes cannot make this task"
+        return make_local(inner, world, device=device), f"{why}; {lonely}"
+    return Processes(world, count, inner, device), why
 
 
 def cores() -> int:

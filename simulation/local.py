@@ -5,9 +5,13 @@ from __future__ import annotations
 from roundtable.simulation.backend import Backend, World
 from roundtable.simulation.clients import Clients
 from roundtable.simulation.sequential import Sequential
+from roundtable.simulation.vectorised import Vectorised
 
 
 def make_local(name: str, world: World, clients: Clients | None = None, device: str = "cpu") -> Backend:
-    """The backend `name` in this process."""
-    assert name == "sequential"
-    return Sequential(world, clients, device)
+    """The backend `name`, sequential or vectorised, in this process."""
+    kinds: dict[str, type[Sequential] | type[Vectorised]] = {
+        "sequential": Sequential,
+        "vectorised": Vectorised,
+    }
+    return kinds[name](world, clients, device)

@@ -66,8 +66,6 @@ class _Worker:
 class Processes:
     """`workers` processes in all, each with an `inner` backend."""
 
-    name = "processes"
-
     def __init__(self, world: World, workers: int, inner: str = "sequential", device: str = "cpu") -> None:
         """Raises ConfigError where other processes cannot make the task."""
         if world.reference is None:
@@ -86,6 +84,10 @@ class Processes:
         self._deaths: Counter[int] = Counter()
         self._deaths_in_a_row = 0
         self._workers = [self._start(number) for number in range(1, workers)]
+
+    @property
+    def name(self) -> str:
+        return "processes" if self._inner == "sequential" else self._inner
 
     @property
     def chunk(self) -> int:
