@@ -41,7 +41,7 @@ def _spread(world: World, inner: str, workers: int | None, why: str) -> tuple[Ba
     count = workers or (1 if device == "cuda" and inner == "vectorised" else cores())
     if count == 1:
         return make_local(inner, world, device=device), why
-    if world.reference is None and workers is None:
+    if world.reference is None:
         lonely = "in one process, because other processes cannot make this task"
         return make_local(inner, world, device=device), f"{why}; {lonely}"
     return Processes(world, count, inner, device), why
