@@ -12,7 +12,7 @@ from pathlib import Path
 
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import get_encoding
-from roundtable.core.errors import ConfigError, RoundtableError, StorageError
+from roundtable.core.errors import ConfigError, EncodingError, LayoutError, RoundtableError, StorageError
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
@@ -147,7 +147,12 @@ class Jobs:
             raise ConfigError(
                 f"the initial model {wish.model[:12]} is not stored here: upload it before the job"
             )
-        layout = open_model(self._services.artifacts.path(wish.model)).layout
+        path = self._services.artifacts.path(wish.model)
+        try:
+            layout = open_model(path).layout
+        except (EncodingError, LayoutError) as error:
+            reason = str(error).replace(str(path), f"artifact {wish.model[:12]}")
+            raise ConfigError(f"the initial model cannot be used: {reason}") from error
         _plan(job, layout, population)
         engine = RoundEngine(job, wish.model, secrets.randbits(63))
         now = self._services.clock()
@@ -250,12 +255,7 @@ def _info(client: ClientRow) -> m.ClientInfo:
 def _parse(text: str) -> JobConfig:
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"the job is {len(text)} characters long; at most {MAX_CONFIG_BYTES} are accepted")
-    try:
-        return job_from_json(text)
-    except (json.JSONDecodeError, RecursionError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"the job is not a JSON object as `roundtable job submit` sends it: {error}"
-        ) from error
+    return job_from_json(text)
 
 
 def _plan(job: JobConfig, layout: Layout, population: int) -> Plan:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
-from service import AGENTS, Operator, running
+from service import AGENTS, Operator, model_bytes, running
 
-from roundtable.core import Layout, Model, save_model
+from roundtable.core import Layout, Model
 from roundtable.core.identity import create_ca, issue
 from roundtable.server import Coordinator, ServerConfig, load_server_config
 
@@ -131,8 +131,7 @@ async def operator(coordinator: Coordinator, certificates: Path) -> AsyncIterato
 
 
 @pytest.fixture
-def saved_model(tmp_path: Path) -> Path:
+def saved_model() -> bytes:
     """A small model artifact."""
     layout = Layout.of({"w": torch.zeros(4)})
-    save_model(tmp_path / "model.safetensors", Model(layout, torch.zeros(4)))
-    return tmp_path / "model.safetensors"
+    return model_bytes(Model(layout, torch.zeros(4)))
