@@ -55,6 +55,7 @@ def dev() -> None:
         return
     if not (BIN / "python").exists():
         run(sys.executable, "-m", "venv", VENV)
+    print("setting up .venv, once: PyTorch and what stands on it, some minutes", flush=True)
     torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
     # torch comes first and alone, so that nothing that depends on it picks another build of it.
     run(BIN / "python", "-m", "pip", "install", "--quiet", torch)

@@ -28,6 +28,7 @@ def lines(section: str, key: str) -> list[str]:
 
 PACKAGE_DIR = dict(re.split(r"\s*=\s*", line) for line in lines("options", "package_dir"))
 PACKAGES = lines("options", "packages")
+DATA = {name: re.split(r",\s*", patterns) for name, patterns in CONFIG["options.package_data"].items()}
 
 
 def folders() -> Iterator[tuple[str, Path]]:
@@ -62,11 +63,10 @@ def test_no_folder_shadows_the_package() -> None:
 
 
 def test_every_other_file_is_named_as_package_data() -> None:
-    data = {name: re.split(r",\s*", patterns) for name, patterns in CONFIG["options.package_data"].items()}
     for name, folder in FOLDERS.items():
         for file in folder.iterdir():
             if file.is_file() and file.suffix not in (".py", ".pyc"):
-                patterns = data.get(name, [])
+                patterns = DATA.get(name, [])
                 assert any(fnmatch(file.name, pattern) for pattern in patterns), (
                     f"{file} would not be installed"
                 )
@@ -84,6 +84,8 @@ def test_tests_run_on_the_wheel_where_the_check_says_so() -> None:
         for file in folder.iterdir():
             if file.is_file() and file.suffix != ".pyc":
                 assert (installed / file.name).read_bytes() == file.read_bytes(), file
+        for pattern in DATA.get(name, []):
+            assert list(installed.glob(pattern)), f"{name} was installed without {pattern}"
 
 
 @pytest.mark.parametrize("name", MODULES)
