@@ -166,7 +166,7 @@ class SecAggClient:
         self._bound_to(envelope, cohort.binding)
         inbox = Inbox.from_bytes(envelope.payload, len(cohort.names))
         parameters = cohort.parameters
-        needed = max(parameters.minimum_survivors, parameters.consents, parameters.t)
+        needed = max(parameters.least, self.minimum_cohort)
         if me not in inbox.members or len(inbox.members) < needed:
             raise ProtocolError(
                 f"{len(inbox.members)} silos shared their secrets; {needed} are needed, this one among them"
@@ -182,7 +182,7 @@ class SecAggClient:
         held = bytearray()
         for peer in senders:
             held += self._own_pair if peer == me else self._open(peer, next(boxes))
-        self._custody = Custody(cohort, me, inbox.members, b"", held)
+        self._custody = Custody(cohort, me, inbox.members, self.minimum_cohort, b"", held)
         self.phase = ClientPhase.READY
 
     def masked_chunks(self, source: VectorSource) -> Iterator[memoryview]:

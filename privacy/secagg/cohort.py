@@ -35,20 +35,27 @@ def assemble(
         )
     if list(names) != sorted(set(names)):
         raise ProtocolError("the announced cohort is not sorted, or names a silo twice")
-    strangers = [name for name in names if name not in directory]
-    if strangers:
-        raise ProtocolError(f"{strangers[0]} is not a silo that this site has pinned an identity for")
-    digest = session.digest()
-    for peer in offered.peers:
-        advertised = Envelope(Kind.ADVERTISE, digest, peer.name, peer.advert, peer.signature)
-        advertised.check(verifier(directory[peer.name], peer.name))
+    _check_identities(session, offered, directory)
     adverts = tuple(Advert.from_bytes(peer.advert) for peer in offered.peers)
     public = [key for advert in adverts for key in (advert.box_key, advert.mask_key)]
     if len(set(public)) != len(public):
         raise ProtocolError("a public key is advertised twice in the announced cohort")
     identities = tuple(directory[name] for name in names)
-    if len(set(identities)) != len(identities):
-        raise ProtocolError("two silos of the announced cohort have one identity key")
     triples = [(peer.name, directory[peer.name], peer.advert) for peer in offered.peers]
     sid = session_id(session, offered.parameters, triples)
     return Cohort(session, parameters, names, identities, sid, b""), adverts
+
+
+def _check_identities(session: Session, offered: Peers, directory: Mapping[str, bytes]) -> None:
+    """Every silo is pinned, is nobody else as well, and has signed its advertisement for this attempt."""
+    digest = session.digest()
+    identities = set()
+    for peer in offered.peers:
+        identity = directory.get(peer.name)
+        if identity is None:
+            raise ProtocolError(f"{peer.name} is not a silo that this site has pinned an identity for")
+        advertised = Envelope(Kind.ADVERTISE, digest, peer.name, peer.advert, peer.signature)
+        advertised.check(verifier(identity, peer.name))
+        identities.add(identity)
+    if len(identities) != len(offered.peers):
+        raise ProtocolError("two silos of the announced cohort have one identity key")

@@ -66,6 +66,7 @@ class Custody:
     cohort: Cohort
     index: int
     members: frozenset[int]
+    minimum_cohort: int
     upload: bytes
     held: bytearray
     survivors: frozenset[int] | None = None
@@ -74,7 +75,7 @@ class Custody:
         """Accept a survivor set, once, and return what is to be signed about it."""
         parameters = self.cohort.parameters
         survivors = members_from_bytes(payload, parameters.n)
-        needed = max(parameters.minimum_survivors, parameters.consents, parameters.t)
+        needed = max(parameters.least, self.minimum_cohort)
         if not survivors <= self.members:
             stranger = self.cohort.names[min(survivors - self.members)]
             raise ProtocolError(f"the coordinator counts {stranger} as a survivor, which shared no secrets")

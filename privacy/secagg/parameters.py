@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from roundtable.core.errors import PrivacyError, ProtocolError
 from roundtable.privacy.secagg import tails
@@ -20,7 +20,7 @@ from roundtable.privacy.secagg.shamir import POINTS
 FULL_GRAPH_UP_TO = 50
 """Cohorts up to this size use the full graph: it is the stronger one, and cheap enough."""
 MINIMUM_COHORT = 3
-_ENCODING = struct.Struct("<6HB?I3d")
+_ENCODING = struct.Struct("<8HB?Id")
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class SecAggParameters:
 
     `n` silos; `k` neighbours of each (`n − 1` on the full graph); `t` shares reconstruct a secret;
     `consents` signatures over one survivor set are demanded before a silo reveals a share;
-    `minimum_survivors` is the smallest survivor set that a silo accepts. `corruption` and `dropout`
-    are the shares of the cohort that were assumed. The ring has 2^`ring_bits` elements; an update has
-    at most the L2 norm `clip_norm` and an integer weight from 1 to `weight_bound`; `capacity` is the
-    cohort size that the ring was filled for, and no smaller than `n`.
+    `minimum_survivors` is the smallest survivor set that a silo accepts. `corrupt` and `dropped` silos
+    were assumed. The ring has 2^`ring_bits` elements; an update has at most the L2 norm `clip_norm` and
+    an integer weight from 1 to `weight_bound`; `capacity` is the number of silos invited, for which the
+    ring has room, and no smaller than `n`.
     """
 
     n: int
@@ -41,32 +41,37 @@ class SecAggParameters:
     consents: int
     minimum_survivors: int
     capacity: int
+    corrupt: int
+    dropped: int
     ring_bits: int
     malicious: bool
     weight_bound: int
     clip_norm: float
-    corruption: float
-    dropout: float
+
+    def __post_init__(self) -> None:
+        if self.ring_bits not in RING_BITS:
+            raise PrivacyError(f"a ring of {self.ring_bits} bits is not supported; use one of {RING_BITS}")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
+            raise PrivacyError(f"a clip norm of {self.clip_norm} is not a positive number")
+        if not 1 <= self.weight_bound < 1 << 32:
+            raise PrivacyError(f"a weight bound of {self.weight_bound} is not a whole number from 1 up")
 
     @property
     def full_graph(self) -> bool:
         return self.k == self.n - 1
 
     @property
-    def corrupt(self) -> int:
-        return tails.counted(self.corruption, self.n)
+    def least(self) -> int:
+        """The smallest number of silos with which any phase may end."""
+        return max(self.minimum_survivors, self.consents, self.t)
 
-    @property
-    def dropped(self) -> int:
-        return tails.counted(self.dropout, self.n)
-
-    def privacy_failure(self, corruption: float | None = None) -> float:
+    def privacy_failure(self, corrupt: int | None = None) -> float:
         """log2 of the chance that more than the sum over all honest survivors can be learnt.
 
-        `corruption` is the share of corrupt silos to assume (the stated one by default). On the full
-        graph this is certain or impossible; on the sparse one it is over the order of the silos.
+        `corrupt` silos are assumed, the stated number by default. On the full graph this is certain or
+        impossible; on the sparse one it is over the order of the silos.
         """
-        corrupt = self.corrupt if corruption is None else tails.counted(corruption, self.n)
+        corrupt = self.corrupt if corrupt is None else corrupt
         if corrupt > self.n - 2:
             return 0.0
         if self.malicious and 2 * self.consents <= self.n + corrupt:
@@ -91,17 +96,24 @@ class SecAggParameters:
         return tails.too_few_survive(self.n, self.k, self.t, self.dropped)
 
     def with_cohort(self, n: int) -> SecAggParameters:
-        """The parameters for the `n <= capacity` silos that came; the ring stays as it is."""
+        """The parameters for the `n <= capacity` silos that came; the ring stays as it is.
+
+        All corrupt silos are taken to be among them, for it is the coordinator that says who came. As
+        many dropouts are provided for as their share of those invited, or as many as are possible.
+        """
         if n > self.capacity:
             raise PrivacyError(f"{n} silos came where the ring has room for {self.capacity}; invite fewer")
-        chosen = choose_parameters(n, self.dropout, self.corruption, self.malicious)
-        return replace(
-            chosen,
-            capacity=self.capacity,
-            ring_bits=self.ring_bits,
-            clip_norm=self.clip_norm,
-            weight_bound=self.weight_bound,
-        )
+        for dropped in range(tails.counted(self.dropped / self.n, n), 0, -1):
+            try:
+                graph = _choose_graph(n, self.corrupt, dropped, self.malicious)
+            except PrivacyError:
+                continue
+            return self._with_graph(n, dropped, graph)
+        return self._with_graph(n, 0, _choose_graph(n, self.corrupt, 0, self.malicious))
+
+    def _with_graph(self, n: int, dropped: int, graph: tuple[int, int, int, int]) -> SecAggParameters:
+        k, t, consents, survivors = graph
+        return replace(self, n=n, k=k, t=t, consents=consents, minimum_survivors=survivors, dropped=dropped)
 
     def check_against(self, plan: SecAggParameters) -> None:
         """Refuse parameters offered by a coordinator that are weaker than this silo's own `plan`."""
@@ -116,7 +128,7 @@ class SecAggParameters:
             raise ProtocolError(f"n = {self.n}, k = {self.k}, t = {self.t} are not the numbers of a graph")
         if not self.full_graph and (self.k % 2 or self.t > self.k):
             raise ProtocolError(f"a graph of degree {self.k} with threshold {self.t} cannot be built")
-        failure = self.privacy_failure(plan.corruption)
+        failure = self.privacy_failure(plan.corrupt)
         if failure > -tails.SECURITY_BITS + 0.01:
             raise ProtocolError(
                 f"k = {self.k}, t = {self.t} among {self.n} silos protect against "
@@ -137,33 +149,19 @@ class SecAggParameters:
 
     def to_bytes(self) -> bytes:
         """A fixed-size encoding; it is part of what every key and signature is bound to."""
-        return _ENCODING.pack(
-            self.n,
-            self.k,
-            self.t,
-            self.consents,
-            self.minimum_survivors,
-            self.capacity,
-            self.ring_bits,
-            self.malicious,
-            self.weight_bound,
-            self.clip_norm,
-            self.corruption,
-            self.dropout,
-        )
+        return _ENCODING.pack(*(getattr(self, field.name) for field in fields(self)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SecAggParameters:
         """Read what `to_bytes` wrote; ProtocolError for anything that is not that."""
         if len(data) != _ENCODING.size:
             raise ProtocolError(f"parameters of {len(data)} bytes where {_ENCODING.size} were expected")
-        parameters = cls(*_ENCODING.unpack(data))
-        if parameters.to_bytes() != data:
-            raise ProtocolError("parameters are not in their canonical encoding")
         try:
-            _check_ranges(parameters)
+            parameters = cls(*_ENCODING.unpack(data))
         except PrivacyError as error:
             raise ProtocolError(f"the coordinator offers parameters that cannot be used: {error}") from error
+        if parameters.to_bytes() != data:
+            raise ProtocolError("parameters are not in their canonical encoding")
         return parameters
 
 
@@ -187,46 +185,47 @@ def choose_parameters(
     states the failure probabilities. PrivacyError where fewer than 3 silos take part or no threshold
     can serve both assumptions.
     """
-    n = cohort_size
-    if n < MINIMUM_COHORT:
-        raise PrivacyError(
-            f"secure aggregation of {n} silos hides nothing; it needs at least {MINIMUM_COHORT}"
-        )
-    if n > POINTS:
-        raise PrivacyError(f"a cohort of {n} silos is beyond the {POINTS} that can hold shares")
-    if not (0 <= dropout < 1 and 0 <= corruption < 1):
-        raise PrivacyError(f"dropout {dropout} and corruption {corruption} must be at least 0 and below 1")
-    corrupt, dropped = tails.counted(corruption, n), tails.counted(dropout, n)
-    majority = (n + corrupt) // 2 + 1
-    degree = None
-    if n > FULL_GRAPH_UP_TO:
-        degree = tails.choose_degree(n, corrupt, dropped, malicious)
-    if degree is None:
-        k, t = n - 1, _full_threshold(n, corrupt, dropped, malicious)
-        consents = survivors = max(t, majority if malicious else 0)
-    else:
-        k, t = degree
-        consents = min(majority, n - dropped)
-        unmaskable = tails.falls_apart_unmasked(n, k, t, corrupt) <= -(tails.SECURITY_BITS + 1)
-        survivors = consents if unmaskable else n - dropped
-        if malicious and consents < majority:
-            raise _infeasible(n, corrupt, dropped, majority)
-    parameters = SecAggParameters(
-        n=n,
+    for name, share in (("dropout", dropout), ("corruption", corruption)):
+        if not 0 <= share < 1:
+            raise PrivacyError(f"a {name} of {share} is not a share from 0 to below 1")
+    corrupt, dropped = tails.counted(corruption, cohort_size), tails.counted(dropout, cohort_size)
+    k, t, consents, survivors = _choose_graph(cohort_size, corrupt, dropped, malicious)
+    return SecAggParameters(
+        n=cohort_size,
         k=k,
         t=t,
         consents=consents,
         minimum_survivors=survivors,
-        capacity=n,
+        capacity=cohort_size,
+        corrupt=corrupt,
+        dropped=dropped,
         ring_bits=ring_bits,
         malicious=malicious,
         weight_bound=weight_bound,
         clip_norm=clip_norm,
-        corruption=corruption,
-        dropout=dropout,
     )
-    _check_ranges(parameters)
-    return parameters
+
+
+def _choose_graph(n: int, corrupt: int, dropped: int, malicious: bool) -> tuple[int, int, int, int]:
+    """k, t, the consents and the survivors to demand."""
+    if not MINIMUM_COHORT <= n <= POINTS:
+        raise PrivacyError(
+            f"secure aggregation takes at least {MINIMUM_COHORT} silos, or it hides nothing, and at most "
+            f"{POINTS}; there are {n}"
+        )
+    if corrupt > n - 2:
+        raise PrivacyError(f"with {corrupt} of {n} silos corrupt the sum hides no honest one; invite more")
+    majority = (n + corrupt) // 2 + 1 if malicious else 1
+    degree = tails.choose_degree(n, corrupt, dropped, malicious) if n > FULL_GRAPH_UP_TO else None
+    if degree is None:
+        t = _full_threshold(n, corrupt, dropped, malicious)
+        return n - 1, t, max(t, majority), max(t, majority)
+    k, t = degree
+    if n - dropped < majority:
+        raise _infeasible(n, corrupt, dropped, majority)
+    if tails.falls_apart_unmasked(n, k, t, corrupt) <= -(tails.SECURITY_BITS + 1):
+        return k, t, majority, majority
+    return k, t, majority, n - dropped
 
 
 def _full_threshold(n: int, corrupt: int, dropped: int, malicious: bool) -> int:
@@ -242,18 +241,6 @@ def _infeasible(n: int, corrupt: int, dropped: int, needed: int) -> PrivacyError
         f"no threshold serves {n} silos of which {corrupt} are corrupt and {dropped} drop out: {needed} "
         f"must answer and {n - dropped} will; assume less corruption or dropout"
     )
-
-
-def _check_ranges(parameters: SecAggParameters) -> None:
-    if parameters.ring_bits not in RING_BITS:
-        raise PrivacyError(f"a ring of {parameters.ring_bits} bits is not supported; use one of {RING_BITS}")
-    if not (math.isfinite(parameters.clip_norm) and parameters.clip_norm > 0):
-        raise PrivacyError(f"a clip norm of {parameters.clip_norm} is not a positive number")
-    if not 1 <= parameters.weight_bound < 1 << 32:
-        raise PrivacyError(f"a weight bound of {parameters.weight_bound} is not a whole number from 1 up")
-    for name in ("corruption", "dropout"):
-        if not 0 <= getattr(parameters, name) < 1:
-            raise PrivacyError(f"{name} {getattr(parameters, name)} must be at least 0 and below 1")
 
 
 def _log2_sum(a: float, b: float) -> float:

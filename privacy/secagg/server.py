@@ -298,10 +298,11 @@ class SecAggServer:
     def _answered(self, what: str) -> frozenset[int]:
         """The indices of the silos that answered in this phase, if they are enough to go on."""
         cohort = self.cohort
-        parameters = cohort.parameters
-        needed = max(parameters.minimum_survivors, parameters.consents, parameters.t)
+        needed = cohort.parameters.least
         if len(self._answers) < needed:
-            raise ProtocolError(f"{len(self._answers)} of {parameters.n} silos {what}; {needed} are needed")
+            raise ProtocolError(
+                f"{len(self._answers)} of {len(cohort.names)} silos {what}; {needed} are needed"
+            )
         return frozenset(cohort.places[name] for name in self._answers)
 
     def _open(

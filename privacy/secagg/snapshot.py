@@ -30,7 +30,7 @@ def to_snapshot(custody: Custody) -> bytes:
     job = cohort.session.job.encode()
     session = cohort.session
     parts = [_SESSION.pack(len(job), session.round, session.attempt, session.length), job]
-    parts += [cohort.parameters.to_bytes(), struct.pack("<H", custody.index)]
+    parts += [cohort.parameters.to_bytes(), struct.pack("<HH", custody.index, custody.minimum_cohort)]
     for name, identity in zip(cohort.names, cohort.identities, strict=True):
         parts += [bytes([len(name.encode())]), name.encode(), identity]
     parts += [
@@ -52,7 +52,7 @@ def from_snapshot(snapshot: bytes) -> Custody:
     job, round, attempt, length = _SESSION.unpack(reader.take(_SESSION.size))
     session = Session(reader.text(job), round, attempt, length)
     parameters = SecAggParameters.from_bytes(reader.take(PARAMETERS_BYTES))
-    index, n = reader.number(2), parameters.n
+    index, minimum_cohort, n = reader.number(2), reader.number(2), parameters.n
     silos = [(reader.text(reader.number(1)), reader.take(KEY_BYTES)) for _ in range(n)]
     names, identities = tuple(name for name, _ in silos), tuple(key for _, key in silos)
     beacon = reader.take(reader.number(1))
@@ -65,4 +65,4 @@ def from_snapshot(snapshot: bytes) -> Custody:
         raise ProtocolError("the snapshot belongs to no silo of its cohort")
     held = bytearray(reader.take(PAIR_BYTES * len(cohort.peers_held_by(index, members))))
     reader.end()
-    return Custody(cohort, index, members, upload, held, survivors)
+    return Custody(cohort, index, members, minimum_cohort, upload, held, survivors)

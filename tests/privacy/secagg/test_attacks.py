@@ -228,6 +228,29 @@ def test_a_site_demands_a_larger_cohort(attempt: Any) -> None:
         client.handle(run.messages[run.names[0]])
 
 
+def test_a_site_demands_as_many_survivors(attempt: Any) -> None:
+    """Enough silos at the start, too few in the sum: the site's minimum is for what is revealed."""
+    run = attempt(8, choose_parameters(8, 0.3, 0.0))
+    demanding = [run.client(index, minimum_cohort=8) for index in range(8)]
+    run.clients = demanding
+    run.until(ServerPhase.CONSENT, {7: ServerPhase.MASKED})
+    with pytest.raises(ProtocolError, match="7 silos survive, 8 are needed"):
+        run.clients[0].handle(run.messages[run.names[0]])
+
+
+def test_the_victim_is_put_among_the_corrupt(attempt: Any, alter: Alter) -> None:
+    """Of ten invited, two of them corrupt, the coordinator lets three come: those two and the victim."""
+    plan = choose_parameters(10, 0.2, 0.2)
+    run = attempt(10, plan).until(ServerPhase.SHARES)
+
+    def three(envelope: Any) -> bytes:
+        weak = replace(choose_parameters(3, 0.0, 0.0), capacity=10).to_bytes()
+        return Peers(weak, Peers.from_bytes(envelope.payload).peers[:3]).to_bytes()
+
+    with pytest.raises(ProtocolError, match="among 3 silos protect against 2 corrupt"):
+        run.clients[0].handle(alter(run.messages[run.names[0]], three))
+
+
 def test_a_graph_isolates_the_victim(attempt: Any, alter: Alter) -> None:
     """The coordinator wants an order in which the victim has chosen neighbours: no nonce can be replaced."""
     run = attempt(60, choose_parameters(60, 0.1, 0.1)).until(ServerPhase.SHARES)

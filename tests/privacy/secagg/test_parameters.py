@@ -183,7 +183,7 @@ SPARSE = choose_parameters(100, 0.1, 0.1)
         replace(PLAN, t=11),
         replace(PLAN, consents=10),
         replace(PLAN, malicious=False),
-        replace(PLAN, corruption=0.0, t=10, consents=11),
+        replace(PLAN, corrupt=0, t=10, consents=11),
         replace(PLAN, k=8, t=5),
         replace(PLAN, k=8, t=9),
         replace(PLAN, k=7),
@@ -209,13 +209,29 @@ def test_weaker_sparse_graphs_are_refused(offered: SecAggParameters) -> None:
 
 def test_bytes_that_are_no_parameters_are_refused() -> None:
     raw = PLAN.to_bytes()
-    for damaged in (b"", raw[:-1], raw + b"\0", replace_byte(raw, 12, 20), replace_byte(raw, 13, 7)):
+    for damaged in (b"", raw[:-1], raw + b"\0", replace_byte(raw, 16, 20), replace_byte(raw, 17, 7)):
         with pytest.raises(ProtocolError):
             SecAggParameters.from_bytes(damaged)
 
 
 def replace_byte(raw: bytes, place: int, value: int) -> bytes:
     return raw[:place] + bytes([value]) + raw[place + 1 :]
+
+
+def test_all_corrupt_silos_are_taken_to_be_among_those_that_came() -> None:
+    """A coordinator says who came: two corrupt silos of twenty are two of five as well."""
+    plan = choose_parameters(20, 0.1, 0.1)
+    few = plan.with_cohort(5)
+    assert (few.corrupt, few.t) == (2, 4)
+    with pytest.raises(PrivacyError, match="2 of 3 silos corrupt"):
+        plan.with_cohort(3)
+    with pytest.raises(ProtocolError, match="2 corrupt ones"):
+        replace(choose_parameters(3, 0.0, 0.0), capacity=20).check_against(plan)
+
+
+def test_as_many_dropouts_are_provided_for_as_are_possible() -> None:
+    plan = choose_parameters(20, 0.4, 0.1)
+    assert [plan.with_cohort(n).dropped for n in (20, 10, 6, 4)] == [8, 3, 1, 0]
 
 
 def test_no_single_threshold_is_missed() -> None:
@@ -225,7 +241,7 @@ def test_no_single_threshold_is_missed() -> None:
         corruption, dropout = corrupt / n, dropped / n
         if corruption >= 1 or dropout >= 1:
             continue
-        if possible:
+        if possible and corrupt <= n - 2:
             assert choose_parameters(n, dropout, corruption).t in possible
         else:
             with pytest.raises(PrivacyError):
