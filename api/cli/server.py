@@ -20,9 +20,7 @@ import click
 @click.option(
     "--credentials", type=click.Path(path_type=Path), help="Folder with ca.crt, node.crt and node.key."
 )
-@click.pass_context
 def server(
-    context: click.Context,
     config: Path | None,
     listen: str | None,
     state: Path | None,
@@ -44,8 +42,8 @@ def server(
 
 def service_logs() -> None:
     """A service tells what it does by default; --verbose adds the rest."""
-    root = logging.getLogger()
-    root.setLevel(min(root.level, logging.INFO))
+    ours = logging.getLogger("roundtable")
+    ours.setLevel(min(ours.getEffectiveLevel(), logging.INFO))
 
 
 def _absolute(path: Path | None) -> Path | None:

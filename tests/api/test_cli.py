@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +243,27 @@ def test_simulate(roundtable: Command, job_file: Path, tmp_path: Path) -> None:
     lines = roundtable("simulate", job_file).out
     assert "round 2/2" in lines
     assert "finished" in lines
+
+
+def test_a_simulation_goes_on_after_ctrl_c(roundtable: Command, job_file: Path, tmp_path: Path) -> None:
+    line = ["simulate", str(job_file), "--run-dir", str(tmp_path / "run"), "--set"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roundtable", *line, "rounds=100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for said in process.stdout:
+        if "round      3/100000" in said:
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"roundtable simulate {job_file} --run-dir {tmp_path / 'run'} --resume" in err
+    assert "Traceback" not in err
+    done = len((tmp_path / "run" / "history.jsonl").read_text().splitlines())
+    resumed = roundtable(*line, f"rounds={done + 1}", "--resume", "--json")
+    assert resumed.code == 0, resumed.err
+    rounds = [row["round"] for row in json.loads(resumed.out)["history"]]
+    assert rounds == list(range(1, done + 2))

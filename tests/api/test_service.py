@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 import roundtable as rt
+from roundtable.core import save_model
 from roundtable.core.identity import create_ca, issue
 from roundtable.demo import await_agents, free_port
+from roundtable.preparation import prepare
 from roundtable.processes import Children
 
 Command = Any
@@ -299,3 +301,39 @@ def test_a_second_coordinator_on_the_same_port(service: Service, tmp_path: Path)
     assert service.address in done.stderr
     assert "in use" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_watching_outlives_a_coordinator_that_is_killed(tmp_path: Path) -> None:
+    create_ca(tmp_path / "ca")
+    issue(tmp_path / "ca", "hub", "coordinator", tmp_path / "hub", ["127.0.0.1"])
+    issue(tmp_path / "ca", "ada", "operator", tmp_path / "ada")
+    issue(tmp_path / "ca", "north", "agent", tmp_path / "north" / "credentials")
+    (tmp_path / "small.py").write_text(TASK)
+    (tmp_path / "job.toml").write_text(JOB.replace("size = 2", "size = 1").replace("= 3", "= 300"))
+    address = f"127.0.0.1:{free_port()}"
+    (tmp_path / "north" / "agent.toml").write_text(
+        f'coordinator = "{address}"\n[tasks]\nsmall = "{tmp_path}/small.py:Small"\n'
+    )
+    hub = ["server", "--listen", address, "--state", str(tmp_path), "--credentials", str(tmp_path / "hub")]
+    with Children(tmp_path / "logs") as children, rt.OperatorClient(address, tmp_path / "ada") as operator:
+        first = children.start("hub", hub)
+        children.start("north", ["client", "--config", str(tmp_path / "north" / "agent.toml")])
+        await_agents(operator, children, 1)
+        prepared = prepare(tmp_path / "job.toml")
+        save_model(tmp_path / "initial.safetensors", prepared.model)
+        job = operator.submit(prepared.job, tmp_path / "initial.safetensors")
+        sequence, rounds, killed = 0, 0, False
+        for update in operator.watch(job.id):
+            for event in update.events:
+                sequence += 1
+                assert event.sequence == sequence
+                rounds += event.kind == "round_committed"
+            if rounds >= 20 and not killed:
+                killed = True
+                first.process.kill()
+                first.process.wait()
+                children.start("hub-again", hub)
+        assert operator.job(job.id).job.status == "finished"
+    assert killed
+    assert rounds == 300
