@@ -14,8 +14,10 @@ from roundtable.privacy.discrete import discrete_gaussian, skellam
 from roundtable.privacy.distributed import DistributedDP, decode, encode
 from roundtable.privacy.ftrl import BandedFTRL, CorrelatedNoise, best_bands, eligible, prefix_error
 from roundtable.privacy.ledger import Budget, Entry, Spent, check, reserved, spent
+from roundtable.privacy.levels import charges, ftrl_plan, noise_for
 from roundtable.privacy.mechanisms import NoisyVector, add_gaussian, local_gaussian
 from roundtable.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render
 from roundtable.privacy.sampling import SamplingModel, accountant_for
 from roundtable.privacy.statement import statement
 from roundtable.privacy.tree import TreeFTRL
@@ -34,6 +36,7 @@ __all__ = [
     "NoiseSource",
     "NoisyVector",
     "PrivacyConfig",
+    "PrivacyPlan",
     "RowMatrix",
     "SamplingModel",
     "SecureNoise",
@@ -43,6 +46,7 @@ __all__ = [
     "accountant_for",
     "add_gaussian",
     "best_bands",
+    "charges",
     "check",
     "check_delta",
     "clip",
@@ -52,13 +56,18 @@ __all__ = [
     "discrete_gaussian",
     "eligible",
     "encode",
+    "ftrl_plan",
     "gaussian_charge",
     "l2_norm",
     "local_gaussian",
     "local_gaussian_charge",
     "merged",
+    "noise_for",
+    "plot",
     "prefix_error",
+    "privacy_plan",
     "relation_of",
+    "render",
     "reserved",
     "skellam",
     "solve_noise",

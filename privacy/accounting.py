@@ -26,7 +26,7 @@ from roundtable.privacy.renyi import RenyiUnknown, renyi_epsilon
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-_DISCRETISATION = 1e-4
+_COARSE, _FINE = 1e-3, 1e-4
 
 
 def compose(charges: Iterable[Charge], delta: float, accountant: str = "pld") -> float:
@@ -94,11 +94,22 @@ def _numeric_epsilon(charges: Sequence[Charge], delta: float, relation: str, acc
         return gaussian_epsilon(plain, delta)
     if accountant == "prv":
         return _prv_epsilon(plain, sampled, delta, relation)
+    coarse = _distribution_epsilon(plain, sampled, delta, relation, _COARSE)
+    steps = sum(charge.steps for charge in sampled)
+    if coarse >= 1.0 and steps * _COARSE**2 < 2e-4 * coarse:
+        return coarse
+    return _distribution_epsilon(plain, sampled, delta, relation, _FINE)
+
+
+def _distribution_epsilon(
+    plain: float, sampled: Sequence[Charge], delta: float, relation: str, interval: float
+) -> float:
+    """An upper bound whatever the interval; the coarse one is eight times as fast."""
     total: PrivacyLossDistribution | None = None
     if math.isfinite(plain):
-        total = _loss_distribution(plain, 1.0, "add_remove")
+        total = _loss_distribution(plain, 1.0, "add_remove", interval)
     for charge in sampled:
-        one = _loss_distribution(charge.noise_multiplier, charge.rate, relation)
+        one = _loss_distribution(charge.noise_multiplier, charge.rate, relation, interval)
         many = one.self_compose(charge.steps) if charge.steps > 1 else one
         total = many if total is None else total.compose(many)
     assert total is not None
@@ -133,7 +144,9 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _loss_distribution(noise_multiplier: float, rate: float, relation: str) -> PrivacyLossDistribution:
+def _loss_distribution(
+    noise_multiplier: float, rate: float, relation: str, interval: float
+) -> PrivacyLossDistribution:
     """One step's distribution. Under replace-one dp-accounting wants σ over C, as here for add-remove."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution
@@ -145,7 +158,7 @@ def _loss_distribution(noise_multiplier: float, rate: float, relation: str) -> P
     )
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier,
-        value_discretization_interval=_DISCRETISATION,
+        value_discretization_interval=interval,
         sampling_prob=rate,
         neighboring_relation=neighbours,
     )

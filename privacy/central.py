@@ -18,7 +18,7 @@ from torch import Tensor
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy.charge import Charge, gaussian_charge
 from roundtable.privacy.clipping import AdaptiveClip, clip_factor
-from roundtable.privacy.mechanisms import gaussian_block
+from roundtable.privacy.mechanisms import gaussian_block, to_grid
 from roundtable.privacy.noise import NoiseSource, standard_normal
 
 _BLOCK_ENTRIES = 1 << 20
@@ -93,13 +93,15 @@ class CentralDP:
         source: NoiseSource,
         weights: Sequence[float] | None = None,
         within: Sequence[bool] | None = None,
+        correlated: Tensor | None = None,
     ) -> CentralResult:
         """The noisy mean of the rows, streamed over blocks of columns; works for no rows at all.
 
         `weights` are clamped to [0, 1] (1 each where absent): to weight by example counts divide by a
         public ceiling first. `within` are the silos' own clip bits where they clip before they send;
-        where absent they are taken from the norms. The sum is in float64, so that its rounding stays
-        far below the noise.
+        where absent they are taken from the norms. `correlated` is a draw of DP-FTRL's noise `[columns]`,
+        used in place of fresh noise (`BandedFTRL.central` makes the mechanism for it). The sum is in
+        float64, so that its rounding stays far below the noise.
         """
         squares = self._squared_norms(matrix)
         valid = torch.isfinite(squares).all(dim=1)
@@ -110,7 +112,11 @@ class CentralDP:
         for layer, part in enumerate(self._parts(matrix.columns)):
             for start, stop in _blocks(part, matrix.rows):
                 total = _weighted_sum(matrix.block(start, stop), factors[:, layer], valid)
-                out[start:stop] = gaussian_block(total, std, source).div_(self.expected_cohort)
+                if correlated is None:
+                    noisy = gaussian_block(total, std, source)
+                else:
+                    noisy = to_grid(total.add_(correlated[start:stop]), std)
+                out[start:stop] = noisy.div_(self.expected_cohort)
         rejected = tuple(int(row) for row in torch.nonzero(~valid).flatten())
         next_clip = self._next_clip(norms[valid], valid, within, source)
         return CentralResult(out, std / self.expected_cohort, next_clip, source.guarantee, rejected)

@@ -91,6 +91,10 @@ class Charge:
         """The same charge for another number of steps."""
         return replace(self, steps=steps)
 
+    def repeated_by(self, times: int) -> Charge:
+        """The same charge so many times over."""
+        return replace(self, steps=self.steps * times)
+
     def to_json(self) -> str:
         """JSON with sorted keys: equal charges give equal text."""
         return json.dumps(asdict(self) | {"parts": dict(self.parts)}, sort_keys=True)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from roundtable.core.errors import PrivacyError
+from roundtable.privacy.central import CentralDP
 from roundtable.privacy.charge import Charge
 from roundtable.privacy.noise import NoiseSource, standard_normal
 
@@ -76,6 +77,10 @@ class BandedFTRL:
         if growth <= 0.0:
             return Charge("gaussian", "client", "none", (("update", self.noise_multiplier),), steps=0)
         return Charge("gaussian", "client", "none", (("update", self.noise_multiplier / math.sqrt(growth)),))
+
+    def central(self, expected_cohort: float) -> CentralDP:
+        """The bounded mean that takes a draw: `prepare(..., correlated=draw)`. Charged by `charge` above."""
+        return CentralDP(self.clip_norm, self.standard_deviation / self.clip_norm, expected_cohort)
 
     def init(self, dimension: int) -> CorrelatedNoise:
         """The noise before round 1."""
@@ -143,11 +148,10 @@ def toeplitz_sensitivity(coefficients: tuple[float, ...], rounds: int, separatio
     return float(np.linalg.norm(total))
 
 
-def prefix_error(plan: BandedFTRL) -> float:
-    """Root mean square over rounds of the noise on a prefix sum, for one coordinate."""
-    inverse = _inverse(plan.coefficients, plan.rounds)
-    prefix = np.cumsum(inverse)
-    return plan.standard_deviation * math.sqrt(float(np.cumsum(prefix**2).mean()))
+def prefix_error(plan: BandedFTRL, upto: int | None = None) -> float:
+    """The noise on one coordinate of the sum of `upto` rounds; without it, the root mean square over all."""
+    squares = np.cumsum(np.cumsum(_inverse(plan.coefficients, plan.rounds)) ** 2)
+    return plan.standard_deviation * math.sqrt(float(squares.mean() if upto is None else squares[upto - 1]))
 
 
 def best_bands(clip_norm: float, noise_multiplier: float, rounds: int, separation: int) -> BandedFTRL:

@@ -44,8 +44,13 @@ def gaussian_block(values: Tensor, standard_deviation: float, source: NoiseSourc
 
 def with_noise(values: Tensor, standard_deviation: float, normal: Tensor) -> Tensor:
     """float64 `values` plus σ times the standard normal draws (overwritten), rounded to `noise_grid`."""
+    return to_grid(normal.mul_(standard_deviation).add_(values), standard_deviation)
+
+
+def to_grid(noisy: Tensor, standard_deviation: float) -> Tensor:
+    """Rounds float64 values that have their noise to `noise_grid`, in place."""
     grid = noise_grid(standard_deviation)
-    return normal.mul_(standard_deviation).add_(values).div_(grid).round_().mul_(grid)
+    return noisy.div_(grid).round_().mul_(grid)
 
 
 def add_gaussian(vector: Tensor, standard_deviation: float, source: NoiseSource) -> NoisyVector:

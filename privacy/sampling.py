@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ class SamplingModel:
 
     kind: str
     population: int
-    cohort: int
+    cohort: float
     sentence: str
 
     @property
@@ -28,12 +29,12 @@ class SamplingModel:
         if self.kind == "poisson":
             return {"sampling": "poisson", "rate": self.rate}
         if self.kind == "fixed_size":
-            return {"sampling": "fixed_size", "sample": self.cohort, "population": self.population}
+            return {"sampling": "fixed_size", "sample": math.ceil(self.cohort), "population": self.population}
         return {"sampling": "none"}
 
 
-def accountant_for(strategy: str, population: int, cohort: int) -> SamplingModel:
-    """The sampling model that a selection strategy supports.
+def accountant_for(strategy: str, population: int, cohort: float) -> SamplingModel:
+    """The sampling model that a selection strategy supports; under `poisson`, `cohort` is the expected size.
 
     Only `poisson` (each silo in or out by its own coin) and `uniform` (every set of the cohort's size
     equally likely) hide who took part; any other strategy lets the choice be guessed and gets no
@@ -42,7 +43,7 @@ def accountant_for(strategy: str, population: int, cohort: int) -> SamplingModel
     Raises `PrivacyError` for a cohort that the population cannot give.
     """
     if not 0 < cohort <= population:
-        raise PrivacyError(f"a cohort of {cohort} cannot be drawn from a population of {population}")
+        raise PrivacyError(f"a cohort of {cohort:g} cannot be drawn from a population of {population}")
     if strategy == "poisson":
         text = (
             f"Each of the {population} silos joins a round by its own secret coin of probability "
@@ -51,7 +52,7 @@ def accountant_for(strategy: str, population: int, cohort: int) -> SamplingModel
         return SamplingModel("poisson", population, cohort, text)
     if strategy == "uniform":
         text = (
-            f"Each round draws {cohort} of the {population} silos uniformly without replacement: "
+            f"Each round draws {cohort:g} of the {population} silos uniformly without replacement: "
             "amplification for a "
             "fixed size, under replacement of one silo's data."
         )

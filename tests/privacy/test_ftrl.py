@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -22,6 +23,22 @@ from roundtable.privacy import (
     solve_noise,
 )
 from roundtable.privacy.ftrl import square_root_coefficients, toeplitz_sensitivity
+
+
+@dataclass
+class Rows:
+    data: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.data.shape[1]
+
+    def block(self, start: int, stop: int) -> torch.Tensor:
+        return self.data[:, start:stop]
 
 
 def matrix(coefficients: np.ndarray, rounds: int) -> np.ndarray:
@@ -151,3 +168,15 @@ def test_plans_without_a_guarantee_are_refused(bad: dict[str, float]) -> None:
         BandedFTRL(**good | {"bands": 2} | bad)  # type: ignore[arg-type]
     with pytest.raises(PrivacyError):
         TreeFTRL(**good | bad)  # type: ignore[arg-type]
+
+
+def test_a_round_publishes_the_bounded_mean_with_the_draw_and_nothing_else() -> None:
+    plan = BandedFTRL(clip_norm=1.0, noise_multiplier=1.0, rounds=4, separation=2, bands=2)
+    state, data = plan.init(2000), torch.zeros(3, 2000)
+    data[0, 0] = 50.0
+    noise = state.draw(SecureNoise())
+    result = plan.central(expected_cohort=10.0).prepare(Rows(data), SecureNoise(), correlated=noise)
+    clean = result.vector - noise / 10.0
+    assert float(clean[0]) == pytest.approx(0.1, abs=1e-4)
+    assert float(clean[1:].abs().max()) < 1e-5
+    assert result.standard_deviation == pytest.approx(plan.standard_deviation / 10.0)

@@ -1,0 +1,232 @@
+"""What a job's privacy will cost and what noise it buys, before anything runs: `roundtable privacy plan`.
+
+Signal-to-noise is the most that the updates can be (every silo's at the clip norm and all in one
+direction) over the length of the noise, added up over all rounds. Real updates agree less, so a
+ratio below one means that nothing will be learnt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from roundtable.core.errors import PrivacyError
+from roundtable.privacy.accounting import compose
+from roundtable.privacy.calibration import solve_noise
+from roundtable.privacy.charge import gaussian_charge
+from roundtable.privacy.config import PrivacyConfig
+from roundtable.privacy.ftrl import BandedFTRL, best_bands, prefix_error
+from roundtable.privacy.levels import charges, ftrl_plan, noise_for
+from roundtable.privacy.sampling import SamplingModel, accountant_for
+
+_POINTS = 12
+_WEAK, _HOPELESS = 10.0, 1.0
+_MEANINGLESS = 20.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """ε after so many rounds, and the greatest signal-to-noise of the model's change by then."""
+
+    round: int
+    epsilon: float
+    signal_to_noise: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another mechanism at the same ε and δ; `prefix_error` is its noise on all updates' sum over C."""
+
+    name: str
+    noise_multiplier: float
+    prefix_error: float
+    signal_to_noise: float
+    remark: str
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """The table, the comparison and the warnings of one job."""
+
+    noise_multiplier: float
+    noise_std: float
+    epsilon: float
+    delta: float
+    sampling: str
+    rows: tuple[Row, ...]
+    alternatives: tuple[Alternative, ...]
+    warnings: tuple[str, ...]
+
+
+def privacy_plan(
+    config: PrivacyConfig, *, strategy: str, population: int, cohort: int, rounds: int, dimension: int
+) -> PrivacyPlan:
+    """The plan of a job: `dimension` is the length of an update, `strategy` how cohorts are selected.
+
+    Raises `PrivacyError` for a job without privacy, and where no noise keeps the budget.
+    """
+    if not config.private or config.delta is None or config.clip_norm is None:
+        raise PrivacyError("this job has no privacy to plan: set privacy.level")
+    sampling = accountant_for(strategy, population, cohort)
+    noise = noise_for(config, sampling, dimension, rounds)
+    rows = tuple(
+        _row(config, noise, sampling, dimension, rounds, upto) for upto in sorted({*_points(rounds), rounds})
+    )
+    std = _error_at(config, noise, sampling, rounds, 1) * config.clip_norm / _summed(config, cohort)
+    epsilon = rows[-1].epsilon
+    alternatives: tuple[Alternative, ...] = ()
+    if epsilon <= _MEANINGLESS:
+        alternatives = _alternatives(config, epsilon, population, cohort, rounds, dimension)
+    plan = PrivacyPlan(noise, std, epsilon, config.delta, _sentence(config, sampling), rows, alternatives, ())
+    return replace(plan, warnings=_warnings(plan, config, sampling))
+
+
+def _points(rounds: int) -> Sequence[int]:
+    return [max(1, round(rounds * i / _POINTS)) for i in range(1, _POINTS + 1)]
+
+
+def _row(
+    config: PrivacyConfig, noise: float, sampling: SamplingModel, dimension: int, rounds: int, upto: int
+) -> Row:
+    assert config.delta is not None
+    epsilon = compose(
+        charges(config, noise, sampling, dimension, rounds, upto), config.delta, config.accountant
+    )
+    error = _error_at(config, noise, sampling, rounds, upto)
+    return Row(upto, epsilon, upto * _summed(config, sampling.cohort) / (error * math.sqrt(dimension)))
+
+
+def _summed(config: PrivacyConfig, cohort: float) -> float:
+    """How many contributions of norm C are added before the noise that `_error_at` counts."""
+    return float(config.batch_size or 1) if config.level == "example" else float(cohort)
+
+
+def _error_at(config: PrivacyConfig, noise: float, sampling: SamplingModel, rounds: int, upto: int) -> float:
+    """The noise on one coordinate of the sum of the first `upto` rounds, in units of C."""
+    if config.level == "dp_ftrl":
+        plan = ftrl_plan(config, noise, sampling, rounds)
+        return prefix_error(plan, upto) / plan.clip_norm
+    if config.level == "client_local":
+        return noise * math.sqrt(upto * sampling.cohort)
+    return noise * math.sqrt(upto)
+
+
+def _sentence(config: PrivacyConfig, sampling: SamplingModel) -> str:
+    if config.level == "client":
+        return sampling.sentence
+    if config.level == "example":
+        return (
+            "Inside each silo every example joins a step by its own coin: amplification by Poisson sampling."
+        )
+    return "No amplification by sampling is claimed."
+
+
+def _alternatives(
+    config: PrivacyConfig, epsilon: float, population: int, cohort: int, rounds: int, dimension: int
+) -> tuple[Alternative, ...]:
+    def alternative(name: str, noise: float, error: float, remark: str) -> Alternative:
+        return Alternative(name, noise, error, rounds * cohort / (error * math.sqrt(dimension)), remark)
+
+    assert config.delta is not None
+    spend = (epsilon, config.delta, config.accountant)
+    sampled = accountant_for("poisson", population, cohort)
+    poisson = solve_noise(gaussian_charge("client", sampled.fields(), 1.0, steps=rounds), *spend)
+    plain = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds), *spend)
+    whole = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0), *spend).noise_multiplier
+    banded: BandedFTRL = best_bands(1.0, whole, rounds, max(1, population // cohort))
+    return (
+        alternative(
+            "DP-FedAvg, Poisson sampling",
+            poisson.noise_multiplier,
+            poisson.noise_multiplier * math.sqrt(rounds),
+            "strategy = poisson; the draw must be secret and every silo must answer",
+        ),
+        alternative(
+            "DP-FedAvg, no amplification",
+            plain.noise_multiplier,
+            plain.noise_multiplier * math.sqrt(rounds),
+            "any selection",
+        ),
+        alternative(
+            "DP-FTRL, banded",
+            whole,
+            prefix_error(banded, rounds),
+            f"level = dp_ftrl, separation = {banded.separation}, bands = {banded.bands}: keeps "
+            f"{banded.bands - 1} "
+            f"past noises ({4 * (banded.bands - 1) * dimension / 2**20:,.0f} MiB)",
+        ),
+    )
+
+
+def _warnings(plan: PrivacyPlan, config: PrivacyConfig, sampling: SamplingModel) -> tuple[str, ...]:
+    found = []
+    ratio = plan.rows[-1].signal_to_noise
+    if ratio < _HOPELESS:
+        found.append(
+            f"The noise drowns everything: even if all updates agreed, after {plan.rows[-1].round} rounds "
+            "the signal would "
+            f"be {ratio:.2g} of the noise. Take a larger cohort, a smaller model, or a larger budget."
+        )
+    elif ratio < _WEAK:
+        found.append(
+            f"Little signal is left: at best {ratio:.2g} times the noise after {plan.rows[-1].round} "
+            "rounds. Expect a "
+            "clear loss of accuracy; a larger cohort helps most."
+        )
+    if config.epsilon is not None and plan.epsilon > config.epsilon:
+        found.append(
+            f"The given noise spends epsilon = {plan.epsilon:.3g}, above the budget of "
+            f"{config.epsilon:g}: the job will stop early."
+        )
+    if config.level == "client" and sampling.kind == "none":
+        found.append(sampling.sentence)
+    best = min(plan.alternatives, key=lambda each: each.prefix_error, default=None)
+    if config.level == "client" and best is not None and best.name.startswith("DP-FTRL"):
+        found.append(
+            f"{best.name} would have {best.prefix_error:.3g} C of noise on the model at the same epsilon, "
+            "without relying on secret sampling."
+        )
+    if plan.epsilon > _MEANINGLESS:
+        found.append(
+            f"epsilon = {plan.epsilon:.3g} is a number without a meaning: it allows e^{plan.epsilon:.0f} "
+            "times."
+        )
+    return tuple(found)
+
+
+def render(plan: PrivacyPlan) -> str:
+    """The plan as text for a terminal."""
+    lines = [
+        f"noise multiplier {plan.noise_multiplier:.4g}, noise on the mean update {plan.noise_std:.4g} a "
+        "coordinate",
+        plan.sampling,
+        "",
+        f"{'round':>8} {'epsilon':>10} {'signal/noise':>13}   (delta = {plan.delta:g})",
+    ]
+    lines += [f"{row.round:>8} {row.epsilon:>10.4f} {row.signal_to_noise:>13.4g}" for row in plan.rows]
+    if plan.alternatives:
+        lines += ["", f"At epsilon = {plan.epsilon:.4g}, the noise on the sum of all updates, in units of C:"]
+    for each in plan.alternatives:
+        lines.append(f"  {each.name:<28}{each.prefix_error:>9.4g}   signal/noise {each.signal_to_noise:.4g}")
+        lines.append(f"      {each.remark}")
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
+
+
+def plot(plan: PrivacyPlan, path: Path) -> None:
+    """Draws ε and the signal-to-noise over the rounds into an image file. Needs matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PrivacyError("a plot needs matplotlib: pip install 'roundtable[plot]'") from error
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    left = figure.subplots()
+    rounds = [row.round for row in plan.rows]
+    (spent,) = left.plot(rounds, [row.epsilon for row in plan.rows], "o-", color="tab:blue")
+    left.set(xlabel="round", ylabel=f"epsilon at delta = {plan.delta:g}", ylim=(0.0, None))
+    right = left.twinx()
+    (signal,) = right.plot(rounds, [row.signal_to_noise for row in plan.rows], "s--", color="tab:orange")
+    right.set(ylabel="greatest signal-to-noise", ylim=(0.0, None))
+    left.legend([spent, signal], ["epsilon spent", "signal-to-noise"], loc="lower right")
+    figure.savefig(path)
