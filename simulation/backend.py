@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -124,3 +124,15 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Ends processes and gives memory back; calling it twice is harmless."""
+
+
+@runtime_checkable
+class Summing(Protocol):
+    """What a backend has in addition that can keep the updates where they were made."""
+
+    @property
+    def sums_updates(self) -> bool:
+        """Whether it does so for this job; `rows` then has no columns."""
+
+    def total(self, weights: Mapping[int, float]) -> Tensor:
+        """Σ weight · update over clients by number that have trained since `rows`: float32 [layout.size]."""

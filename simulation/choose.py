@@ -9,19 +9,22 @@ import torch
 from roundtable.simulation.backend import Backend, World
 from roundtable.simulation.local import make_local
 from roundtable.simulation.processes import Processes
+from roundtable.simulation.ray_cluster import RayCluster
 from roundtable.simulation.vectorised import why_not
 
 
 def make_backend(world: World) -> tuple[Backend, str]:
     """The job's `simulation.backend`, and in words why it was taken.
 
-    Raises ConfigError where what was asked for is impossible.
+    Raises ConfigError where what was asked for is impossible, ResourceError where something is missing.
     """
     wanted, workers = world.job.simulation.backend, world.job.simulation.workers
     if wanted == "sequential":
         return make_local("sequential", world, device=_device()), "asked for"
     if wanted == "processes":
         return Processes(world, workers or cores(), device=_device()), "asked for"
+    if wanted == "ray":
+        return RayCluster(world), "asked for"
     refusal = why_not(world)
     inner = "vectorised" if wanted == "vectorised" or refusal is None else "sequential"
     why = "asked for" if wanted == "vectorised" else _reason(refusal)

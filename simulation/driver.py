@@ -241,10 +241,11 @@ class Driver:
         # Seeded, so that a run can be repeated; what it charges says that no guarantee rests on it.
         noise = SeededNoise(seed, step.round, step.attempt, "noise")
         try:
+            collected = self._workshop.collect(step.round, action.updates)
             combined = combine(
                 self.plan,
-                self._workshop.matrix(step.round, action.updates),
-                action.updates,
+                collected.matrix,
+                collected.updates,
                 self.model.vector,
                 self.server,
                 round=step.round,
@@ -258,7 +259,8 @@ class Driver:
         model = Model(self.world.layout, combined.vector, self.model.local, metadata)
         self._next = (model, combined.state)
         state = f"round-{step.round}"
-        account = (combined.excluded, combined.weights, combined.diagnosis, combined.charge)
+        weights = combined.weights if collected.weights is None else collected.weights
+        account = (combined.excluded, weights, combined.diagnosis, combined.charge)
         self._push(self.now, m.Aggregated(step, model_digest(model), state, *account))
 
     def _commit(self, record: m.RoundRecord) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,9 +11,18 @@ from roundtable.aggregation import TensorMatrix, UpdateMatrix
 from roundtable.core.encodings import get_encoding
 from roundtable.engine.messages import Update
 from roundtable.simulation.attacks import Attackers
-from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
+from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
 
 LocalState = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Row i of `matrix` is the update of `updates[i]`. `weights` by client where they are already applied."""
+
+    matrix: UpdateMatrix
+    updates: Sequence[Update]
+    weights: Mapping[str, float] | None = None
 
 
 class Workshop:
@@ -61,18 +71,30 @@ class Workshop:
         """Evaluates a model on clients' test data, with their own tensors as training left them."""
         return self.backend.evaluate(vector, list(self._work(indices)))
 
-    def matrix(self, round: int, updates: Sequence[Update]) -> UpdateMatrix:
-        """The rows of these updates, in their order, once the hostile clients have had their way.
+    def collect(self, round: int, updates: Sequence[Update]) -> Collected:
+        """What the coordinator would receive, once the hostile clients have had their way.
 
         `Update.digest` is the place of its row. Raises AggregationError where an attack cannot be made.
         """
+        if isinstance(self.backend, Summing) and self.backend.sums_updates and updates:
+            return self._total(self.backend, updates)
         rows = self._rows if self._rows is not None else self.backend.rows(0)
         places = [int(update.digest) for update in updates]
         clients = [self.world.names.index_of(update.client) for update in updates]
         self._attackers.corrupt(round, clients, rows, places)
         if places == list(range(len(places))):
-            return TensorMatrix(rows[: len(places)])
-        return TensorMatrix(rows).select(places)
+            return Collected(TensorMatrix(rows[: len(places)]), updates)
+        return Collected(TensorMatrix(rows).select(places), updates)
+
+    def _total(self, backend: Summing, updates: Sequence[Update]) -> Collected:
+        """The mean, already taken, as if it were the only update: the mean of one is itself."""
+        uniform = self.world.job.aggregation.weighting == "uniform"
+        amounts = {update.client: 1 if uniform else update.examples for update in updates}
+        whole = sum(amounts.values())
+        weights = {client: amount / whole for client, amount in amounts.items()}
+        total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
+        mean = Update(f"mean of {len(updates)} clients", "0", sum(update.examples for update in updates))
+        return Collected(TensorMatrix(total.unsqueeze(0)), [mean], weights)
 
     def commit(self) -> None:
         """The attempt counts: the clients keep what it left with them."""

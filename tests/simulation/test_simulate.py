@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roundtable.core import load_task, open_model
-from roundtable.core.errors import ConfigError, RoundtableError, StorageError, TaskError
+from roundtable.core.errors import ConfigError, ResourceError, RoundtableError, StorageError, TaskError
 from roundtable.simulation import simulate
 
 HERE = Path(__file__).parent
@@ -203,3 +203,9 @@ def test_a_task_that_makes_no_sense_is_refused(make_job):
         simulate(make_job(), Needy)
     with pytest.raises(RoundtableError):
         simulate(make_job("Nowhere"), folder=HERE)
+
+
+def test_ray_that_is_not_installed_is_said(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ResourceError, match=r"pip install .roundtable\[ray\]"):
+        run(simulation__backend="ray")

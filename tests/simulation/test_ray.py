@@ -1,0 +1,76 @@
+"""A real Ray cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roundtable.simulation import ray_cluster
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install roundtable[ray]")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes of one core each, as two machines would be."""
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    made.add_node(**small)
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.mark.parametrize("task", ["Perceptron", "BatchNorm", "Text"])
+def test_updates_summed_on_their_nodes_give_the_sequential_model(cluster, run, task):
+    reference = run(task, rounds=2)
+    result = run(task, rounds=2, simulation__backend="ray")
+    assert "2 actors on 2 Ray nodes, updates summed on their nodes" in result.backend
+    assert torch.allclose(result.model.vector, reference.model.vector, atol=2e-6)
+    assert result.history["accuracy"] == pytest.approx(reference.history["accuracy"])
+    assert result.history.records[0].weights == pytest.approx(reference.history.records[0].weights)
+
+
+def test_for_a_robust_rule_updates_come_back_whole(cluster, run):
+    settings = {
+        "rounds": 2,
+        "aggregation__rule": "median",
+        "simulation__attack": {"name": "sign_flip", "count": 2},
+        "transfer__encoding": "bfloat16",
+    }
+    reference = run(**settings)
+    result = run(**settings, simulation__backend="ray")
+    assert "sent back whole" in result.backend
+    assert torch.equal(result.model.vector, reference.model.vector)
+
+
+def test_over_selection_and_devices_in_virtual_time(cluster, run):
+    settings = {
+        "rounds": 2,
+        "cohort__over_selection": 1.6,
+        "simulation__devices": {"speed": {"median": 10.0, "sigma": 1.0}},
+    }
+    reference = run(**settings)
+    result = run(**settings, simulation__backend="ray")
+    assert torch.allclose(result.model.vector, reference.model.vector, atol=2e-6)
+    assert result.history["time"] == reference.history["time"]
+
+
+def test_a_dead_actor_is_replaced_and_its_updates_made_again(cluster, run, monkeypatch):
+    reference = run(rounds=2)
+    original, killed = ray_cluster.RayCluster.total, []
+
+    def kill_one_first(self, weights):
+        if not killed:
+            killed.append(self._actors[0])
+            ray.kill(killed[0].handle)
+        return original(self, weights)
+
+    monkeypatch.setattr(ray_cluster.RayCluster, "total", kill_one_first)
+    result = run(rounds=2, simulation__backend="ray")
+    assert killed
+    assert torch.allclose(result.model.vector, reference.model.vector, atol=2e-6)
