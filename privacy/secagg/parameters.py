@@ -231,6 +231,8 @@ def _choose_graph(n: int, corrupt: int, dropped: int, malicious: bool) -> tuple[
 def _full_threshold(n: int, corrupt: int, dropped: int, malicious: bool) -> int:
     """⌊2n/3⌋ + 1 where both assumptions allow it, else the nearest threshold that they do."""
     lowest = (n + corrupt) // 2 + 1 if malicious else max(corrupt + 1, n // 2 + 1)
+    # A sum of two tells each of them the other's vector, so even three silos must all survive.
+    lowest = max(lowest, MINIMUM_COHORT)
     if n - dropped < lowest:
         raise _infeasible(n, corrupt, dropped, lowest)
     return min(max(2 * n // 3 + 1, lowest), n - dropped)

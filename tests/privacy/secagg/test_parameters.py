@@ -133,6 +133,8 @@ def test_a_third_of_each_is_infeasible_for_the_sparse_graph() -> None:
         choose_parameters(100, 0.34, 0.34)
     with pytest.raises(PrivacyError, match="no threshold"):
         choose_parameters(10, 0.5, 0.3)
+    with pytest.raises(PrivacyError, match="no threshold serves 3 silos"):
+        choose_parameters(3, 0.34, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_as_many_dropouts_are_provided_for_as_are_possible() -> None:
 def test_no_single_threshold_is_missed() -> None:
     """On the full graph the chosen threshold serves both assumptions wherever any threshold does."""
     for n, corrupt, dropped in itertools.product(range(3, 20), range(0, 8), range(0, 8)):
-        possible = [t for t in range(1, n + 1) if 2 * t > n + corrupt and n - dropped >= t]
+        possible = [t for t in range(3, n + 1) if 2 * t > n + corrupt and n - dropped >= t]
         corruption, dropout = corrupt / n, dropped / n
         if corruption >= 1 or dropout >= 1:
             continue
