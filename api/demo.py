@@ -249,6 +249,7 @@ def _plot(path: Path, accuracies: list[float], centralised: float) -> Path | Non
     """The learning curve as PNG; None where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return None
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -256,6 +257,7 @@ def _plot(path: Path, accuracies: list[float], centralised: float) -> Path | Non
     axes.plot(range(1, len(accuracies) + 1), accuracies, marker="o", label="federated, three silos")
     axes.axhline(centralised, linestyle="--", color="gray", label="centralised, all data in one place")
     axes.set(xlabel="round", ylabel="test accuracy", title="Handwritten digits, non-IID silos")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.job_view import loading_lines
-from roundtable.cli.options import set_option
 from roundtable.cli.output import duration, interruptible, print_json
-from roundtable.cli.watching import follow, make_display
+from roundtable.cli.watching import Silent, follow, make_display
 
 if TYPE_CHECKING:
     from roundtable.demo import DemoResult
@@ -28,9 +27,11 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where everything is put; what an earlier demo left there is removed.",
 )
-@set_option
+@click.option(
+    "--rounds", type=click.IntRange(1), help="Rounds to run; default: as in the example's job file."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result, and only that, as JSON.")
-def demo(folder: Path, overrides: dict[str, Any], as_json: bool) -> None:
+def demo(folder: Path, rounds: int | None, as_json: bool) -> None:
     """Train one model with a coordinator and three agents, separate processes over mutual TLS.
 
     The silos hold non-IID shards of real handwritten digits. Takes well under a minute.
@@ -38,18 +39,14 @@ def demo(folder: Path, overrides: dict[str, Any], as_json: bool) -> None:
     from roundtable.demo import Demo
 
     def show(operator: OperatorClient, job: str) -> None:
-        display = None if as_json else make_display(False)
-        if display is None:
-            for _ in operator.watch(job, patience=15.0):
-                pass
-        else:
-            follow(operator.watch(job, patience=15.0), display)
+        follow(operator.watch(job, patience=15.0), Silent() if as_json else make_display(False))
 
     # A terminal that is closed, or a plain kill, must not leave processes behind.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     began = time.monotonic()
     with interruptible(f"All processes are stopped; what was written is in {folder}."):
+        overrides = {} if rounds is None else {"rounds": rounds}
         result = Demo(folder, overrides).run(
             show, lambda sentence: click.echo(f"{sentence} ...", err=as_json)
         )

@@ -21,6 +21,7 @@ from roundtable.cli.doctor import doctor
 from roundtable.cli.job import job
 from roundtable.cli.server import server
 from roundtable.cli.simulate import simulate
+from roundtable.cli.sweep import compare, sweep
 from roundtable.cli.version import version
 from roundtable.core.errors import ConfigError, RoundtableError
 
@@ -46,7 +47,20 @@ def cli(verbose: bool) -> None:
     )
 
 
-for command in (ca, client, clients, completion, demo, doctor, job, server, simulate, version):
+for command in (
+    ca,
+    client,
+    clients,
+    compare,
+    completion,
+    demo,
+    doctor,
+    job,
+    server,
+    simulate,
+    sweep,
+    version,
+):
     cli.add_command(command)
 
 

@@ -57,11 +57,11 @@ def _overrides(context: click.Context, parameter: click.Parameter, values: tuple
         key, equals, text = value.partition("=")
         if not equals or not key.strip():
             raise click.BadParameter(f"{value!r} is not key=value, for example cohort.size=5")
-        overrides[key.strip()] = _toml_value(text.strip())
+        overrides[key.strip()] = parse_value(text.strip())
     return overrides
 
 
-def _toml_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """The text as a TOML value; what is none is taken as a string, so that quotes may be left out."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -55,6 +55,16 @@ def make_display(as_json: bool) -> Display:
     return Live() if console().is_terminal else PlainLines()
 
 
+class Silent:
+    """Nothing is shown; only how it ends matters."""
+
+    def show(self, update: JobUpdate) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class JsonLines:
     """One JSON object for each event."""
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import roundtable as rt
-from roundtable.demo import example_folder
+from roundtable.core.errors import UnavailableError
+from roundtable.demo import Demo, example_folder
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes left over in /proc")
 
@@ -38,7 +39,7 @@ def _left_over(folder: Path) -> list[str]:
 def test_demo_gives_bit_for_bit_what_the_simulation_gives(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     done = subprocess.run(
-        _command(folder, "--json", "--set", "rounds=3"), capture_output=True, text=True, check=False
+        _command(folder, "--json", "--rounds", "3"), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -57,7 +58,7 @@ def test_demo_gives_bit_for_bit_what_the_simulation_gives(tmp_path: Path) -> Non
 def test_ctrl_c_stops_every_process(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     process = subprocess.Popen(
-        _command(folder, "--set", "rounds=100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        _command(folder, "--rounds", "100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -73,14 +74,17 @@ def test_ctrl_c_stops_every_process(tmp_path: Path) -> None:
     assert not _left_over(folder)
 
 
-def test_a_failure_stops_every_process_and_is_one_message(tmp_path: Path) -> None:
+def test_a_failure_stops_every_process(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    done = subprocess.run(
-        _command(folder, "--set", "task=nonsense"), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "task 'nonsense' not found" in done.stderr
-    assert "Traceback" not in done.stderr
+    running: list[str] = []
+
+    def fail(operator: object, job: str) -> None:
+        running.extend(_left_over(folder))
+        raise UnavailableError("the network is gone")
+
+    with pytest.raises(UnavailableError, match="the network is gone"):
+        Demo(folder).run(fail, lambda sentence: None)
+    assert len(running) >= 4
     assert not _left_over(folder)
 
 
