@@ -9,7 +9,7 @@ from typing import Any
 from roundtable.core.errors import ResourceError
 from roundtable.simulation.history import History
 
-_COUNTS = ("round", "attempt", "clients", "failed", "excluded", "time", "seconds")
+COUNTS = ("round", "attempt", "clients", "failed", "excluded", "time", "seconds")
 
 
 def new_figure(panels: int) -> tuple[Any, list[Any]]:
@@ -26,7 +26,7 @@ def new_figure(panels: int) -> tuple[Any, list[Any]]:
 
 def curves(runs: Mapping[str, History], path: Path | None = None) -> Any:
     """One panel a metric: evaluation as a line, training dashed; a colour for each run."""
-    metrics = [name for run in runs.values() for name in run.columns if name not in _COUNTS]
+    metrics = [name for run in runs.values() for name in run.columns if name not in COUNTS]
     names = list(dict.fromkeys(name.removeprefix("train_") for name in metrics)) or ["loss"]
     figure, axes = new_figure(len(names))
     for axis, name in zip(axes, names, strict=True):

@@ -35,7 +35,7 @@ def _axes(context: click.Context, parameter: click.Parameter, values: tuple[str,
     metavar="KEY=[VALUES]",
     multiple=True,
     callback=_axes,
-    help="Values of one key of the job file, for example cohort.size=[5,10]; repeated, every combination runs.",
+    help="Values of one key of the job, for example cohort.size=[5,10]; repeated: every combination runs.",
 )
 @click.option(
     "--runs",

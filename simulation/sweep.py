@@ -1,0 +1,71 @@
+"""One job with different settings, one run after the other, and their comparison."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roundtable.core.config import load_job
+from roundtable.core.errors import ConfigError
+from roundtable.core.task import AnyTask, ArrayTask, Task
+from roundtable.simulation.comparison import Comparison, compare
+from roundtable.simulation.progress import Progress
+from roundtable.simulation.simulate import simulate
+
+Overrides = Mapping[str, Any]
+
+
+def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of the values of dotted keys; the last key varies fastest.
+
+    Raises ConfigError for a key without values.
+    """
+    for key, values in axes.items():
+        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+            raise ConfigError(f"sweep: {key} needs a list of values, for example [0.01, 0.1]; got {values!r}")
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def sweep(
+    job: Path,
+    settings: Sequence[Overrides],
+    folder: Path,
+    task: AnyTask | type[Task] | type[ArrayTask] | None = None,
+    *,
+    progress: Callable[[str, Progress], None] | None = None,
+) -> Comparison:
+    """Runs the job file once for each set of overrides, each in a run directory below `folder`.
+
+    Called again after an interruption, it goes on where it stopped; runs that are done are not
+    repeated. All settings are checked before the first run: ConfigError names the one that is wrong.
+    `progress` gets the run's name and what it says. The comparison is also written to `folder`.
+    """
+    if not settings:
+        raise ConfigError("sweep: nothing to vary; give at least one set of overrides")
+    names = list(_names(settings))
+    for name, overrides in zip(names, settings, strict=True):
+        try:
+            load_job(job, dict(overrides))
+        except ConfigError as error:
+            raise ConfigError(f"sweep: run {name}: {error}") from None
+    for name, overrides in zip(names, settings, strict=True):
+        report = None if progress is None else _named(progress, name)
+        simulate(job, task, overrides=dict(overrides), run_dir=folder / name, resume=True, progress=report)
+    comparison = compare([folder / name for name in names])
+    comparison.to_csv(folder / "comparison.csv")
+    return comparison
+
+
+def _names(settings: Sequence[Overrides]) -> Iterator[str]:
+    """A folder's name for each run: its number and its settings, in characters that all systems take."""
+    width = len(str(len(settings)))
+    for number, overrides in enumerate(settings, start=1):
+        said = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in overrides.items())
+        yield f"{number:0{width}d}-" + re.sub(r"[^A-Za-z0-9=.,_-]+", "_", said)[:80].strip("_")
+
+
+def _named(progress: Callable[[str, Progress], None], name: str) -> Callable[[Progress], None]:
+    return lambda said: progress(name, said)
