@@ -78,6 +78,7 @@ class Coordinator:
             self._watch.cancel()
         if self._server is not None:
             self._sessions.end_all()
+            self.jobs.say_stopping()
             await self._server.stop(STOP_SECONDS)
             await self.jobs.stop()
             await asyncio.gather(*self._background, return_exceptions=True)

@@ -50,6 +50,7 @@ class Jobs:
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._submitting = asyncio.Lock()
+        self.stopping = False
         self._background: asyncio.Task[None] | None = None
 
     @property
@@ -73,6 +74,12 @@ class Jobs:
             except RoundtableError as error:
                 log.error("job %s cannot be taken up: %s", row.id, error, extra={"job": row.id})
                 await self._stand_still(row.id, f"it could not be taken up after a restart: {error}")
+
+    def say_stopping(self) -> None:
+        """Lets those go who follow a job."""
+        self.stopping = True
+        for runner in self._runners.values():
+            runner.notify()
 
     async def stop(self) -> None:
         """Stops driving; every job can be taken up again."""
@@ -223,7 +230,9 @@ class Jobs:
             log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
             runner.effects.stop()
             reason = "the coordinator failed at this job; its log says why. Resume it to try again"
-            self._background = asyncio.get_running_loop().create_task(self._stand_still(job, reason))
+            work = self._stand_still(job, reason)
+            self._background = asyncio.get_running_loop().create_task(work)
+            self._background.add_done_callback(lambda _: runner.notify())
 
     def _tell_agents(self, runner: JobRunner) -> None:
         """Agents forget a job that is over."""

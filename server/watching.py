@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
+from roundtable.core.errors import UnavailableError
 from roundtable.engine import ClientView
 from roundtable.proto import operator_pb2
 from roundtable.server import wire
@@ -58,6 +59,8 @@ async def updates(
         await asyncio.sleep(LEAST_SECONDS_BETWEEN if change else 1.0)
         if change is not None:
             await change.wait()
+        if jobs.stopping:
+            raise UnavailableError("the coordinator is stopping; follow the job again once it is back")
 
 
 def _activity(name: str, client: ClientView, runner: JobRunner) -> operator_pb2.ClientActivity:

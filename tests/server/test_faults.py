@@ -1,0 +1,180 @@
+"""Disk full, database away, a driver that breaks: the job stands still or pauses, and heals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import sqlalchemy as sa
+import torch
+from scripted_agent import ScriptedAgent
+from service import Operator, running
+
+from roundtable.proto import agent_pb2, operator_pb2
+from roundtable.server import Coordinator, ServerConfig, effects, runner
+
+ONE = torch.ones(4)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB; skipped where this user may not mount one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("only root may mount the small file system that this test fills")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+async def cramped(settings: Callable[..., ServerConfig], small_disk: Path) -> AsyncIterator[Coordinator]:
+    """A coordinator whose artifacts have 1 MiB of room."""
+    async with running(settings(artifacts=small_disk / "artifacts")) as started:
+        yield started
+
+
+async def test_an_upload_to_a_full_disk(cramped: Coordinator, certificates: Path, small_disk: Path) -> None:
+    async with (
+        Operator(cramped.port, certificates / "olga") as operator,
+        ScriptedAgent(cramped.port, certificates / "alder") as agent,
+    ):
+        job = await operator.submit("[cohort]\nsize = 1", rounds=1, vector=torch.zeros(50_000))
+        instruction = await agent.expect("instruction")
+        filler = small_disk / "filler"
+        await asyncio.to_thread(_fill, filler)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await agent.answer(instruction, torch.ones(50_000))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "is full: free some space" in (caught.value.details() or "")
+        filler.unlink()
+        receipt = await agent.answer(instruction, torch.ones(50_000))
+        assert receipt.status == agent_pb2.UploadReceipt.ACCEPTED
+        await agent.evaluate(await agent.expect("instruction"))
+        await operator.watch_until(job.id, "finished")
+
+
+async def test_an_aggregation_on_a_full_disk_waits_and_then_pauses_the_job(
+    cramped: Coordinator, certificates: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effects, "FULL_DISK_PAUSES", (0.01, 0.01))
+    async with (
+        Operator(cramped.port, certificates / "olga") as operator,
+        ScriptedAgent(cramped.port, certificates / "alder") as agent,
+    ):
+        # The model and one update fit; the new model does not.
+        job = await operator.submit("[cohort]\nsize = 1", rounds=1, vector=torch.zeros(100_000))
+        await agent.answer(await agent.expect("instruction"), torch.ones(100_000))
+        await operator.watch_until(job.id, "paused")
+        detail = await operator.job(job.id)
+        assert "is full: free some space" in detail.job.reason
+        assert detail.job.rounds_done == 0
+
+
+async def test_a_database_that_refuses_for_a_while(
+    coordinator: Coordinator,
+    operator: Operator,
+    certificates: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "FIRST_PAUSE", 0.02)
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'state' / 'coordinator.db'}")
+    async with ScriptedAgent(coordinator.port, certificates / "alder") as agent:
+        job = await operator.submit("[cohort]\nsize = 1\n[evaluation]\nevery = 0", rounds=1)
+        instruction = await agent.expect("instruction")
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "CREATE TRIGGER refuse BEFORE UPDATE ON jobs BEGIN SELECT RAISE(FAIL, 'I/O trouble'); END"
+            )
+        answer = asyncio.create_task(agent.answer(instruction, ONE))
+        async for update in operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job.id), timeout=20):
+            if "I/O trouble" in update.detail.waiting_for:
+                break
+        # Nothing is acknowledged that is not durable.
+        assert not answer.done()
+        assert (await operator.job(job.id)).job.rounds_done == 0
+        with engine.begin() as connection:
+            connection.exec_driver_sql("DROP TRIGGER refuse")
+        assert (await answer).status == agent_pb2.UploadReceipt.ACCEPTED
+        events = await operator.watch_until(job.id, "finished")
+        assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+    engine.dispose()
+
+
+async def test_a_driver_that_breaks_pauses_its_job(
+    coordinator: Coordinator,
+    operator: Operator,
+    certificates: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ScriptedAgent(coordinator.port, certificates / "alder") as agent:
+        job = await operator.submit("[cohort]\nsize = 1\n[evaluation]\nevery = 0", rounds=1)
+        instruction = await agent.expect("instruction")
+        with monkeypatch.context() as broken:
+            broken.setattr(runner, "record_to_plain", None)
+            assert (await agent.answer(instruction, ONE)).status == agent_pb2.UploadReceipt.ACCEPTED
+            await operator.watch_until(job.id, "paused")
+        assert "its log says why" in (await operator.job(job.id)).job.reason
+        assert any("failed" in record.message for record in caplog.records if record.levelno == logging.ERROR)
+        resumed = await operator.stub.ResumeJob(operator_pb2.JobRequest(job=job.id))
+        assert resumed.status in ("running", "finished")
+        await operator.watch_until(job.id, "finished")
+        assert (await operator.job(job.id)).job.rounds_done == 1
+
+
+async def _to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(b"x" * 4096):
+                pass
+        except OSError:
+            pass
+
+
+async def test_an_unexpected_failure_tells_nothing_of_our_insides(
+    coordinator: Coordinator, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken() -> None:
+        raise KeyError("/secret/path")
+
+    monkeypatch.setattr(coordinator.jobs, "rows", broken)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await operator.stub.ListJobs(operator_pb2.ListJobsRequest())
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
+    assert "secret" not in (caught.value.details() or "")
+
+
+async def test_nobody_waits_for_ever_when_the_coordinator_stops(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    async with running(settings()) as coordinator:
+        operator = Operator(coordinator.port, certificates / "olga")
+        agent = ScriptedAgent(coordinator.port, certificates / "alder")
+        await agent.connect()
+        job = await operator.submit("")
+        watching = operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job.id))
+        await watching.read()
+    async with asyncio.timeout(20):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _to_the_end(watching)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "is stopping" in (caught.value.details() or "")
+        await _to_the_end(agent.call)
+    await agent.close()
+    await operator.channel.close()

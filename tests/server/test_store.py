@@ -1,0 +1,290 @@
+"""The database, on both kinds: migrations, transitions that happen once, and errors that say what to do."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+
+from roundtable.core.errors import ConfigError, StorageError
+from roundtable.server.store import (
+    ArtifactRow,
+    ClientRow,
+    Database,
+    EventRow,
+    JobRow,
+    LedgerRow,
+    Transition,
+    UpdateRow,
+    tables,
+)
+from roundtable.server.store import jobs as store
+from roundtable.server.store.artifacts import forget_unused, old_models, spent_updates
+from roundtable.server.store.clients import all_clients, remember
+from roundtable.server.store.ledger import entries, reserve
+
+
+@pytest.fixture
+async def opened(database: str) -> AsyncIterator[Database]:
+    """A database with its tables."""
+    found = Database.open(database)
+    yield found
+    found.close()
+
+
+def job_row(name: str = "a", **changes: Any) -> JobRow:
+    values: dict[str, Any] = {
+        "id": name * 12,
+        "name": "spring",
+        "request_id": f"request-{name}",
+        "submitter": "olga",
+        "config": "{}",
+        "initial_model": "0" * 64,
+        "model": "0" * 64,
+        "optimizer": "",
+        "status": "running",
+        "reason": "",
+        "rounds": 5,
+        "rounds_done": 0,
+        "snapshot": {"engine": {}, "population": 3},
+        "version": 1,
+        "writer": "w",
+        "submitted": 1.0,
+        "updated": 1.0,
+    }
+    return JobRow(**{**values, **changes})
+
+
+def transition(version: int, **changes: Any) -> Transition:
+    values: dict[str, Any] = {
+        "job": "a" * 12,
+        "version": version,
+        "writer": "w",
+        "time": 2.0,
+        "snapshot": {"engine": {"at": version}},
+        "status": "running",
+        "reason": "",
+    }
+    return Transition(**{**values, **changes})
+
+
+def record(number: int, **changes: Any) -> dict[str, Any]:
+    values = {
+        "round": number,
+        "attempt": 1,
+        "model": f"{number:064d}",
+        "optimizer": "",
+        "cohort": ["alder", "birch"],
+        "contributors": ["alder"],
+        "charge": {},
+        "ended": 3.0,
+    }
+    return {**values, **changes}
+
+
+def update(client: str = "alder", number: int = 1, digest: str = "d" * 64) -> UpdateRow:
+    return UpdateRow(number, 1, client, digest, 16, 10, 0.5, {"acc": (1.0, 2)}, "accepted", "", 2.0)
+
+
+async def write(database: Database, work: Callable[..., Any], *values: Any) -> Any:
+    return await database.write(lambda connection: work(connection, *values))
+
+
+async def with_job(database: Database, **changes: Any) -> JobRow:
+    row = job_row(**changes)
+    first = EventRow(1, 1.0, "job_submitted", "here")
+    await write(database, store.insert_job, row, ArtifactRow("0" * 64, 10, "model", 1.0), [first])
+    return row
+
+
+async def test_the_migrations_make_the_tables(opened: Database) -> None:
+    def differences(connection: sa.Connection) -> list[Any]:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        return compare_metadata(context, tables.metadata)
+
+    assert await opened.read(differences) == []
+
+
+async def test_opening_again_finds_the_same_coordinator(opened: Database, database: str) -> None:
+    again = Database.open(database)
+    assert again.identity == opened.identity
+    assert len(again.identity) == 32
+    again.close()
+
+
+async def test_a_newer_database_is_refused(opened: Database, database: str) -> None:
+    await opened.write(
+        lambda connection: connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    )
+    with pytest.raises(StorageError, match="written by a newer version"):
+        Database.open(database)
+
+
+async def test_a_transition_is_made_once(opened: Database) -> None:
+    row = await with_job(opened)
+    step = transition(
+        2,
+        events=[EventRow(2, 2.0, "k", "m", 1, 1, "alder", {"x": 1})],
+        updates=[update()],
+        artifacts=[ArtifactRow("d" * 64, 16, "update", 2.0)],
+        records=[record(1)],
+    )
+    for _ in range(3):
+        await write(opened, store.apply, step)
+    found = await opened.read(lambda connection: store.find_job(connection, row.id))
+    assert (found.version, found.rounds_done, found.model) == (2, 1, f"{1:064d}")
+    assert found.snapshot == {"engine": {"at": 2}}
+    events = await opened.read(lambda connection: store.events_from(connection, row.id, 1))
+    assert [event.sequence for event in events] == [1, 2]
+    assert events[1].detail == {"x": 1}
+    assert len(await opened.read(lambda connection: store.history(connection, row.id))) == 1
+    receipt = await opened.read(lambda connection: store.receipt_of(connection, row.id, 1, 1, "alder"))
+    assert receipt == ("accepted", "")
+
+
+async def test_a_job_that_another_coordinator_has_taken_further(opened: Database) -> None:
+    row = await with_job(opened)
+    await write(opened, store.apply, transition(2, writer="other"))
+    with pytest.raises(StorageError, match="another coordinator"):
+        await write(opened, store.apply, transition(2, records=[record(1)]))
+    assert await opened.read(lambda connection: store.history(connection, row.id)) == []
+
+
+async def test_a_transition_that_fails_leaves_nothing(opened: Database) -> None:
+    row = await with_job(opened)
+    twice = transition(2, updates=[update(), update()], records=[record(1)])
+    with pytest.raises(StorageError):
+        await write(opened, store.apply, twice)
+    found = await opened.read(lambda connection: store.find_job(connection, row.id))
+    assert (found.version, found.rounds_done) == (1, 0)
+    assert await opened.read(lambda connection: store.history(connection, row.id)) == []
+
+
+async def test_jobs_are_found(opened: Database) -> None:
+    await with_job(opened)
+    await with_job(opened, name="ab", id="ab" * 6, request_id="2", submitted=2.0)
+
+    async def find(wanted: str) -> str:
+        return (await opened.read(lambda connection: store.find_job(connection, wanted))).id
+
+    assert await find("aa") == "a" * 12
+    with pytest.raises(store.UnknownJob, match="several"):
+        await find("a")
+    with pytest.raises(store.UnknownJob):
+        await find("_")
+    assert await find("spring") == "ab" * 6
+    assert [row.id for row in await opened.read(store.jobs_in_order)] == ["ab" * 6, "a" * 12]
+
+
+async def test_clients_keep_their_counters(opened: Database) -> None:
+    alder = ClientRow("alder", "1", ("t",), {"region": "north"}, ("cpu",), 1.0, 1.0)
+    await write(opened, remember, alder)
+    await with_job(opened)
+    await write(opened, store.apply, transition(2, records=[record(1)]))
+    await write(opened, remember, replace(alder, version="2", last_seen=5.0, first_seen=5.0))
+    (found,) = await opened.read(all_clients)
+    assert (found.selected, found.completed) == (1, 1)
+    assert (found.version, found.first_seen, found.last_seen) == ("2", 1.0, 5.0)
+    assert found.metadata == {"region": "north"}
+
+
+async def test_retention_keeps_what_anything_needs(opened: Database) -> None:
+    await with_job(opened)
+    for number in range(1, 5):
+        digest = f"{number:01d}" * 64
+        rows = [ArtifactRow(f"{number:064d}", 1, "model", 1.0), ArtifactRow(digest, 1, "update", 1.0)]
+        step = transition(
+            number + 1, records=[record(number)], updates=[update("alder", number, digest)], artifacts=rows
+        )
+        await write(opened, store.apply, step)
+    shared = job_row("b", id="b" * 12, request_id="2", initial_model=f"{1:064d}", model=f"{1:064d}")
+    await write(opened, store.insert_job, shared, ArtifactRow(f"{1:064d}", 1, "model", 1.0), [])
+
+    def retire(connection: sa.Connection) -> list[str]:
+        found = [*spent_updates(connection, "a" * 12, 3), *old_models(connection, "a" * 12, 2)]
+        return forget_unused(connection, found, 2)
+
+    gone = await opened.write(retire)
+    # Model 1 is another job's initial one; the update of round 4 was not asked about.
+    assert sorted(gone) == sorted([f"{2:064d}", "1" * 64, "2" * 64, "3" * 64])
+    assert await opened.write(retire) == []
+
+
+async def test_the_ledger_reserves_and_settles(opened: Database) -> None:
+    row = await with_job(opened)
+    for attempt in (1, 2):
+        await write(opened, reserve, LedgerRow(row.id, "", row.id, 1, attempt, "{}", False, 1.0))
+    (reserved,) = await opened.read(lambda connection: entries(connection, row.id))
+    assert (reserved.attempt, reserved.released) == (2, False)
+    await write(
+        opened, store.apply, transition(2, records=[record(1, attempt=2, charge={"level": "client"})])
+    )
+    await write(opened, reserve, LedgerRow(row.id, "", row.id, 2, 1, "{}", False, 1.0))
+    await write(opened, store.apply, transition(3, status="finished"))
+    (left,) = await opened.read(lambda connection: entries(connection, row.id))
+    assert (left.round, left.attempt, left.released) == (1, 2, True)
+
+
+async def test_sqlite_survives_a_loss_of_power(tmp_path: Path) -> None:
+    opened = Database.open(f"sqlite:///{tmp_path}/deep/inside/c.db")
+
+    def pragmas(connection: sa.Connection) -> list[Any]:
+        names = ("journal_mode", "synchronous", "foreign_keys")
+        return [connection.execute(sa.text(f"PRAGMA {name}")).scalar() for name in names]
+
+    assert await opened.write(pragmas) == ["wal", 2, 1]
+    opened.close()
+
+
+async def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+    opened = Database.open(f"sqlite:///{tmp_path}/c.db")
+    await with_job(opened)
+
+    def fill(connection: sa.Connection) -> None:
+        pages = connection.execute(sa.text("PRAGMA page_count")).scalar()
+        connection.execute(sa.text(f"PRAGMA max_page_count = {pages}"))
+        store.apply(connection, transition(2, reason="x" * 1_000_000, records=[record(1)]))
+
+    with pytest.raises(StorageError, match="free some space"):
+        await opened.write(fill)
+    found = await opened.read(lambda connection: store.find_job(connection, "a" * 12))
+    assert (found.version, found.rounds_done) == (1, 0)
+    opened.close()
+
+
+def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no database at all, but long enough to be looked at as one")
+    for address, kind, words in (
+        ("", ConfigError, "must be an address"),
+        ("mysql://x/y", ConfigError, "use sqlite or postgresql"),
+        ("sqlite://", ConfigError, "needs a file"),
+        (f"sqlite:///{tmp_path}/file", StorageError, "damaged or is none of ours"),
+        (f"sqlite:///{tmp_path}/file/c.db", StorageError, "cannot be made"),
+        ("postgresql://u:secret@127.0.0.1:1/x", StorageError, "is PostgreSQL running there"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            Database.open(address)
+        assert "secret" not in str(caught.value)
+
+
+async def test_a_locked_database_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundtable.server.store.database.BUSY_SECONDS", 0.05)
+    opened = Database.open(f"sqlite:///{tmp_path}/c.db")
+    other = sqlite3.connect(tmp_path / "c.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    started = time.monotonic()
+    with pytest.raises(StorageError, match="second coordinator"):
+        await with_job(opened)
+    assert time.monotonic() - started < 10
+    other.execute("ROLLBACK")
+    await with_job(opened)
+    other.close()
+    opened.close()
