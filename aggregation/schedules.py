@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from roundtable.core.errors import ConfigError
 
-ScheduleKind = Literal["constant", "step", "cosine"]
+ScheduleName = Literal["constant", "step", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Schedule:
     """Factor by which the server's learning rate is multiplied in each round, after a linear warm-up.
 
     constant: 1. step: `decay` to the power of ⌊rounds since the warm-up / every⌋. cosine: from 1 to `floor`
-    over `rounds` (Loshchilov & Hutter 2017, equation 5, without restarts). Raises ConfigError for a kind that
+    over `rounds` (Loshchilov & Hutter 2017, equation 5, without restarts). Raises ConfigError for a name that
     does not exist or lacks what it needs.
     """
 
-    kind: ScheduleKind = "constant"
+    name: ScheduleName = "constant"
     warm_up: int = 0
     every: int = 0
     decay: float = 0.1
@@ -28,15 +28,15 @@ class Schedule:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ScheduleKind):
+        if self.name not in get_args(ScheduleName):
             raise ConfigError(
-                f"schedule must be one of {', '.join(get_args(ScheduleKind))}, not {self.kind!r}"
+                f"schedule must be one of {', '.join(get_args(ScheduleName))}, not {self.name!r}"
             )
         if self.warm_up < 0:
             raise ConfigError(f"schedule: warm_up counts rounds and cannot be {self.warm_up}")
-        if self.kind == "step" and (self.every < 1 or not 0 < self.decay <= 1):
+        if self.name == "step" and (self.every < 1 or not 0 < self.decay <= 1):
             raise ConfigError("schedule step needs every ≥ 1 rounds and a decay in (0, 1]")
-        if self.kind == "cosine" and (self.rounds <= self.warm_up or not 0 <= self.floor <= 1):
+        if self.name == "cosine" and (self.rounds <= self.warm_up or not 0 <= self.floor <= 1):
             raise ConfigError(
                 "schedule cosine needs rounds, more than the warm-up has, and a floor in [0, 1]"
             )
@@ -46,9 +46,9 @@ class Schedule:
         if step < self.warm_up:
             return (step + 1) / self.warm_up
         since = step - self.warm_up
-        if self.kind == "step":
+        if self.name == "step":
             return self.decay ** (since // self.every)
-        if self.kind == "cosine":
+        if self.name == "cosine":
             progress = min(since / (self.rounds - self.warm_up), 1.0)
             return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * progress)) / 2
         return 1.0

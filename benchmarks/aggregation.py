@@ -17,7 +17,9 @@ import importlib.util
 import os
 import resource
 import statistics
+import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +91,7 @@ def byzfl_works(updates: torch.Tensor, f: int) -> dict[str, Work]:
     """ByzFL's rules on the same tensor, by our name."""
     if importlib.util.find_spec("byzfl") is None:
         return {}
+    without_torchvision()
     import byzfl
 
     def mixed(
@@ -121,6 +124,13 @@ def byzfl_works(updates: torch.Tensor, f: int) -> dict[str, Work]:
     # ARC writes to its input, so it is given a copy, as every user would have to.
     works["arc + nnm + trimmed_mean"] = mixed(byzfl.TrMean(f), torch.clone, arc, nnm)
     return works
+
+
+def without_torchvision() -> None:
+    """ByzFL imports torchvision for its training harness; its rules do not need it, nor a build that fits."""
+    stand_in = types.ModuleType("torchvision")
+    stand_in.datasets = stand_in.transforms = types.ModuleType("torchvision.datasets")  # type: ignore[attr-defined]
+    sys.modules.setdefault("torchvision", stand_in)
 
 
 def flower_works(updates: torch.Tensor, f: int) -> dict[str, Work]:

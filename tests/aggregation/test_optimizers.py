@@ -97,7 +97,7 @@ def test_schedules() -> None:
     assert math.isclose(cosine.factor(12), 0.1)
     assert math.isclose(cosine.factor(500), 0.1)
     model = torch.zeros(1)
-    optimizer = make_optimizer("fedavg", {"learning_rate": 2.0}, {"kind": "step", "every": 1, "decay": 0.5})
+    optimizer = make_optimizer("fedavg", {"learning_rate": 2.0}, {"name": "step", "every": 1, "decay": 0.5})
     state = optimizer.init(1)
     for step in range(3):
         state, model = optimizer.apply(state, model, torch.ones(1), step)
@@ -113,9 +113,9 @@ def test_schedules() -> None:
         ("fedadam", {"bias_correction": 1}, {}, "true or false"),
         ("fedavg", {"learning_rate": 0}, {}, "positive"),
         ("fedavg", {"learning_rate": "1"}, {}, "a number"),
-        ("fedavg", {}, {"kind": "linear"}, "must be one of"),
-        ("fedavg", {}, {"kind": "step"}, "needs every"),
-        ("fedavg", {}, {"kind": "cosine"}, "needs rounds"),
+        ("fedavg", {}, {"name": "linear"}, "must be one of"),
+        ("fedavg", {}, {"name": "step"}, "needs every"),
+        ("fedavg", {}, {"name": "cosine"}, "needs rounds"),
         ("fedavg", {}, {"warm_up": -1}, "cannot be -1"),
         ("fedavg", {}, {"wormup": 1}, "wormup"),
     ],

@@ -1,0 +1,259 @@
+"""Accuracy of aggregation rules under attack: MNIST, 20 silos of which 4 are hostile, 40 rounds.
+
+    python benchmarks/attacks.py                              the table of docs/robustness.md, one seed
+    python benchmarks/attacks.py --rule caf --attack ipm_2    one cell
+    python benchmarks/attacks.py --alpha 0.1 --seeds 0 1 2    data that differ much more between silos
+
+Every silo trains a 784-100-10 network for 10 steps of 32 images at learning rate 0.1; all 20 silos take part
+in every round, unweighted, and the aggregate is added to the model. The data of each class are spread over
+the silos by a Dirichlet distribution (`--alpha`; 1 is moderate, 0.1 severe). The last four silos are hostile
+and know all honest updates. The tuned attacks choose their strength in every round by trying it against the
+rule itself. Printed is the accuracy on the 10 000 test images, mean of the last five rounds, in percent.
+
+The silos are trained at once, as one batch of networks, so that a cell takes seconds; the way of the updates
+is the one that a coordinator uses, `roundtable.aggregation.aggregate`. `--check FILE` compares with a table
+of least accuracies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from roundtable.aggregation import AggregationConfig, ClientRow, Context, TensorMatrix, aggregate, attacks
+
+SILOS, HOSTILE, ROUNDS, STEPS, BATCH, RATE = 20, 4, 40, 10, 32, 0.1
+SIZES = ((784, 100), (100, 10))
+F = {"f": HOSTILE}
+
+RULES: dict[str, AggregationConfig] = {
+    "mean": AggregationConfig("mean"),
+    "median": AggregationConfig("median"),
+    "trimmed_mean": AggregationConfig("trimmed_mean", F),
+    "meamed": AggregationConfig("mean_around_median", F),
+    "krum": AggregationConfig("krum", F),
+    "multi_krum": AggregationConfig("multi_krum", F),
+    "geomed": AggregationConfig("geometric_median"),
+    "cclip_tau1_L3": AggregationConfig("centred_clipping", {"tau": 1.0, "iterations": 3}),
+    "mda": AggregationConfig("minimum_diameter_averaging", F),
+    "caf": AggregationConfig("caf", F),
+    "bulyan": AggregationConfig("bulyan", F),
+    "clip_median_norm+mean": AggregationConfig("mean", pre=(("clip", {}),)),
+    "bucketing2+median": AggregationConfig("median", pre=(("bucketing", {"size": 2}),)),
+    "nnm+median": AggregationConfig("median", pre=(("nnm", F),)),
+    "nnm+trimmed_mean": AggregationConfig("trimmed_mean", F, pre=(("nnm", F),)),
+    "nnm+krum": AggregationConfig("krum", F, pre=(("nnm", F),)),
+    "nnm+geomed": AggregationConfig("geometric_median", pre=(("nnm", F),)),
+    "arc+nnm+trimmed_mean": AggregationConfig("trimmed_mean", F, pre=(("arc", F), ("nnm", F))),
+    "arc+nnm+geomed": AggregationConfig("geometric_median", pre=(("arc", F), ("nnm", F))),
+    "fltrust_root100": AggregationConfig("fltrust"),
+    "dnc": AggregationConfig("dnc", F),
+}
+RULES = {
+    name: AggregationConfig(rule.rule, rule.parameters, rule.pre, weighting="uniform")
+    for name, rule in RULES.items()
+}
+
+Attack = Callable[[torch.Tensor, attacks.Defence, int], torch.Tensor]
+
+ATTACKS: dict[str, Attack | None] = {
+    "none": None,
+    "sign_flip": lambda honest, _, __: attacks.sign_flip(honest, HOSTILE),
+    "sign_flip_x10": lambda honest, _, __: attacks.sign_flip(honest, HOSTILE, 10.0),
+    "alie_z1.5": lambda honest, _, __: attacks.a_little_is_enough(honest, HOSTILE, -1.5),
+    "alie_zmax0.16_neg": lambda honest, _, __: attacks.a_little_is_enough(honest, HOSTILE),
+    "ipm_0.5": lambda honest, _, __: attacks.inner_product_manipulation(honest, HOSTILE, 0.5),
+    "ipm_2": lambda honest, _, __: attacks.inner_product_manipulation(honest, HOSTILE, 2.0),
+    "label_flip": None,
+    "gaussian_s1": lambda honest, _, round: attacks.gaussian(honest, HOSTILE, seed=round),
+    "inf": lambda honest, _, __: attacks.infinities(honest, HOSTILE),
+    "nan": lambda honest, _, __: attacks.not_a_number(honest, HOSTILE),
+    "alie_opt": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "alie"),
+    "ipm_opt": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "ipm"),
+    "mimic": lambda honest, _, __: attacks.mimic(honest, HOSTILE),
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and test images, and which training images each silo holds."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+    silos: tuple[torch.Tensor, ...]
+    root: torch.Tensor
+
+
+def load(path: Path, alpha: float, seed: int) -> Data:
+    """MNIST, normalised and split; where a silo would have less than a batch of images, split again."""
+    with np.load(path) as archive:
+        images = {part: torch.from_numpy(archive[f"{part}_images"]) for part in ("train", "test")}
+        digits = {part: torch.from_numpy(archive[f"{part}_labels"]).long() for part in ("train", "test")}
+    scaled = {part: (raw.reshape(-1, 784).float() / 255 - 0.1307) / 0.3081 for part, raw in images.items()}
+    labels = digits["train"]
+    generator = np.random.default_rng(seed)
+    while True:
+        parts: list[list[np.ndarray]] = [[] for _ in range(SILOS)]
+        for digit in range(10):
+            members = generator.permutation(np.flatnonzero(labels.numpy() == digit))
+            cuts = (np.cumsum(generator.dirichlet([alpha] * SILOS)) * len(members)).astype(int)[:-1]
+            for part, chunk in zip(parts, np.split(members, cuts), strict=True):
+                part.append(chunk)
+        silos = tuple(torch.from_numpy(np.concatenate(part)) for part in parts)
+        if min(len(silo) for silo in silos) >= BATCH:
+            break
+    root = torch.from_numpy(generator.choice(len(labels), 100, replace=False))
+    return Data(scaled["train"], labels, scaled["test"], digits["test"], silos, root)
+
+
+def initial_model(generator: torch.Generator) -> torch.Tensor:
+    """Weights and biases, uniform in ±1/√(inputs), as one flat vector."""
+    parts = []
+    for inputs, outputs in SIZES:
+        for size in (inputs * outputs, outputs):
+            parts.append((torch.rand(size, generator=generator) * 2 - 1) / math.sqrt(inputs))
+    return torch.cat(parts)
+
+
+def unpack(models: torch.Tensor) -> list[torch.Tensor]:
+    """Flat models [m, d] → weights [m, inputs, outputs] and biases [m, 1, outputs] of each layer; views."""
+    parts, position = [], 0
+    for inputs, outputs in SIZES:
+        parts.append(models[:, position : position + inputs * outputs].view(-1, inputs, outputs))
+        position += inputs * outputs
+        parts.append(models[:, position : position + outputs].view(-1, 1, outputs))
+        position += outputs
+    return parts
+
+
+def train(model: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Updates [m, d] of m silos after one step of SGD on each batch: images [steps, m, batch, 784]."""
+    models = model.repeat(images.shape[1], 1)
+    first, first_bias, second, second_bias = unpack(models)
+    for x, y in zip(images, labels, strict=True):
+        hidden = torch.baddbmm(first_bias, x, first).relu_()
+        errors = torch.softmax(torch.baddbmm(second_bias, hidden, second), dim=2)
+        errors.scatter_add_(2, y[..., None], torch.full_like(errors[..., :1], -1.0))
+        errors /= x.shape[1]
+        back = torch.bmm(errors, second.transpose(1, 2)).mul_(hidden > 0)
+        second -= RATE * torch.bmm(hidden.transpose(1, 2), errors)
+        second_bias -= RATE * errors.sum(dim=1, keepdim=True)
+        first -= RATE * torch.bmm(x.transpose(1, 2), back)
+        first_bias -= RATE * back.sum(dim=1, keepdim=True)
+    return models - model
+
+
+def accuracy(model: torch.Tensor, data: Data) -> float:
+    """Share of the test images that the model gets right."""
+    first, first_bias, second, second_bias = (part[0] for part in unpack(model[None]))
+    scores = (data.test_images @ first + first_bias).relu() @ second + second_bias
+    return float((scores.argmax(dim=1) == data.test_labels).float().mean())
+
+
+def run(rule: str, attack: str, data: Data, seed: int) -> float:
+    """Accuracy at the end of one training, mean of the last five rounds."""
+    config, hostile = RULES[rule], ATTACKS[attack]
+    clients = [ClientRow(f"silo-{index:02}") for index in range(SILOS)]
+    generator = torch.Generator().manual_seed(seed)
+    model = initial_model(generator)
+    previous, scores = torch.zeros_like(model), []
+    honest_silos = SILOS if hostile is None else SILOS - HOSTILE
+    for round in range(ROUNDS):
+        batches = [
+            data.silos[silo][torch.randint(len(data.silos[silo]), (STEPS, BATCH), generator=generator)]
+            for silo in range(honest_silos)
+        ]
+        chosen = torch.stack(batches, dim=1)
+        labels = data.labels[chosen]
+        if attack == "label_flip":
+            labels[:, -HOSTILE:] = attacks.flip_labels(labels[:, -HOSTILE:], 10)
+        rows = train(model, data.images[chosen], labels)
+        context = Context(previous=previous, root_update=root_update(config, model, data, generator))
+
+        def defence(rows: torch.Tensor, round: int = round, context: Context = context) -> torch.Tensor:
+            return aggregate(TensorMatrix(rows), clients, config, seed + round, context=context).vector
+
+        if hostile is not None:
+            rows = torch.cat([rows, hostile(rows, defence, seed * ROUNDS + round)])
+        previous = defence(rows)
+        model = model + previous
+        if round >= ROUNDS - 5:
+            scores.append(accuracy(model, data))
+    return sum(scores) / len(scores)
+
+
+def root_update(
+    config: AggregationConfig, model: torch.Tensor, data: Data, generator: torch.Generator
+) -> torch.Tensor | None:
+    """The server's own update on its 100 trusted images, for the rule that wants one."""
+    if config.rule != "fltrust":
+        return None
+    chosen = data.root[torch.randint(len(data.root), (STEPS, 1, BATCH), generator=generator)]
+    return train(model, data.images[chosen], data.labels[chosen])[0]
+
+
+def least(table: dict[str, Any], rule: str, attack: str) -> float | None:
+    """The accuracy that a reference table asks for, where it has this cell."""
+    for part in ("fixed_attacks_dirichlet1", "adaptive_attacks_dirichlet1"):
+        found = table.get(part, {}).get(rule, {}).get(attack)
+        if found:
+            return float(found["at_least"])
+    return None
+
+
+def report(rules: Sequence[str], names: Sequence[str], options: argparse.Namespace) -> int:
+    """Prints the table, one line a rule; returns the number of cells below the reference."""
+    table = json.loads(options.check.read_text()) if options.check else {}
+    sets = {seed: load(options.data, options.alpha, seed) for seed in options.seeds}
+    print(f"{'rule':24}" + "".join(f"{name:>18}" for name in names), flush=True)
+    failures = 0
+    for rule in rules:
+        print(f"{rule:24}", end="", flush=True)
+        for name in names:
+            worst = min(run(rule, name, data, seed) for seed, data in sets.items())
+            wanted = least(table, rule, name)
+            missed = wanted is not None and worst < wanted
+            failures += missed
+            mark = "" if wanted is None else f" <{wanted:.1%}" if missed else " ok"
+            print(f"{worst:>9.1%}{mark:9}", end="", flush=True)
+        print(flush=True)
+    if table:
+        print(f"{failures} cells below the reference")
+    return failures
+
+
+def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--rule", action="append", choices=sorted(RULES))
+    parser.add_argument("--attack", action="append", choices=sorted(ATTACKS))
+    parser.add_argument("--alpha", type=float, default=1.0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--check", type=Path, help="JSON with the least accuracy of each cell")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("ROUNDTABLE_SHARED", "../shared")) / "data" / "mnist.npz",
+        help="MNIST as train_images, train_labels, test_images, test_labels in one .npz",
+    )
+    options = parser.parse_args()
+    started = time.perf_counter()
+    failures = report(options.rule or list(RULES), options.attack or list(ATTACKS), options)
+    print(f"{time.perf_counter() - started:.0f} s")
+    raise SystemExit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
