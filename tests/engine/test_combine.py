@@ -58,7 +58,7 @@ def test_a_model_that_overflows_is_refused() -> None:
 @pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedlion"])
 def test_the_server_state_survives_a_restart_to_the_bit(name: str, tmp_path: Path) -> None:
     plan = make_plan(
-        job(f'[aggregation.server_optimizer]\nname = "{name}"\nschedule = {{ kind = "cosine", rounds = 9 }}'),
+        job(f'[aggregation.server_optimizer]\nname = "{name}"\nschedule = {{ name = "cosine", rounds = 9 }}'),
         3,
     )
     generator = torch.Generator().manual_seed(1)
