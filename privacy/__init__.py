@@ -5,6 +5,7 @@ by the functions that need them.
 """
 
 from roundtable.privacy.accounting import compose, merged, relation_of
+from roundtable.privacy.audit import Audit, one_run_audit
 from roundtable.privacy.calibration import solve_noise, solve_steps
 from roundtable.privacy.central import CentralDP, CentralResult, RowMatrix
 from roundtable.privacy.charge import Charge, gaussian_charge, local_gaussian_charge
@@ -24,6 +25,7 @@ from roundtable.privacy.tree import TreeFTRL
 
 __all__ = [
     "AdaptiveClip",
+    "Audit",
     "BandedFTRL",
     "Budget",
     "CentralDP",
@@ -63,6 +65,7 @@ __all__ = [
     "local_gaussian_charge",
     "merged",
     "noise_for",
+    "one_run_audit",
     "plot",
     "prefix_error",
     "privacy_plan",
