@@ -164,7 +164,7 @@ def capture(python: Path, code: str) -> str:
 
 
 def pins() -> None:
-    """Pins of everything that an install with the extra `dev` brings, without platform suffixes."""
+    """Pins of everything that an install with every extra brings, without platform suffixes."""
     run(BIN / "python", "tools/pins.py")
 
 
