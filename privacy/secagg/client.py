@@ -89,6 +89,7 @@ class SecAggClient:
         self._index = -1
         self._own_pair = b""
         self._custody: Custody | None = None
+        self._last: tuple[bytes | None, bytes | None] = None, None
 
     @property
     def cohort(self) -> Cohort:
@@ -104,7 +105,12 @@ class SecAggClient:
         return self._seal(Kind.ADVERTISE, self.session.digest(), self._advert().to_bytes())
 
     def handle(self, message: bytes) -> bytes | None:
-        """Take the coordinator's next message and return the answer to it, if it has one."""
+        """Take the coordinator's next message and return the answer to it, if it has one.
+
+        The last message may come again, after a lost answer: it gets the same bytes.
+        """
+        if message == self._last[0]:
+            return self._last[1]
         envelope = unseal(message)
         step = {
             Kind.PEERS: self._on_peers,
@@ -115,7 +121,8 @@ class SecAggClient:
         }.get(envelope.kind)
         if step is None or envelope.sender:
             raise ProtocolError(f"{envelope.kind.name} is not a message for a silo")
-        return step(envelope)
+        self._last = bytes(message), step(envelope)
+        return self._last[1]
 
     def _on_peers(self, envelope: Envelope) -> bytes:
         self._expect(ClientPhase.ADVERTISED)
@@ -283,6 +290,7 @@ class SecAggClient:
         self._forget_keys()
         if self._custody is not None:
             self._custody.erase()
+        self._last = None, None
         self.phase = ClientPhase.ABORTED
         return self._seal(Kind.ABORT, self.session.digest(), reason.encode()[:MAXIMUM_REASON])
 

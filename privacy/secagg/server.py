@@ -128,7 +128,10 @@ class SecAggServer:
         return self._sum
 
     def receive(self, message: bytes) -> str:
-        """Take one message and return its silo's name; ProtocolError, and no change, where it is refused."""
+        """Take one message and return its silo's name; ProtocolError, and no change, where it is refused.
+
+        A message that was taken already may come again, and changes nothing.
+        """
         envelope = self._authenticated(message)
         if envelope.kind is Kind.ABORT:
             if envelope.binding != self.session.digest():
@@ -140,16 +143,25 @@ class SecAggServer:
         self._admit(envelope)
         return envelope.sender
 
+    def announced(self, message: bytes) -> tuple[str, str]:
+        """The silo, and the BLAKE3 digest in hexadecimal, of the upload that a MASKED header announces."""
+        envelope = self._authenticated(message)
+        if envelope.kind is not Kind.MASKED:
+            raise ProtocolError(f"{envelope.kind.name} from {envelope.sender} announces no upload")
+        return envelope.sender, exactly(envelope.payload, DIGEST_BYTES, "a digest").hex()
+
     def fold(self, message: bytes, body: Body) -> str:
         """Add a complete masked vector to the sum: its signed header, and its bytes (or a memory map).
 
-        Nothing is added unless the bytes are exactly those that the silo signed for.
+        Nothing is added unless the bytes are exactly those that the silo signed for, and nothing twice.
         """
         envelope = self._authenticated(message)
         if envelope.kind is not Kind.MASKED or self.phase is not ServerPhase.MASKED:
             raise ProtocolError(
                 f"no masked vector is expected from {envelope.sender} in phase {self.phase.name}"
             )
+        if self._answers.get(envelope.sender) == envelope:
+            return envelope.sender
         data = np.frombuffer(body, dtype=np.uint8).data
         ring_bits = self.plan.ring_bits
         width = ring_bits // 8
@@ -331,7 +343,7 @@ class SecAggServer:
             )
         if name not in self._expected or name in self.aborted:
             raise ProtocolError(f"{name} dropped out of this attempt; it can join the next")
-        if name in self._answers:
+        if name in self._answers and self._answers[name] != envelope:
             raise ProtocolError(f"{name} answered twice in phase {self.phase.name}; the first answer counts")
         self._check_payload(envelope)
         self._answers[name] = envelope

@@ -46,7 +46,7 @@ def damaged(data: st.DataObject, message: bytes) -> bytes:
         return data.draw(st.binary(max_size=300))
     changed = bytearray(message)
     if kind == "flip":
-        for place in data.draw(st.lists(st.integers(0, len(message) - 1), min_size=1, max_size=4)):
+        for place in data.draw(st.sets(st.integers(0, len(message) - 1), min_size=1, max_size=4)):
             changed[place] ^= data.draw(st.integers(1, 255))
         return bytes(changed)
     envelope = unseal(message)

@@ -289,6 +289,17 @@ def test_before_masking_there_is_nothing_to_restore(attempt: Any, phase: ServerP
         run.clients[0].snapshot()
 
 
+@pytest.mark.parametrize("phase", PHASES[1:])
+def test_a_lost_answer_is_given_again(attempt: Any, phase: ServerPhase) -> None:
+    """The coordinator repeats its message: the silo repeats its bytes, and neither goes astray."""
+    run = attempt(4).until(phase)
+    message = run.messages[run.names[0]]
+    answer = run.clients[0].handle(message)
+    assert run.clients[0].handle(message) == answer
+    run.until(ServerPhase.DONE)
+    np.testing.assert_array_equal(run.server.total, run.expected(range(4)))
+
+
 def test_an_interrupted_mask_is_abandoned(attempt: Any) -> None:
     """Half a masked vector is out: neither a snapshot nor a second mask, only a new attempt."""
     run = attempt(4, session=Session("job", 0, 0, PIECE_BYTES)).until(ServerPhase.MASKED)
