@@ -19,7 +19,19 @@ Command = Any
 def test_help_lists_every_command(roundtable: Command) -> None:
     said = roundtable("--help")
     assert said.code == 0
-    for name in ("ca", "client", "clients", "completion", "demo", "doctor", "job", "server", "simulate"):
+    for name in (
+        "ca",
+        "client",
+        "clients",
+        "compare",
+        "completion",
+        "demo",
+        "doctor",
+        "job",
+        "server",
+        "simulate",
+        "sweep",
+    ):
         assert f"  {name} " in said.out
 
 
@@ -267,3 +279,19 @@ def test_a_simulation_goes_on_after_ctrl_c(roundtable: Command, job_file: Path, 
     assert resumed.code == 0, resumed.err
     rounds = [row["round"] for row in json.loads(resumed.out)["history"]]
     assert rounds == list(range(1, done + 2))
+
+
+def test_sweep_and_compare(roundtable: Command, job_file: Path, tmp_path: Path) -> None:
+    folder, curves, listed = tmp_path / "runs", tmp_path / "curves.png", tmp_path / "runs.toml"
+    said = roundtable("sweep", job_file, "--out", folder, "--vary", "algorithm.learning_rate=[0.1, 0.2]")
+    assert said.code == 0, said.err
+    assert "algorithm.learning_rate" in said.out
+    runs = sorted(path for path in folder.iterdir() if path.is_dir())
+    rows = json.loads(roundtable("compare", *runs, "--json", "--plot", curves).out)
+    assert [row["algorithm.learning_rate"] for row in rows] == [0.1, 0.2]
+    assert curves.read_bytes().startswith(b"\x89PNG")
+    listed.write_text('[[run]]\nrounds = 1\n"cohort.size" = 1\n')
+    single = roundtable("sweep", job_file, "--out", tmp_path / "single", "--runs", listed, "--json")
+    assert [row["rounds"] for row in json.loads(single.out)] == [1]
+    assert roundtable("sweep", job_file, "--out", folder).code == 2
+    assert roundtable("compare", tmp_path).code == 1

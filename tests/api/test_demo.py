@@ -55,6 +55,7 @@ def test_demo_gives_bit_for_bit_what_the_simulation_gives(tmp_path: Path) -> Non
     assert simulated.history[-1]["accuracy"] == found["accuracy"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_every_process(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     process = subprocess.Popen(
@@ -74,6 +75,7 @@ def test_ctrl_c_stops_every_process(tmp_path: Path) -> None:
     assert not _left_over(folder)
 
 
+@pytest.mark.slow
 def test_a_failure_stops_every_process(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     running: list[str] = []

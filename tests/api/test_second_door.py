@@ -51,7 +51,9 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
         yield Door(where, folder, children)
 
 
-@pytest.mark.parametrize(("name", "least"), [("network", 0.93), ("linear", 0.88)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("network", 0.93), pytest.param("linear", 0.88, marks=pytest.mark.slow)]
+)
 def test_the_script_takes_part_until_the_job_is_over(
     door: Door, root: Path, name: str, least: float, tmp_path: Path
 ) -> None:
