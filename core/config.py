@@ -232,7 +232,11 @@ class SimulationTable(Table):
     backend: Literal["auto", "sequential", "vectorised", "processes", "ray"] = Field(
         "auto", description="how clients run"
     )
-    workers: int | None = Field(None, ge=1, description="processes or threads; default: the cores there are")
+    workers: int | None = Field(None, ge=1, description="processes; default: the cores there are")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what clients train on")
+    masking: Literal["real", "fast"] = Field(
+        "real", description="secure aggregation: run its protocol, or only compute the sum that it gives"
+    )
     devices: Open = Field(
         default_factory=dict, description="speed, bandwidth and availability of devices, in virtual time"
     )

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from roundtable.core.errors import ResourceError
 from roundtable.simulation.backend import Backend, World
 from roundtable.simulation.local import make_local
 from roundtable.simulation.processes import Processes
@@ -20,9 +21,9 @@ def make_backend(world: World) -> tuple[Backend, str]:
     """
     wanted, workers = world.job.simulation.backend, world.job.simulation.workers
     if wanted == "sequential":
-        return make_local("sequential", world, device=_device()), "asked for"
+        return make_local("sequential", world, device=_device(world)), "asked for"
     if wanted == "processes":
-        return Processes(world, workers or cores(), device=_device()), "asked for"
+        return Processes(world, workers or cores(), device=_device(world)), "asked for"
     if wanted == "ray":
         return RayCluster(world), "asked for"
     refusal = why_not(world)
@@ -40,7 +41,7 @@ def _spread(world: World, inner: str, workers: int | None, why: str) -> tuple[Ba
 
     One process feeds a GPU best: there the work of many clients is one call.
     """
-    device = _device()
+    device = _device(world)
     count = workers or (1 if device == "cuda" and inner == "vectorised" else cores())
     if count == 1:
         return make_local(inner, world, device=device), why
@@ -55,5 +56,10 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(world: World) -> str:
+    wanted = world.job.simulation.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ResourceError(
+            'simulation.device = "cuda": torch sees no GPU here; set device = "cpu" or "auto"'
+        )
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"

@@ -241,7 +241,7 @@ class Driver:
         # Seeded, so that a run can be repeated; what it charges says that no guarantee rests on it.
         noise = SeededNoise(seed, step.round, step.attempt, "noise")
         try:
-            collected = self._workshop.collect(step.round, action.updates)
+            collected = self._workshop.collect(action)
             combined = combine(
                 self.plan,
                 collected.matrix,
@@ -260,7 +260,8 @@ class Driver:
         self._next = (model, combined.state)
         state = f"round-{step.round}"
         weights = combined.weights if collected.weights is None else collected.weights
-        account = (combined.excluded, weights, combined.diagnosis, combined.charge)
+        charge = combined.charge if collected.charge is None else collected.charge
+        account = (combined.excluded, weights, combined.diagnosis, charge)
         self._push(self.now, m.Aggregated(step, model_digest(model), state, *account))
 
     def _commit(self, record: m.RoundRecord) -> None:

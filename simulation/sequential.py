@@ -69,7 +69,7 @@ class Sequential:
             world.task,
             self._model,
             self.clients.data(item.index)[0],
-            world.job,
+            world.training,
             world.layout,
             vector,
             round=round,

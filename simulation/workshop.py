@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix, UpdateMatrix
 from roundtable.core.encodings import get_encoding
-from roundtable.engine.messages import Update
+from roundtable.engine.messages import Aggregate, Update
 from roundtable.simulation.attacks import Attackers
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
+from roundtable.simulation.secure import SecureAggregation
 
 LocalState = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Collected:
-    """Row i of `matrix` is the update of `updates[i]`. `weights` by client where they are already applied."""
+    """Row i of `matrix` is the update of `updates[i]`. `weights` by client where they are already applied,
+    `charge` where the updates have been through a mechanism of their own."""
 
     matrix: UpdateMatrix
     updates: Sequence[Update]
     weights: Mapping[str, float] | None = None
+    charge: Mapping[str, Any] | None = None
 
 
 class Workshop:
@@ -39,6 +43,7 @@ class Workshop:
         self.pending: dict[int, LocalState] = {}
         self._attackers = Attackers.of(world.job)
         self._dense = get_encoding(world.job.transfer.encoding).dense_dtype
+        self._secure = SecureAggregation.of(world.job, world.layout.size)
         self._rows: Tensor | None = None
         self._capacity = 0
         self._used = 0
@@ -71,30 +76,35 @@ class Workshop:
         """Evaluates a model on clients' test data, with their own tensors as training left them."""
         return self.backend.evaluate(vector, list(self._work(indices)))
 
-    def collect(self, round: int, updates: Sequence[Update]) -> Collected:
+    def collect(self, action: Aggregate) -> Collected:
         """What the coordinator would receive, once the hostile clients have had their way.
 
-        `Update.digest` is the place of its row. Raises AggregationError where an attack cannot be made.
+        `Update.digest` is the place of its row. Raises AggregationError where an attack cannot be made,
+        or where too few clients are left for a secure sum.
         """
+        updates = action.updates
         if isinstance(self.backend, Summing) and self.backend.sums_updates and updates:
             return self._total(self.backend, updates)
         rows = self._rows if self._rows is not None else self.backend.rows(0)
         places = [int(update.digest) for update in updates]
         clients = [self.world.names.index_of(update.client) for update in updates]
-        self._attackers.corrupt(round, clients, rows, places)
+        self._attackers.corrupt(action.step.round, clients, rows, places)
+        if self._secure is not None and updates:
+            arrived = {update.client: rows[place] for update, place in zip(updates, places, strict=True)}
+            mean, charge = self._secure.mean(action.step, action.cohort, arrived)
+            return Collected(TensorMatrix(mean.unsqueeze(0)), [_mean_of(updates)], charge=charge)
         if places == list(range(len(places))):
             return Collected(TensorMatrix(rows[: len(places)]), updates)
         return Collected(TensorMatrix(rows).select(places), updates)
 
     def _total(self, backend: Summing, updates: Sequence[Update]) -> Collected:
-        """The mean, already taken, as if it were the only update: the mean of one is itself."""
+        """The mean, taken where the updates are."""
         uniform = self.world.job.aggregation.weighting == "uniform"
         amounts = {update.client: 1 if uniform else update.examples for update in updates}
         whole = sum(amounts.values())
         weights = {client: amount / whole for client, amount in amounts.items()}
         total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
-        mean = Update(f"mean of {len(updates)} clients", "0", sum(update.examples for update in updates))
-        return Collected(TensorMatrix(total.unsqueeze(0)), [mean], weights)
+        return Collected(TensorMatrix(total.unsqueeze(0)), [_mean_of(updates)], weights)
 
     def commit(self) -> None:
         """The attempt counts: the clients keep what it left with them."""
@@ -112,3 +122,9 @@ class Workshop:
         for index in indices:
             local = self.pending.get(index, self.local.get(index))
             yield Work(self.world.names[index], index, local)
+
+
+def _mean_of(updates: Sequence[Update]) -> Update:
+    """The mean of some updates as if it were the only one: the mean of one is itself."""
+    examples = sum(update.examples for update in updates)
+    return Update(f"mean of {len(updates)} clients", "0", examples)

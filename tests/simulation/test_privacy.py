@@ -1,0 +1,92 @@
+"""Differential privacy and secure aggregation in simulations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from roundtable.core.errors import PrivacyError
+
+UNIFORM = {"aggregation__weighting": "uniform", "evaluation__every": 0}
+SECURE = {**UNIFORM, "privacy": {"secure_aggregation": True, "clip_norm": 50.0}}
+CENTRAL = {"level": "client", "clip_norm": 1.0, "delta": 1e-3}
+
+
+def test_central_noise_is_added_and_charged(run):
+    quiet = run(**UNIFORM, privacy={**CENTRAL, "noise_multiplier": 1e-4})
+    loud = run(**UNIFORM, privacy={**CENTRAL, "noise_multiplier": 2.0})
+    again = run(**UNIFORM, privacy={**CENTRAL, "noise_multiplier": 2.0})
+    assert torch.equal(loud.model.vector, again.model.vector)
+    # Three rounds of noise with standard deviation 2 · 1 / 5 on each coordinate.
+    spread = (loud.model.vector - quiet.model.vector).std() / 3**0.5
+    assert 0.34 < spread < 0.46
+    charge = loud.history.records[0].charge
+    assert charge["noise_multiplier"] == 2.0
+    assert charge["guarantee"] is False
+
+
+@pytest.mark.parametrize("backend", ["vectorised", "processes"])
+def test_backends_agree_under_clipping_and_noise(run, backend):
+    settings = {**UNIFORM, "privacy": {**CENTRAL, "noise_multiplier": 0.5}}
+    settings |= {"cohort__minimum": 1, "simulation__faults": {"dropout": 0.2}}
+    reference = run(**settings)
+    result = run(**settings, simulation__backend=backend, simulation__workers=1)
+    assert torch.allclose(result.model.vector, reference.model.vector, atol=1e-5)
+
+
+def test_the_protocol_gives_the_mean_that_one_sees_without_it(run):
+    plain, secure = run(**UNIFORM, rounds=2), run(**SECURE, rounds=2)
+    # Rounded to steps of clip_norm / levels: 50 · 2 · 5 / 2^32 in each round.
+    assert torch.allclose(plain.model.vector, secure.model.vector, atol=1e-5)
+    assert not torch.equal(plain.model.vector, secure.model.vector)
+    assert "the protocol ran" in secure.history.records[0].charge["secure_aggregation"]
+
+
+def test_fast_masking_gives_the_same_bits_and_says_so(run):
+    drops = {"rounds": 2, "simulation__faults": {"dropout": 0.15}, "cohort__size": 8, "cohort__minimum": 6}
+    real, fast = run(**SECURE, **drops), run(**SECURE, **drops, simulation__masking="fast")
+    assert torch.equal(real.model.vector, fast.model.vector)
+    assert real.status == fast.status == "finished"
+    assert sum(real.history["failed"]) > 0
+    assert "no masks were made" in fast.history.records[0].charge["secure_aggregation"]
+
+
+@pytest.mark.parametrize("masking", ["real", "fast"])
+def test_too_few_survivors_fail_the_attempt(run, masking):
+    lost = {"simulation__faults": {"dropout": 0.6}, "cohort__size": 8, "cohort__minimum": 1}
+    result = run(**SECURE, **lost, cohort__retries=0, simulation__masking=masking)
+    assert result.status == "paused"
+    assert "secure aggregation" in result.reason
+
+
+def test_noise_in_shares(run):
+    table = {"level": "distributed", "secure_aggregation": True, "delta": 1e-3, "noise_multiplier": 1.0}
+    settings = {**UNIFORM, "privacy": {**table, "clip_norm": 1.0}, "rounds": 1, "cohort__size": 8}
+    private = run(**settings, simulation__masking="fast")
+    real = run(**settings)
+    assert torch.equal(private.model.vector, real.model.vector)
+    clipped = run(**UNIFORM, privacy={**CENTRAL, "noise_multiplier": 1e-5}, rounds=1, cohort__size=8)
+    spread = (private.model.vector - clipped.model.vector).std()
+    # Eight shares of variance 1/5 each, divided by eight clients: 0.158.
+    assert private.status == "finished"
+    assert 0.13 < spread < 0.19
+    charge = private.history.records[0].charge
+    assert json.loads(json.dumps(charge))["level"] == "distributed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"privacy": {"secure_aggregation": True}}, "clip_norm is missing"),
+        ({"privacy": {"secure_aggregation": True, "clip_norm": 1.0}}, "weighting = .uniform"),
+        (
+            {"privacy": {"level": "example", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}},
+            "'example' is not simulated",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(run, settings, message):
+    with pytest.raises(PrivacyError, match=message):
+        run(**settings)
