@@ -11,7 +11,7 @@ from roundtable.engine import Plan, ServerState, combine, initial_server_state
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureNoise
 from roundtable.server.artifacts import LocalArtifacts
-from roundtable.server.memory import SlicedOptimizer
+from roundtable.server.memory import SlicedOptimizer, give_back_free_memory
 from roundtable.server.store import ArtifactRow
 
 
@@ -34,6 +34,8 @@ class Combiner:
 
     def __call__(self, action: m.Aggregate, now: float) -> Outcome:
         """Raises AggregationError or InvalidUpdate where there is no sound answer."""
+        # The transfers before have left buffers behind, and this is where the most memory is needed.
+        give_back_free_memory()
         old = open_model(self._artifacts.path(action.model))
         state = self._state(action.optimizer, old.layout.size)
         paths = [self._artifacts.path(update.digest) for update in action.updates]

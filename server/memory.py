@@ -1,6 +1,6 @@
 """Keeping the process small: memory goes back to the system, and models are walked through in slices.
 
-A coordinator works on one vector at a time and must not keep several of them. Both calls into the C
+A coordinator works on one vector at a time and must not keep several of them. The calls into the C
 library are hints; where they do not exist (musl, macOS) everything works and takes more memory.
 """
 
@@ -30,6 +30,14 @@ def give_back_large_blocks() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+
+
+def give_back_free_memory() -> None:
+    """What was freed in small blocks goes back to the system, too; takes about a millisecond."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
 
 
 def drop_pages(mapped: Tensor) -> None:

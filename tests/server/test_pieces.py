@@ -1,0 +1,168 @@
+"""The small parts: the check for finite values, artifacts on disk, slices of an optimizer."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundtable.aggregation import OptimizerState, make_optimizer
+from roundtable.core.errors import ResourceError, StorageError, TransferError
+from roundtable.server import memory
+from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.finite import FiniteCheck
+
+DATA = bytes(range(256)) * 8
+DIGEST = blake3(DATA).hexdigest()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(width=32), max_size=40),
+    st.lists(st.integers(1, 30), min_size=1),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_first_bad_element_is_found_however_the_bytes_are_cut(
+    values: list[float], cuts: list[int], dtype: torch.dtype
+) -> None:
+    vector = torch.tensor(values, dtype=torch.float32).to(dtype)
+    data = vector.view(torch.uint8).numpy().tobytes() if values else b""
+    check, place = FiniteCheck(dtype), 0
+    for width in itertools.cycle(cuts):
+        if place >= len(data):
+            break
+        check(data[place : place + width])
+        place += width
+    bad = torch.nonzero(~torch.isfinite(vector))
+    assert check.first_bad == (int(bad[0]) if len(bad) else None)
+
+
+def test_a_sum_that_overflows_is_no_bad_element() -> None:
+    check = FiniteCheck(torch.float32)
+    check(np.full(1000, 3e38, dtype=np.float32).tobytes())
+    assert check.first_bad is None
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalArtifacts:
+    return LocalArtifacts(tmp_path / "artifacts", "me")
+
+
+def test_a_blob_has_its_name_when_it_is_whole(store: LocalArtifacts) -> None:
+    writer = store.receive("x.1", DIGEST, len(DATA))
+    writer.write(DATA[:1000])
+    writer.close()
+    assert store.size(DIGEST) is None
+    assert store.received("x.1", DIGEST) == 1000
+    assert store.received("y.1", DIGEST) == 0
+    seen = bytearray()
+    writer = store.receive("x.1", DIGEST, len(DATA), seen.extend)
+    writer.write(DATA[1000:])
+    assert writer.finish() == (DIGEST, len(DATA))
+    writer.close()
+    assert bytes(seen) == DATA
+    assert store.path(DIGEST).read_bytes() == DATA
+    assert store.received("x.1", DIGEST) == 0
+
+
+def test_going_on_from_before_the_end_drops_what_follows(store: LocalArtifacts) -> None:
+    writer = store.receive("x", DIGEST, len(DATA))
+    writer.write(b"?" * 500)
+    writer.close()
+    writer = store.receive("x", DIGEST, len(DATA), offset=0)
+    assert writer.offset == 0
+    writer.write(DATA)
+    writer.finish()
+    writer.close()
+    assert store.path(DIGEST).read_bytes() == DATA
+
+
+def test_wrong_bytes_are_forgotten(store: LocalArtifacts) -> None:
+    writer = store.receive("x", DIGEST, len(DATA))
+    writer.write(b"?" * len(DATA))
+    with pytest.raises(TransferError, match="announced was"):
+        writer.finish()
+    writer.close()
+    assert store.received("x", DIGEST) == 0
+    assert store.size(DIGEST) is None
+
+
+@pytest.mark.parametrize("damage", [b"?" * len(DATA), DATA[:-1], None])
+def test_damage_is_found_when_a_later_process_reads(tmp_path: Path, damage: bytes | None) -> None:
+    digest, _ = LocalArtifacts(tmp_path / "a", "me").create([DATA[:5], memoryview(DATA)[5:]])
+    assert digest == DIGEST
+    path = tmp_path / "a" / "objects" / DIGEST[:2] / DIGEST
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage)
+    with pytest.raises(StorageError, match="missing" if damage is None else "damaged"):
+        LocalArtifacts(tmp_path / "a", "me").path(DIGEST)
+
+
+def test_what_is_not_mentioned_yet_is_not_deleted(store: LocalArtifacts) -> None:
+    digest, _ = store.create([DATA])
+    store.delete([digest])
+    assert store.path(digest).is_file()
+    store.unpin([digest])
+    store.delete([digest])
+    assert store.size(digest) is None
+
+
+def test_unfinished_uploads_are_discarded_by_prefix(store: LocalArtifacts) -> None:
+    for owner in ("job.1.1.alder", "job.12.1.alder", "put.olga"):
+        store.receive(owner, DIGEST, len(DATA)).close()
+    store.discard("job.1.")
+    left = sorted(path.name.removesuffix(f".{DIGEST}") for path in (store.folder / "partial").iterdir())
+    assert left == ["job.12.1.alder", "put.olga"]
+
+
+@pytest.mark.parametrize("name", ["../" + "a" * 61, "a" * 63, "A" * 64, "", "a" * 63 + "/"])
+def test_names_that_are_no_digests(store: LocalArtifacts, name: str) -> None:
+    with pytest.raises(StorageError):
+        store.path(name)
+    with pytest.raises(StorageError):
+        store.receive("x", name, 1)
+
+
+def test_a_full_device(store: LocalArtifacts, tmp_path: Path) -> None:
+    writer = store.receive("x", DIGEST, len(DATA))
+    writer.close()
+    with open("/dev/full", "wb", buffering=0) as full:
+        writer._file = full.fileno()
+        with pytest.raises(ResourceError, match="is full: free some space"):
+            writer.write(DATA)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion"])
+def test_an_optimizer_in_slices_is_the_same_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SLICE", 100)
+    monkeypatch.setattr(memory, "drop_pages", lambda mapped: None)
+    whole = make_optimizer(name)
+    sliced = memory.SlicedOptimizer(whole)
+    chance = torch.Generator().manual_seed(1)
+    model = expected = torch.randn(1234, generator=chance)
+    one: OptimizerState = whole.init(1234)
+    other: OptimizerState = sliced.init(1234)
+    for step in range(3):
+        delta = torch.randn(1234, generator=chance)
+        one, expected = whole.apply(one, expected, delta, step)
+        other, model = sliced.apply(other, model, delta.clone(), step)
+        assert torch.equal(model, expected)
+        assert other.scalars == one.scalars
+        assert all(torch.equal(other.vectors[key], one.vectors[key]) for key in one.vectors)
+
+
+def test_dropping_the_pages_of_a_mapped_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "v"
+    path.write_bytes(np.arange(100_000, dtype=np.float32).tobytes())
+    mapped = torch.from_numpy(np.memmap(path, dtype=np.float32, mode="c", offset=8, shape=(90_000,)))
+    before = mapped.clone()
+    memory.drop_pages(mapped[10:80_000])
+    assert torch.equal(mapped, before)
