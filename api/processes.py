@@ -76,14 +76,17 @@ class Children:
                 )
 
     def stop(self) -> None:
-        """Asks all to stop, the youngest first; who has not after 5 s is killed with all that it started."""
+        """Asks all to stop, the youngest first; who has not after 5 s is killed with all that it started.
+
+        Ctrl-C while it waits does not leave anything behind either: it only cuts the waiting short.
+        """
         for child in reversed(self._children):
             if child.process.poll() is None:
                 child.process.terminate()
         for child in reversed(self._children):
             try:
                 child.process.wait(_PATIENCE)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
                 os.killpg(child.process.pid, signal.SIGKILL)
                 child.process.wait()
         self._children.clear()
