@@ -25,7 +25,13 @@ from roundtable.client.spool import Finished, Spool, metric_messages
 from roundtable.client.steps import StepKey
 from roundtable.client.trainer import Trainer, Work
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.errors import ProtocolError, RoundtableError, TransferError, UnavailableError
+from roundtable.core.errors import (
+    ProtocolError,
+    ResourceError,
+    RoundtableError,
+    TransferError,
+    UnavailableError,
+)
 from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
@@ -64,7 +70,7 @@ class Duties:
         """Goes on with what an earlier process finished."""
         for finished in self._spool.recover():
             _log.info("%s: finished earlier, to be delivered", finished.step)
-            self._start_delivery(finished, ask=True)
+            self._start_delivery(finished, fresh=False)
 
     def handle(self, message: agent_pb2.ToAgent) -> None:
         """One message from the coordinator."""
@@ -108,19 +114,20 @@ class Duties:
         step = StepKey.of(withdraw.step)
         if step in self._working or step in self._delivering:
             _log.info("%s: withdrawn (%s)", step, withdraw.reason)
-        if step in self._working:
-            self._working[step].cancel()
-        if step in self._delivering:
-            self._delivering[step].cancel()
-            self._spool.remove(step)
+        self._drop(step)
 
     def _end_job(self, job: str, reason: str) -> None:
         _log.info("%s: over (%s)", job, reason)
-        for tasks in (self._working, self._delivering):
-            for step in [key for key in tasks if key.job == job]:
-                tasks[step].cancel()
-                self._spool.remove(step)
+        for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
+            self._drop(step)
         self._trainer.release(job)
+
+    def _drop(self, step: StepKey) -> None:
+        """Stops work and delivery; the spool is cleared once nothing writes into it any more."""
+        for task in (self._working.get(step), self._delivering.get(step)):
+            if task is not None:
+                task.add_done_callback(lambda _: self._spool.remove(step))
+                task.cancel()
 
     async def _work(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
         try:
@@ -155,7 +162,7 @@ class Duties:
             task=task,
             model=model,
             layout=asked.layout,
-            output=self._spool.draft(step),
+            output=self._spool.bytes_of(step),
         )
         if work_kind == "train":
             await self._train(work)
@@ -176,7 +183,6 @@ class Duties:
             examples=trained.examples,
             metrics=trained.metrics,
         )
-        self._spool.commit(finished)
         _log.info(
             "%s: trained on %d examples in %.2f s%s",
             step,
@@ -184,7 +190,7 @@ class Duties:
             time.monotonic() - began,
             _loss_of(trained.metrics),
         )
-        self._start_delivery(finished, ask=False)
+        self._start_delivery(finished, fresh=True)
 
     async def _evaluate(self, work: Work) -> None:
         step = work.step
@@ -211,42 +217,49 @@ class Duties:
                 _log.warning("%s: %s", step, error)
             await asyncio.sleep(backoff.next())
 
-    def _start_delivery(self, finished: Finished, *, ask: bool) -> None:
-        self._spawn(self._delivering, finished.step, self._deliver(finished, ask))
+    def _start_delivery(self, finished: Finished, *, fresh: bool) -> None:
+        self._spawn(self._delivering, finished.step, self._deliver(finished, fresh))
 
-    async def _deliver(self, finished: Finished, ask: bool) -> None:
+    async def _deliver(self, finished: Finished, fresh: bool) -> None:
+        """Sends the update; a fresh one is made durable meanwhile, so that nothing waits for the disk."""
+        keeping = asyncio.create_task(self._keep(finished)) if fresh else None
+        try:
+            receipt = await self._upload(finished, ask=not fresh)
+        finally:
+            if keeping is not None:
+                await asyncio.shield(keeping)
+        self._spool.remove(finished.step)
+        if receipt is not None:
+            _tell(finished.step, receipt)
+
+    async def _keep(self, finished: Finished) -> None:
+        try:
+            await asyncio.to_thread(self._spool.commit, finished)
+        except ResourceError as error:
+            _log.warning("%s: a crash before its delivery would lose it: %s", finished.step, error)
+
+    async def _upload(self, finished: Finished, ask: bool) -> agent_pb2.UploadReceipt | None:
+        """The receipt; None where the coordinator does not take it and the round was told so."""
         step, backoff = finished.step, Backoff()
         while True:
             stub = await self._link.stub()
             self._report(step, "uploading", 0, finished.size)
             try:
                 with calling("the upload broke off"):
-                    receipt = await upload(
+                    return await upload(
                         stub,
                         finished,
                         self._spool.bytes_of(step),
                         lambda sent, total: self._report(step, "uploading", sent, total),
                         ask=ask,
                     )
-                break
             except UnavailableError as error:
                 _log.info("%s: the upload is resumed: %s", step, error)
             except ProtocolError as error:
-                self._spool.remove(step)
                 self._fail(step, error)
-                return
+                return None
             ask = True
             await asyncio.sleep(backoff.next())
-        self._settle(step, receipt)
-
-    def _settle(self, step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
-        self._spool.remove(step)
-        if receipt.status in (_Receipt.ACCEPTED, _Receipt.DUPLICATE):
-            _log.info("%s: delivered", step)
-        elif receipt.status == _Receipt.STALE:
-            _log.info("%s: came too late and is dropped (%s)", step, receipt.reason or "the step is over")
-        else:
-            _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason)
 
     def _fail(self, step: StepKey, error: Exception) -> None:
         found = diagnose(error)
@@ -254,7 +267,7 @@ class Duties:
         _log.error("%s: failed (%s): %s%s", step, found.kind, found.detail, f"\n{trace}" if trace else "")
         failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
         self._remember(step, agent_pb2.FromAgent(failure=failure))
-        self._spool.draft(step).unlink(missing_ok=True)
+        self._spool.remove(step)
 
     def _remember(self, step: StepKey, answer: agent_pb2.FromAgent) -> None:
         """Sends the answer, and keeps it for the case that it is asked for again."""
@@ -287,6 +300,16 @@ class Duties:
                 _log.critical("%s: the agent itself failed", step, exc_info=error)
 
         task.add_done_callback(done)
+
+
+def _tell(step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
+    """What became of an update, in the silo's log."""
+    if receipt.status in (_Receipt.ACCEPTED, _Receipt.DUPLICATE):
+        _log.info("%s: delivered", step)
+    elif receipt.status == _Receipt.STALE:
+        _log.info("%s: came too late and is dropped (%s)", step, receipt.reason or "the step is over")
+    else:
+        _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason)
 
 
 def _job_of(instruction: agent_pb2.Instruction) -> JobConfig:

@@ -13,6 +13,7 @@ from roundtable.core.errors import (
     ConfigError,
     EncodingError,
     InvalidUpdate,
+    PrivacyError,
     ProtocolError,
     ResourceError,
     RoundtableError,
@@ -63,7 +64,7 @@ def diagnose(error: Exception) -> Diagnosis:
 def _kind_of(error: Exception) -> str:
     if isinstance(error, WorkFailed):
         return error.kind
-    if isinstance(error, NoExamples):
+    if isinstance(error, (NoExamples, PrivacyError)):
         return "refused"
     if isinstance(error, InvalidUpdate):
         return "invalid_update"

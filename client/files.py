@@ -14,7 +14,7 @@ from roundtable.core.errors import ResourceError
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def write_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
+def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
     """Writes `path` anew and returns (BLAKE3, bytes); removed again if that fails.
 
     Raises ResourceError where the disk is full.
@@ -25,32 +25,36 @@ def write_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[str,
             for block in blocks:
                 digest.update(block)
                 size += file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
         raise explained(error, path) from error
     return digest.hexdigest(), size
 
 
-def rename_synced(source: Path, target: Path) -> None:
-    """Renames within a folder so that a power cut cannot undo it."""
+def sync(path: Path) -> None:
+    """Waits until what was written to the file is safe from a power cut."""
     try:
-        source.replace(target)
-        folder = os.open(target.parent, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise explained(error, target) from error
+        raise explained(error, path) from error
     try:
-        os.fsync(folder)
+        os.fsync(file)
+    except OSError as error:
+        raise explained(error, path) from error
     finally:
-        os.close(folder)
+        os.close(file)
 
 
 def replace_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """Both: `path` holds the old bytes or all of the new ones."""
+    """`path` holds the old bytes or all of the new ones, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
-    write_synced(partial, blocks)
-    rename_synced(partial, path)
+    write_file(partial, blocks)
+    sync(partial)
+    try:
+        partial.replace(path)
+    except OSError as error:
+        raise explained(error, path) from error
+    sync(path.parent)
 
 
 def digest_of(path: Path) -> str:

@@ -18,6 +18,7 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.metrics import Metrics, checked
 from roundtable.client.silo_state import SiloState
 from roundtable.client.trainer import Progress, Trained, Work, write_update
+from roundtable.client.training import check_privacy
 from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
@@ -112,6 +113,7 @@ class ScriptTrainer:
 
     async def train(self, work: Work, progress: Progress) -> Trained:
         """See Trainer: waits until the script has submitted."""
+        check_privacy(work.job)
         local = self._state.load(work.step.job, before=work.step.round)
         round = Round(work, local)
         self.rounds.put(round)

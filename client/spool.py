@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from roundtable.client.files import digest_of, replace_synced
+from roundtable.client.files import digest_of, replace_synced, sync
 from roundtable.client.metrics import Metrics
 from roundtable.client.steps import StepKey
 from roundtable.proto import agent_pb2, common_pb2
@@ -48,17 +48,13 @@ class Spool:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def draft(self, step: StepKey) -> Path:
-        """Where the bytes of a step are written before they are finished."""
-        return self._folder / f"{step.slug}.draft"
-
     def bytes_of(self, step: StepKey) -> Path:
-        """The encoded bytes of a finished update."""
+        """The encoded bytes of an update; without its description it counts as unfinished."""
         return self._folder / f"{step.slug}.update"
 
     def commit(self, finished: Finished) -> None:
-        """Makes the draft, which is synced, a finished update; its description comes last and decides."""
-        self.draft(finished.step).replace(self.bytes_of(finished.step))
+        """Makes the update safe from crashes and power cuts: first its bytes, then what they are."""
+        sync(self.bytes_of(finished.step))
         text = json.dumps(asdict(finished)).encode()
         replace_synced(self._description(finished.step), [text])
 
@@ -66,7 +62,6 @@ class Spool:
         """Forgets the update: the coordinator has it or does not want it."""
         self._description(step).unlink(missing_ok=True)
         self.bytes_of(step).unlink(missing_ok=True)
-        self.draft(step).unlink(missing_ok=True)
 
     def recover(self) -> list[Finished]:
         """What an earlier process finished and did not deliver; what is incomplete or damaged is removed."""

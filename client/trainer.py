@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from roundtable.client.files import write_synced
+from roundtable.client.files import write_file
 from roundtable.client.metrics import Metrics
 from roundtable.client.steps import StepKey
 from roundtable.core.config import JobConfig
@@ -39,7 +39,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished update: `digest` and `size` are those of the bytes in `Work.output`, synced."""
+    """A finished update: `digest` and `size` are those of the bytes in `Work.output`."""
 
     digest: str
     size: int
@@ -67,6 +67,6 @@ class Trainer(Protocol):
 
 
 def write_update(path: Path, delta: Tensor, encoding: str) -> tuple[str, int]:
-    """Encodes a float32 delta into a synced file; returns (BLAKE3, bytes)."""
+    """Encodes a float32 delta into a file; returns (BLAKE3, bytes)."""
     blocks: Iterator[memoryview] = get_encoding(encoding).encode(delta)
-    return write_synced(path, blocks)
+    return write_file(path, blocks)

@@ -22,7 +22,7 @@ from roundtable.client.borrowing import borrowed, isolated_randomness, outside
 from roundtable.client.metrics import Metrics, add, checked
 from roundtable.client.sgd import SGD
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import InvalidUpdate, TaskError
+from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed, torch_generator
 from roundtable.core.task import AnyTask, ArrayTask, Site, Task
@@ -85,8 +85,10 @@ def train(
     stream (job.seed, round, client, "batches"), everything else random from (…, "training").
 
     Raises NoExamples for an empty data set, InvalidUpdate for a loss or weights that are not
-    finite, LayoutError for a model that is not the layout's, and whatever the task raises.
+    finite, LayoutError for a model that is not the layout's, PrivacyError for a protection that is
+    asked of the silo and not there, and whatever the task raises.
     """
+    check_privacy(job)
     device = torch.device(device)
     seed = derive_seed(job.seed, round, client, "training")
     with isolated_randomness(seed, device):
@@ -291,6 +293,19 @@ def _module(model: nn.Module | Mapping[str, Tensor]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskError(f"a Task trains a torch.nn.Module, not a {type(model).__name__}")
     return model
+
+
+def check_privacy(job: JobConfig) -> None:
+    """Raises PrivacyError for a job whose guarantee the silo itself would have to keep, and nobody here does.
+
+    Client-level privacy is kept where updates are combined, which bounds each of them and adds the noise.
+    """
+    level = job.privacy.get("level", "none")
+    if level not in ("none", "client", "dp_ftrl"):
+        raise PrivacyError(
+            f"privacy.level = {level!r} is work of the silo, which this version does not do: "
+            "nothing leaves without the protection that the job promises"
+        )
 
 
 def _check_loss(loss: Any, task: Task) -> None:
