@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from roundtable.core.errors import AggregationError
 
-NOT_FINITE = (
-    "an update holds values that are not finite; leave it out before a rule sees it, as "
-    "roundtable.aggregation.aggregate does"
-)
+
+class NotFinite(AggregationError):
+    """An update holds NaN or infinities, and nobody left it out before a rule saw it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an update holds values that are not finite; leave it out before a rule sees it, as "
+            "roundtable.aggregation.aggregate does"
+        )
 
 
 def require(rule: str, condition: str, holds: bool, **found: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundtable.aggregation.conditions import NOT_FINITE, require
+from roundtable.aggregation.conditions import NotFinite, require
 from roundtable.aggregation.influence import kept_around_median, kept_by_rank
 from roundtable.aggregation.kernels import Kernels, kernels_for
 from roundtable.aggregation.matrix import CELL, UpdateMatrix, block_ranges
@@ -21,7 +21,6 @@ from roundtable.aggregation.networks import (
 )
 from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.aggregation.workers import in_ranges
-from roundtable.core.errors import AggregationError
 
 _MEAN_OF_WIRES, _AROUND_MEDIAN = 0, 1
 
@@ -42,7 +41,7 @@ def _kept_around_median(
     return kept_around_median(values, len(values) - parameters["f"])
 
 
-@rule("median", paper="Yin et al. 2018, definition 1", kept=_kept_by_median)
+@rule("median", paper="Yin et al. 2018, definition 1", kept=_kept_by_median, reads_all=True)
 def median(matrix: UpdateMatrix, weights: np.ndarray) -> RuleResult:
     """The median of each coordinate; of an even number of updates, the mean of the two middle ones.
 
@@ -51,14 +50,14 @@ def median(matrix: UpdateMatrix, weights: np.ndarray) -> RuleResult:
     return RuleResult(_mean_of_wires(matrix, (matrix.rows - 1) // 2, matrix.rows // 2))
 
 
-@rule("trimmed_mean", paper="Yin et al. 2018, definition 2", kept=_kept_by_trimming)
+@rule("trimmed_mean", paper="Yin et al. 2018, definition 2", kept=_kept_by_trimming, reads_all=True)
 def trimmed_mean(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> RuleResult:
     """The mean of each coordinate without its f smallest and f largest values. Needs n > 2f."""
     require("trimmed_mean", "n > 2f (Yin et al. 2018)", matrix.rows > 2 * f, n=matrix.rows, f=f)
     return RuleResult(_mean_of_wires(matrix, f, matrix.rows - 1 - f))
 
 
-@rule("mean_around_median", paper="Xie et al. 2018, definition 7", kept=_kept_around_median)
+@rule("mean_around_median", paper="Xie et al. 2018, definition 7", kept=_kept_around_median, reads_all=True)
 def mean_around_median(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> RuleResult:
     """The mean of the n − f values of each coordinate that lie nearest to its median. Needs n > 2f."""
     require("mean_around_median", "n > 2f (Xie et al. 2018)", matrix.rows > 2 * f, n=matrix.rows, f=f)
@@ -106,7 +105,7 @@ def _compiled(
     def work(start: int, stop: int) -> None:
         pointer = out[start:stop].data_ptr()
         if kernels.call("column_statistic", values[:, start:stop], *arguments, pointer):
-            raise AggregationError(NOT_FINITE)
+            raise NotFinite
 
     in_ranges(work, values.shape[1], CELL)
 

@@ -17,7 +17,7 @@ from collections.abc import MutableMapping
 import numpy as np
 import torch
 
-from roundtable.aggregation.conditions import NOT_FINITE
+from roundtable.aggregation.conditions import NotFinite
 from roundtable.aggregation.files import FileMatrix, SelectedFiles
 from roundtable.aggregation.matrix import CELL, MixedRows, SelectedRows, UpdateMatrix, block_ranges
 from roundtable.aggregation.reductions import as_numpy, combine_block, in_float64, sum_over_cells
@@ -46,7 +46,7 @@ def finite_gram(matrix: UpdateMatrix) -> np.ndarray:
     """`gram`, for a rule: raises AggregationError where an update is not finite."""
     products = gram(matrix)
     if not np.isfinite(np.diagonal(products)).all():
-        raise AggregationError(NOT_FINITE)
+        raise NotFinite
     return products
 
 
@@ -54,7 +54,7 @@ def finite_norms(matrix: UpdateMatrix) -> np.ndarray:
     """‖row i‖, [n], for a rule: raises AggregationError where an update is not finite."""
     norms = np.sqrt(squared_norms(matrix))
     if not np.isfinite(norms).all():
-        raise AggregationError(NOT_FINITE)
+        raise NotFinite
     return np.asarray(norms)
 
 

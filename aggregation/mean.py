@@ -12,7 +12,7 @@ from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.core.errors import AggregationError, InvalidUpdate
 
 
-@rule("mean", paper="McMahan et al. 2017, algorithm 1", weighted=True)
+@rule("mean", paper="McMahan et al. 2017, algorithm 1", weighted=True, reads_all=True)
 def mean(matrix: UpdateMatrix, weights: np.ndarray) -> RuleResult:
     """Σ_i weights[i] · row i / Σ_i weights[i]. One hostile update moves it anywhere."""
     total = float(np.sum(weights))

@@ -13,8 +13,7 @@ import functools
 import numpy as np
 import torch
 
-from roundtable.aggregation.conditions import NOT_FINITE
-from roundtable.core.errors import AggregationError
+from roundtable.aggregation.conditions import NotFinite
 
 Network = tuple[tuple[int, int], ...]
 """Comparators in the order in which they run."""
@@ -67,7 +66,7 @@ def sorted_wires(values: np.ndarray, network: Network) -> list[np.ndarray]:
         for row in values:
             tainted += row * 0
     if not (tainted == 0).all():
-        raise AggregationError(NOT_FINITE)
+        raise NotFinite
     if len(values) > _NETWORK_ROWS:
         ordered = np.sort(np.ascontiguousarray(values.T), axis=1)
         return list(np.ascontiguousarray(ordered.T))
@@ -83,7 +82,7 @@ def sorted_wires(values: np.ndarray, network: Network) -> list[np.ndarray]:
 def sorted_wires_on_device(values: torch.Tensor, network: Network) -> list[torch.Tensor]:
     """The same on an accelerator."""
     if not bool(torch.isfinite(values).all()):
-        raise AggregationError(NOT_FINITE)
+        raise NotFinite
     if len(values) > _NETWORK_ROWS:
         return list(values.sort(dim=0).values)
     wires = list(values)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from roundtable.aggregation.conditions import NotFinite
 from roundtable.aggregation.diagnosis import Diagnosis, contributions, pairwise
 from roundtable.aggregation.gram import gram
 from roundtable.aggregation.influence import sampled_shares
@@ -119,8 +120,37 @@ def aggregate(
     order = sorted(range(len(clients)), key=lambda index: clients[index].name)
     if order != list(range(len(clients))):
         matrix, clients, context = _select(matrix, clients, context, order)
+    if _can_trust(config, clients, diagnose):
+        try:
+            return _aggregate(matrix, clients, config, seed, out, context, diagnose, trusting=True)
+        except NotFinite:
+            pass  # The second time every row is measured first, which says whose update it was.
+    return _aggregate(matrix, clients, config, seed, out, context, diagnose, trusting=False)
+
+
+def _can_trust(config: AggregationConfig, clients: Sequence[ClientRow], diagnose: bool) -> bool:
+    """Whether a pass that looks for broken rows can be saved: nothing else needs norms, and the rule itself
+    notices a value that is not finite."""
+    measured = all(client.norm is not None for client in clients)
+    return (
+        find_rule(config.rule).reads_all
+        and not (config.pre or diagnose or measured)
+        and config.max_norm is None
+    )
+
+
+def _aggregate(
+    matrix: UpdateMatrix,
+    clients: Sequence[ClientRow],
+    config: AggregationConfig,
+    seed: int,
+    out: torch.Tensor | None,
+    context: Context,
+    diagnose: bool,
+    trusting: bool,
+) -> Aggregate:
     pairs = config.needs_gram or diagnose
-    screening = screen(matrix, clients, config.validation, config.max_norm, pairs)
+    screening = screen(matrix, clients, config.validation, config.max_norm, pairs, trusting)
     if not screening.kept:
         raise AggregationError(_nothing_left(screening))
     if len(screening.kept) < matrix.rows:
@@ -132,7 +162,7 @@ def aggregate(
     for position, (name, parameters) in enumerate(config.pre):
         stages.prepare(position, name, config.parameters_of(name, parameters))
     rule, used, result = stages.apply(config.rule, dict(config.parameters))
-    _require_finite(result.vector, config.rule)
+    _require_finite(result.vector, config.rule, trusting)
     vector = result.vector if out is None else out.copy_(result.vector)
     shares = _shares(rule, used, result, stages, matrix, pairs, diagnose)
     diagnosis = Diagnosis(
@@ -200,9 +230,12 @@ def _nothing_left(screening: Screening) -> str:
     return f"no usable update is left in this round: {reasons}"
 
 
-def _require_finite(vector: torch.Tensor, rule: str) -> None:
-    if not is_finite(vector):
-        raise AggregationError(
-            f"the result of rule {rule!r} is not finite although every update is: values are too large to "
-            "add; set max_norm, or put clip in front of the rule"
-        )
+def _require_finite(vector: torch.Tensor, rule: str, trusting: bool) -> None:
+    if is_finite(vector):
+        return
+    if trusting:
+        raise NotFinite
+    raise AggregationError(
+        f"the result of rule {rule!r} is not finite although every update is: values are too large to "
+        "add; set max_norm, or put clip in front of the rule"
+    )

@@ -50,6 +50,7 @@ class Rule:
 
     needs_gram: its first step is the Gram matrix. weighted: it uses the weights of rows; a robust rule does
     not, because a client can claim any number of examples. kept: what a coordinate-wise rule averages.
+    reads_all: one value that is not finite, anywhere, is refused by the rule or shows in its result.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Rule:
     needs_gram: bool = False
     weighted: bool = False
     kept: Kept | None = None
+    reads_all: bool = False
 
     def check(self, parameters: Mapping[str, object]) -> None:
         """Raises ConfigError for parameters that the rule does not have, or lacks."""
@@ -78,11 +80,12 @@ def rule(
     needs_gram: bool = False,
     weighted: bool = False,
     kept: Kept | None = None,
+    reads_all: bool = False,
 ) -> Callable[[Callable[..., RuleResult]], Callable[..., RuleResult]]:
     """Registers one of the rules of this package."""
 
     def register(function: Callable[..., RuleResult]) -> Callable[..., RuleResult]:
-        RULES[name] = Rule(name, function, paper, needs_gram, weighted, kept)
+        RULES[name] = Rule(name, function, paper, needs_gram, weighted, kept, reads_all)
         return function
 
     return register

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from roundtable.aggregation.conditions import NOT_FINITE, require, require_positive
+from roundtable.aggregation.conditions import NotFinite, require, require_positive
 from roundtable.aggregation.gram import combine, finite_gram
 from roundtable.aggregation.krum import mean_of_rows
 from roundtable.aggregation.matrix import UpdateMatrix
@@ -84,7 +84,7 @@ def dnc(
     good = np.ones(rows, dtype=bool)
     for sample in _columns(matrix, samples):
         if not np.isfinite(sample).all():
-            raise AggregationError(NOT_FINITE)
+            raise NotFinite
         centred = sample - sample.mean(axis=0)
         values, vectors = np.linalg.eigh(centred @ centred.T)
         scores = values[-1] * vectors[:, -1] ** 2

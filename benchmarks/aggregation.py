@@ -91,7 +91,7 @@ def byzfl_works(updates: torch.Tensor, f: int) -> dict[str, Work]:
     """ByzFL's rules on the same tensor, by our name."""
     if importlib.util.find_spec("byzfl") is None:
         return {}
-    without_torchvision()
+    without_harness()
     import byzfl
 
     def mixed(
@@ -126,11 +126,9 @@ def byzfl_works(updates: torch.Tensor, f: int) -> dict[str, Work]:
     return works
 
 
-def without_torchvision() -> None:
-    """ByzFL imports torchvision for its training harness; its rules do not need it, nor a build that fits."""
-    stand_in = types.ModuleType("torchvision")
-    stand_in.datasets = stand_in.transforms = types.ModuleType("torchvision.datasets")  # type: ignore[attr-defined]
-    sys.modules.setdefault("torchvision", stand_in)
+def without_harness() -> None:
+    """ByzFL's package imports its training harness, and that torchvision; its rules need neither."""
+    sys.modules.setdefault("byzfl.benchmark", types.ModuleType("byzfl.benchmark"))
 
 
 def flower_works(updates: torch.Tensor, f: int) -> dict[str, Work]:
