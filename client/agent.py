@@ -25,6 +25,7 @@ _log = logging.getLogger("roundtable.agent")
 # A wrong certificate or version heals only when somebody mends it.
 _SLOW_SECONDS = 60.0
 _GOODBYE_SECONDS = 1.0
+_FINISH_SECONDS = 30.0
 
 
 class Agent:
@@ -39,11 +40,16 @@ class Agent:
         self._config = config
         self._trainer = trainer
         self._stopping = asyncio.Event()
+        self._deliver = False
         self._coordinator = ""
         self._complaint = ""
 
-    def stop(self) -> None:
-        """Ends `run` cleanly; finished updates stay in the spool for the next start."""
+    def stop(self, *, deliver: bool = False) -> None:
+        """Ends `run` cleanly; finished updates stay in the spool for the next start.
+
+        With `deliver` what is under way is answered first, as far as that takes less than half a minute.
+        """
+        self._deliver = deliver
         self._stopping.set()
 
     async def run(self) -> None:
@@ -77,6 +83,8 @@ class Agent:
                 session = asyncio.create_task(self._serve(duties, link, name, backoff))
                 await asyncio.wait([session, stopping], return_when=asyncio.FIRST_COMPLETED)
                 if not session.done():
+                    if self._deliver:
+                        await self._finish(duties, session)
                     await self._leave(session, link)
                     return
                 wait = self._after(session, backoff)
@@ -118,6 +126,12 @@ class Agent:
         if self._coordinator not in ("", welcome.coordinator):
             _log.warning("this is another coordinator than before: its database was replaced")
         self._coordinator, self._complaint = welcome.coordinator, ""
+
+    async def _finish(self, duties: Duties, session: asyncio.Task[None]) -> None:
+        """Gives what is under way some time, as long as the connection stands."""
+        settled = asyncio.create_task(duties.settled())
+        await asyncio.wait([session, settled], timeout=_FINISH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        settled.cancel()
 
     async def _leave(self, session: asyncio.Task[None], link: Link) -> None:
         """Says Goodbye; the coordinator then closes the stream."""

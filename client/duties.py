@@ -83,6 +83,11 @@ class Duties:
         except ProtocolError as error:
             _log.error("a message is ignored: %s", error)
 
+    async def settled(self) -> None:
+        """Returns when nothing is under way any more."""
+        while tasks := [*self._working.values(), *self._delivering.values()]:
+            await asyncio.wait(tasks)
+
     async def close(self) -> None:
         """Stops all work; what is finished stays in the spool."""
         tasks = [*self._working.values(), *self._delivering.values()]

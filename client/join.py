@@ -22,7 +22,7 @@ from roundtable.client.config import AgentConfig, load_agent_config
 from roundtable.client.script_trainer import Evaluator, Round, ScriptTrainer
 
 CONFIG_VARIABLE = "ROUNDTABLE_AGENT"
-_JOIN_SECONDS = 10.0
+_JOIN_SECONDS = 60.0
 
 
 def join(
@@ -39,8 +39,10 @@ def join(
     weights it measures: it returns {name: (sum, count)} on the silo's test data.
 
     A script that goes on to the next round without submitting refuses the one it had. Leaving the
-    loop leaves the federation. Raises what a person has to mend: ConfigError, IdentityError,
-    ResourceError, and Refused where the coordinator does not want this silo.
+    loop leaves the federation, once what was submitted is delivered; where an error leaves the loop
+    and its traceback is kept, as in a notebook, `close()` on the iterator does it. Raises what a
+    person has to mend: ConfigError, IdentityError, ResourceError, and Refused where the coordinator
+    does not want this silo.
     """
     settings = _settings(config)
     if task is not None:
@@ -49,8 +51,10 @@ def join(
     with _Background(settings, trainer):
         while (current := trainer.rounds.get()) is not None:
             if current.wanted:
-                yield current
-                current._skip()
+                try:
+                    yield current
+                finally:
+                    current._skip()
 
 
 class _Background:
@@ -68,7 +72,8 @@ class _Background:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._agent.stop)
+            interrupted = kind is KeyboardInterrupt
+            self._loop.call_soon_threadsafe(lambda: self._agent.stop(deliver=not interrupted))
         self._thread.join(_JOIN_SECONDS)
         if self._error is not None and kind is None:
             raise self._error

@@ -6,6 +6,7 @@ import asyncio
 import math
 import queue
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,20 @@ class Round:
             raise InvalidUpdate("non_finite", "the weights to submit hold NaN or infinity")
         mine = {s.name: state[s.name].detach().cpu().clone() for s in self.model_layout.tensors if _stays(s)}
         sums = _sums(metrics or {}, int(examples))
-        self._loop.call_soon_threadsafe(self._resolve, (delta, mine, int(examples), sums))
+        self._in_loop(lambda: self._resolve((delta, mine, int(examples), sums)))
 
     def _resolve(self, answer: tuple[Tensor, dict[str, Tensor], int, Metrics]) -> None:
         if not self._answer.done():
             self._answer.set_result(answer)
 
+    def _in_loop(self, action: Callable[[], None]) -> None:
+        # Once the agent has ended there is nobody to tell; why it ended is raised where rounds are awaited.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(action)
+
     def _skip(self) -> None:
         """The script went on to the next round without an answer."""
-        self._loop.call_soon_threadsafe(self._refuse)
+        self._in_loop(self._refuse)
 
     def _refuse(self) -> None:
         if not self._answer.done():
