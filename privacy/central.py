@@ -21,7 +21,8 @@ from roundtable.privacy.clipping import AdaptiveClip, clip_factor
 from roundtable.privacy.mechanisms import gaussian_block, to_grid
 from roundtable.privacy.noise import NoiseSource, standard_normal
 
-_BLOCK_ENTRIES = 1 << 20
+# In float64 half a mebibyte: what a core keeps in its own cache.
+_BLOCK_ENTRIES = 1 << 16
 
 
 class RowMatrix(Protocol):
@@ -163,7 +164,7 @@ def _bounded(weights: Sequence[float] | None, rows: int) -> Tensor:
 
 
 def _blocks(part: slice, rows: int) -> Iterator[tuple[int, int]]:
-    width = max(1024, _BLOCK_ENTRIES // max(rows, 1))
+    width = max(256, _BLOCK_ENTRIES // max(rows, 1))
     for start in range(part.start, part.stop, width):
         yield start, min(start + width, part.stop)
 

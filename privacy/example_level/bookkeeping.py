@@ -94,8 +94,7 @@ class BookKeeping:
             _norms(gradients)
         self._records.clear()
         for gradient in gradients:
-            for parameter, total in gradient.weighted(factors):
-                sums[parameter].add_(total)
+            gradient.add_to(sums, factors)
 
     def _gradients(self, size: int, without: Tensor | None = None) -> list[layers.LayerGradient]:
         seen: set[int] = set()

@@ -7,7 +7,7 @@ known, the sum Σ cᵢ gᵢ over the batch, by one product instead of one gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol, TypeGuard
 
 import torch
@@ -20,14 +20,17 @@ _INSTANTIATE_LIMIT = 256 << 20
 _MEMORY_COST = 8
 
 
+Sums = Mapping[nn.Parameter, Tensor]
+
+
 class LayerGradient(Protocol):
-    """The gradients of one layer in one backward pass. `parameters` is in the order of `weighted`."""
+    """The gradients of one layer in one backward pass."""
 
     def squared_norms(self) -> Tensor:
         """`[batch]`, over all trainable parameters of the layer."""
 
-    def weighted(self, factors: Tensor) -> Sequence[tuple[nn.Parameter, Tensor]]:
-        """Each trainable parameter with Σ factors[i] · (its gradient for example i)."""
+    def add_to(self, sums: Sums, factors: Tensor) -> None:
+        """Adds Σ factors[i] · (gradient for example i) to the sum of each trainable parameter."""
 
 
 class _Matrix:
@@ -40,18 +43,15 @@ class _Matrix:
         self._each: Tensor | None = None
 
     def squared_norms(self) -> Tensor:
-        total = torch.zeros(self._outputs.shape[0], dtype=self._outputs.dtype, device=self._outputs.device)
-        if self._weight is not None:
-            total += self._weight_norms()
-        if self._bias is not None:
-            per_example = self._outputs if self._outputs.dim() == 2 else self._outputs.sum(1)
-            total += _row_squares(per_example)
-        return total
+        a, g = self._inputs, self._outputs
+        if a.dim() == 2:
+            inputs = _row_squares(a) if self._weight is not None else torch.zeros_like(g[:, 0])
+            return _row_squares(g) * (inputs + 1.0 if self._bias is not None else inputs)
+        total = torch.zeros_like(g[:, 0, 0]) if self._weight is None else self._weight_norms()
+        return total if self._bias is None else total + _row_squares(g.sum(1))
 
     def _weight_norms(self) -> Tensor:
         a, g = self._inputs, self._outputs
-        if a.dim() == 2:
-            return _row_squares(a) * _row_squares(g)
         batch, length, width, height = *a.shape, g.shape[2]
         ghost = length * length * (width + height)
         small = batch * width * height * a.element_size() <= _INSTANTIATE_LIMIT
@@ -60,19 +60,16 @@ class _Matrix:
             return _row_squares(self._each.flatten(1))
         return (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(g, g.transpose(1, 2))).sum((1, 2))
 
-    def weighted(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    def add_to(self, sums: Sums, factors: Tensor) -> None:
         a, g = self._inputs, self._outputs
-        scaled = g * factors.view(-1, *[1] * (g.dim() - 1))
-        result = []
+        scaled = (g * factors.view(-1, *[1] * (g.dim() - 1))).flatten(0, -2)
         if self._weight is not None:
             if self._each is not None:
-                total = factors @ self._each.flatten(1)
+                sums[self._weight].view(-1).addmv_(self._each.flatten(1).t(), factors)
             else:
-                total = scaled.flatten(0, -2).t() @ a.flatten(0, -2)
-            result.append((self._weight, total.view_as(self._weight)))
+                sums[self._weight].addmm_(scaled.t(), a.flatten(0, -2))
         if self._bias is not None:
-            result.append((self._bias, scaled.flatten(0, -2).sum(0)))
-        return result
+            sums[self._bias].add_(scaled.sum(0))
 
 
 def linear(module: nn.Linear, inputs: Tensor, outputs: Tensor) -> LayerGradient:
@@ -112,21 +109,19 @@ class _Convolution:
         a = self._patches.reshape(batch * groups, -1, self._patches.shape[2])
         return a, self._outputs.reshape(batch * groups, -1, self._outputs.shape[2])
 
-    def weighted(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    def add_to(self, sums: Sums, factors: Tensor) -> None:
         module = self._module
-        result: list[tuple[nn.Parameter, Tensor]] = []
         if _trainable(module.weight):
             if self._each is not None:
-                total = factors @ self._each
+                sums[module.weight].view(-1).addmv_(self._each.t(), factors)
             else:
                 a, g = self._grouped()
                 repeated = factors.repeat_interleave(module.groups).view(-1, 1, 1)
                 shape = (factors.shape[0], module.groups, g.shape[1], a.shape[1])
                 total = torch.bmm(g * repeated, a.transpose(1, 2)).view(shape).sum(0)
-            result.append((module.weight, total.view_as(module.weight)))
+                sums[module.weight].add_(total.view_as(module.weight))
         if _trainable(module.bias):
-            result.append((module.bias, factors @ self._outputs.sum(2)))
-        return result
+            sums[module.bias].add_(factors @ self._outputs.sum(2))
 
 
 def convolution(module: nn.Conv1d | nn.Conv2d, inputs: Tensor, outputs: Tensor) -> LayerGradient:
@@ -175,11 +170,11 @@ class _Embedding:
         products = torch.bmm(self._gradient, self._gradient.transpose(1, 2))
         return products.mul_(equal).sum((1, 2))
 
-    def weighted(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        scaled = (self._gradient * factors.view(-1, 1, 1)).flatten(0, 1)
+    def add_to(self, sums: Sums, factors: Tensor) -> None:
         weight = self._module.weight
         assert isinstance(weight, nn.Parameter)
-        return [(weight, torch.zeros_like(weight).index_add_(0, self._index.flatten(), scaled))]
+        scaled = (self._gradient * factors.view(-1, 1, 1)).flatten(0, 1)
+        sums[weight].index_add_(0, self._index.flatten(), scaled)
 
 
 def embedding(module: nn.Embedding, inputs: Tensor, outputs: Tensor) -> LayerGradient:
@@ -199,8 +194,9 @@ class _Scale:
     def squared_norms(self) -> Tensor:
         return torch.stack([_row_squares(each.flatten(1)) for _, each in self._each]).sum(0)
 
-    def weighted(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        return [(p, (factors @ each.flatten(1)).view_as(p)) for p, each in self._each]
+    def add_to(self, sums: Sums, factors: Tensor) -> None:
+        for parameter, each in self._each:
+            sums[parameter].add_((factors @ each.flatten(1)).view_as(parameter))
 
 
 def group_norm(module: nn.GroupNorm, inputs: Tensor, outputs: Tensor) -> LayerGradient:
