@@ -1,0 +1,308 @@
+"""Seconds per simulated round, against a plain PyTorch loop and the peers at their best settings.
+
+    python benchmarks/simulation.py [--cases S1,S2,S3] [--rounds 20] [--repeat 3] [--json]
+        [--mnist FILE.npz] [--flower PYTHON] [--pfl PYTHON] [--fedjax PYTHON]
+
+MNIST, B = 10, E = 1, SGD 0.1. S1: MLP 784-200-200-10, 100 clients × 600 samples, 10 a round. S2: the
+same, 1,000 × 60, 100 a round. S3: McMahan's CNN (1,663,370 parameters), S1's clients, 2 rounds. Every
+contestant is a process of its own that prints a line when a round is done; here the lines are
+timed, so that all are measured alike: seconds per round (median, the first two left out), seconds
+from the command to the end of round 1, and the largest memory of all its processes together
+(proportional set size). Contestants take turns, `--repeat` times.
+
+Peers are run by the interpreter given, of an environment made from simulation-*-requirements.txt.
+Without --mnist random images of the same shape are used, which take the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MNIST = "ROUNDTABLE_MNIST"
+CASES: dict[str, tuple[int, int, str]] = {
+    "S1": (100, 10, "Perceptron"),
+    "S2": (1000, 100, "Perceptron"),
+    "S3": (100, 10, "Cnn"),
+}
+TARGETS = {
+    "S1": {"flower": 8.0, "pfl": 3.5, "fedjax": 2.5, "plain": 5.0},
+    "S2": {"flower": 25.0, "pfl": 3.5, "fedjax": 2.5},
+    "S3": {"plain": 1.0, "pfl": 1.0},
+}
+FIRST_ROUND_TARGET, MEMORY_TARGET = 4.0, 900.0
+
+
+@cache
+def images() -> tuple[Any, Any]:
+    """60,000 images [60000, 28, 28] of uint8 and their labels."""
+    import numpy as np
+
+    path = os.environ.get(MNIST)
+    if path is None:
+        chance = np.random.default_rng(0)
+        return chance.integers(0, 256, (60000, 28, 28), dtype=np.uint8), chance.integers(0, 10, 60000)
+    with np.load(path) as file:
+        names = ("train_images", "train_labels") if "train_images" in file.files else ("x_train", "y_train")
+        return file[names[0]], file[names[1]]
+
+
+def make_perceptron() -> Any:
+    """784-200-200-10."""
+    from torch import nn
+
+    layers = [nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def make_cnn() -> Any:
+    """McMahan et al. 2017: two 5 × 5 convolutions, 512 units."""
+    from torch import nn
+
+    def block(inside: int, outside: int) -> list[Any]:
+        return [nn.Conv2d(inside, outside, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+
+    head = [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 10)]
+    return nn.Sequential(nn.Unflatten(1, (1, 28)), *block(1, 32), *block(32, 64), *head)
+
+
+class Mnist:
+    """The task, as plain functions on an object."""
+
+    def data(self, site: Any) -> Any:
+        import torch
+
+        pictures, labels = images()
+        rows = site.shard(labels)
+        inputs = torch.from_numpy(pictures[rows]).float().div_(255.0)
+        return (inputs, torch.from_numpy(labels[rows]).long()), None
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(model(batch[0]), batch[1])
+
+
+class Perceptron(Mnist):
+    def model(self) -> Any:
+        return make_perceptron()
+
+
+class Cnn(Mnist):
+    def model(self) -> Any:
+        return make_cnn()
+
+
+def say(round: int) -> None:
+    """What every contestant prints when a round is done."""
+    print(f"round {round}", flush=True)
+
+
+def run_ours(case: str, rounds: int) -> None:
+    """`simulate` with the backend that it chooses by itself."""
+    from roundtable.core import parse_job
+    from roundtable.simulation import simulate
+
+    clients, cohort, task = CASES[case]
+    job = parse_job(
+        f'task = "simulation.py:{task}"\nrounds = {rounds}\n[cohort]\nsize = {cohort}\n'
+        "[algorithm]\nlearning_rate = 0.1\nbatch_size = 10\n[evaluation]\nevery = 0\n"
+        f'clients = "cohort"\n[simulation]\nclients = {clients}\n'
+    )
+    result = simulate(
+        job, folder=HERE, progress=lambda said: say(said.round) if said.kind == "round" else None
+    )
+    print(json.dumps({"backend": result.backend, "loss": result.history["train_loss"][-1]}), flush=True)
+
+
+def run_plain(case: str, rounds: int) -> None:
+    """Federated averaging as one writes it by hand: one model, one thread, state dicts."""
+    import numpy as np
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    clients, cohort, task = CASES[case]
+    chance = np.random.default_rng(0)
+    pictures, labels = images()
+    inputs, targets = torch.from_numpy(pictures).float().div_(255.0), torch.from_numpy(labels).long()
+    shards = torch.from_numpy(chance.permutation(60000)).view(clients, -1)
+    model = make_perceptron() if task == "Perceptron" else make_cnn()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    for number in range(1, rounds + 1):
+        total = {name: torch.zeros_like(value) for name, value in weights.items()}
+        for client in chance.choice(clients, cohort, replace=False):
+            model.load_state_dict(weights)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            own = shards[client]
+            for rows in own[torch.randperm(len(own))].split(10):
+                optimizer.zero_grad()
+                cross_entropy(model(inputs[rows]), targets[rows]).backward()
+                optimizer.step()
+            for name, value in model.state_dict().items():
+                total[name] += value
+        weights = {name: value / cohort for name, value in total.items()}
+        say(number)
+
+
+@dataclass
+class Measured:
+    """One run: when each round ended (seconds from the command), the largest memory in MiB, what it said."""
+
+    ends: list[float] = field(default_factory=list)
+    memory: float = 0.0
+    said: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def per_round(self) -> float:
+        """Median seconds of a round, the first two left out where there are more."""
+        spent = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        return statistics.median(spent[1:] if len(spent) > 1 else spent)
+
+
+def measure(command: list[str], environment: dict[str, str]) -> Measured:
+    """Runs a contestant; RuntimeError with its last words if it fails."""
+    result, done = Measured(), threading.Event()
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    words: list[str] = []
+    watchers = [
+        threading.Thread(target=_watch_memory, args=(process.pid, result, done)),
+        threading.Thread(target=lambda: words.extend(process.stderr or ())),
+    ]
+    for watcher in watchers:
+        watcher.start()
+    for line in process.stdout or ():
+        if line.startswith("round "):
+            result.ends.append(time.perf_counter() - start)
+        elif line.startswith("{"):
+            result.said = json.loads(line)
+    code = process.wait()
+    done.set()
+    for watcher in watchers:
+        watcher.join()
+    if code or len(result.ends) < 2:
+        raise RuntimeError(f"{' '.join(command)} ended with {code}: {''.join(words)[-2000:]}")
+    return result
+
+
+def _watch_memory(root: int, result: Measured, done: threading.Event) -> None:
+    while not done.wait(0.5):
+        result.memory = max(result.memory, sum(_proportional(pid) for pid in _tree(root)) / 1024)
+
+
+def _tree(root: int) -> list[int]:
+    """The process and all below it."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            parents.setdefault(parent, []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found.extend(parents.get(pid, ()))
+    return found
+
+
+def _proportional(pid: int) -> int:
+    """Memory in KiB, what is shared divided among those that share it."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
+def contestants(arguments: argparse.Namespace, case: str, rounds: int) -> dict[str, list[str]]:
+    """Commands by name."""
+    own = [sys.executable, str(Path(__file__).resolve()), "--run"]
+    commands = {"ours": [*own, "ours", case, str(rounds)], "plain": [*own, "plain", case, str(rounds)]}
+    for peer in ("flower", "pfl", "fedjax"):
+        python = getattr(arguments, peer)
+        if python is not None and not (peer == "flower" and case == "S3"):
+            commands[peer] = [python, str(HERE / f"simulation_{peer}.py"), case, str(rounds)]
+    return commands
+
+
+def compete(arguments: argparse.Namespace, case: str) -> dict[str, Any]:
+    """All contestants in turn, `--repeat` times; medians over the repetitions."""
+    rounds = min(arguments.rounds, 3) if case == "S3" else arguments.rounds
+    environment = {"OMP_NUM_THREADS": "1"}
+    if arguments.mnist:
+        environment[MNIST] = str(Path(arguments.mnist).resolve())
+    runs: dict[str, list[Measured]] = {}
+    for _ in range(arguments.repeat):
+        for name, command in contestants(arguments, case, rounds).items():
+            runs.setdefault(name, []).append(measure(command, environment))
+    table = {}
+    for name, found in runs.items():
+        table[name] = {
+            "seconds": statistics.median(run.per_round for run in found),
+            "first": statistics.median(run.ends[0] for run in found),
+            "memory": max(run.memory for run in found),
+            **found[-1].said,
+        }
+        table[name]["ratio"] = table[name]["seconds"] / table["ours"]["seconds"]
+    return table
+
+
+def show(case: str, table: dict[str, Any]) -> None:
+    """One line a contestant; targets beside the ratios."""
+    print(f"\n{case}: {table['ours'].get('backend', '')}")
+    print(f"{'':8} {'s/round':>9} {'times ours':>11} {'target':>7} {'round 1 at':>11} {'memory':>9}")
+    for name, row in table.items():
+        target = TARGETS[case].get(name)
+        aim = f"{target:.1f}" if target else ""
+        print(
+            f"{name:8} {row['seconds']:9.4f} {row['ratio']:11.2f} {aim:>7} "
+            f"{row['first']:9.1f} s {row['memory']:5.0f} MiB"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default="S1,S2,S3")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--mnist")
+    parser.add_argument("--flower")
+    parser.add_argument("--pfl")
+    parser.add_argument("--fedjax")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--run", nargs=3, metavar=("WHO", "CASE", "ROUNDS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        who, case, rounds = arguments.run
+        {"ours": run_ours, "plain": run_plain}[who](case, int(rounds))
+        return
+    results = {}
+    for case in arguments.cases.split(","):
+        results[case] = compete(arguments, case)
+        if not arguments.json:
+            show(case, results[case])
+    if arguments.json:
+        targets = {"ratios": TARGETS, "first_round": FIRST_ROUND_TARGET, "memory_S2": MEMORY_TARGET}
+        print(json.dumps({"results": results, "targets": targets}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
