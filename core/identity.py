@@ -2,8 +2,12 @@
 
     CA folder             ca.crt  ca.key
     credentials' folder   ca.crt  node.crt  node.key
+    an agent's, besides   identity.crt  identity.key
 
-A certificate's common name is the party's name, its organisational unit the role. Keys are ECDSA
+The Ed25519 key `identity.key` signs what a silo says to other silos in secure aggregation; whoever
+knows the authority can check its certificate, so nobody needs to be believed about it.
+
+A certificate's common name is the party's name, its organisational unit the role. Keys of nodes are ECDSA
 P-256, files of keys are readable by their owner only, and no existing file is ever overwritten.
 Every mistake is an IdentityError that names the file, what is wrong with it, and what to do.
 """
@@ -17,22 +21,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from roundtable.core.errors import IdentityError
 
 Role = Literal["coordinator", "agent", "operator"]
+PublicKey: TypeAlias = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
 
 CA_CERTIFICATE = "ca.crt"
 CA_KEY = "ca.key"
 NODE_CERTIFICATE = "node.crt"
 NODE_KEY = "node.key"
+IDENTITY_CERTIFICATE = "identity.crt"
+IDENTITY_KEY = "identity.key"
 CA_DAYS = 3650
 NODE_DAYS = 365
 _CLOCK_TOLERANCE = timedelta(minutes=5)
@@ -50,6 +57,14 @@ class Credentials:
     role: Role
     fingerprint: str
     expires: datetime
+
+
+@dataclass(frozen=True)
+class SiloIdentity:
+    """What a silo signs with: its certificate as PEM and the key to it."""
+
+    certificate: bytes
+    key: ed25519.Ed25519PrivateKey = field(repr=False)
 
 
 def create_ca(folder: Path, name: str = "Roundtable CA", *, days: int = CA_DAYS) -> Path:
@@ -78,6 +93,7 @@ def issue(
 ) -> Path:
     """Makes a key and a certificate for `name` in `out_folder`, and returns that folder.
 
+    An agent gets a signing identity besides, for secure aggregation.
     `hosts` are the DNS names and IP addresses under which agents reach a coordinator: it needs at
     least one, the other roles need none.
     """
@@ -99,9 +115,13 @@ def issue(
     ca_key = _private_key(ca_folder / CA_KEY)
     if _public_bytes(ca_key.public_key()) != _public_bytes(ca.public_key()):
         raise IdentityError(f"{ca_folder / CA_KEY} is not the key of {ca_folder / CA_CERTIFICATE}")
-    key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _node_certificate(ca, ca_key, key, name, role, hosts, days, start or datetime.now(UTC))
+    key, start = ec.generate_private_key(ec.SECP256R1()), start or datetime.now(UTC)
+    certificate = _node_certificate(ca, ca_key, key.public_key(), name, role, hosts, days, start)
     files = {NODE_KEY: _pem_of_key(key), NODE_CERTIFICATE: _pem_of(certificate), CA_CERTIFICATE: ca_pem}
+    if role == "agent":
+        signing = ed25519.Ed25519PrivateKey.generate()
+        signed = _node_certificate(ca, ca_key, signing.public_key(), name, role, (), days, start)
+        files |= {IDENTITY_KEY: _pem_of_key(signing), IDENTITY_CERTIFICATE: _pem_of(signed)}
     _write_new(out_folder, files)
     return out_folder
 
@@ -151,10 +171,49 @@ def identity_of(pem: bytes) -> tuple[str, Role]:
     return name, cast(Role, units[0])
 
 
+def load_silo_identity(folder: Path) -> SiloIdentity:
+    """The signing identity in an agent's credentials folder, checked against its ca.crt.
+
+    Raises IdentityError for files that are missing, do not fit together or have expired.
+    """
+    path, missing = folder / IDENTITY_KEY, f"{folder} has no {IDENTITY_KEY} and {IDENTITY_CERTIFICATE}"
+    if not path.exists() or not (folder / IDENTITY_CERTIFICATE).exists():
+        raise IdentityError(
+            f"{missing}, with which a silo signs in secure aggregation; "
+            "issue the agent's credentials anew with `roundtable ca issue`"
+        )
+    pem = _read(folder / IDENTITY_CERTIFICATE)
+    _, public = verify_identity(pem, _read(folder / CA_CERTIFICATE))
+    key = _load_key(path)
+    if not isinstance(key, ed25519.Ed25519PrivateKey) or key.public_key().public_bytes_raw() != public:
+        raise IdentityError(
+            f"{path} is not the key of {IDENTITY_CERTIFICATE} beside it; "
+            "copy both from the same folder that `roundtable ca issue` made"
+        )
+    return SiloIdentity(pem, key)
+
+
+def verify_identity(pem: bytes, ca: bytes, *, now: datetime | None = None) -> tuple[str, bytes]:
+    """(silo's name, 32-byte Ed25519 key) of an identity certificate that somebody shows.
+
+    Raises IdentityError unless one of the authorities in `ca` (PEM) issued it to an agent and it is in force.
+    """
+    source = "the identity certificate"
+    name, role = identity_of(pem)
+    certificate = _certificates(pem, source)[0]
+    if not any(_issued_by(certificate, authority) for authority in _certificates(ca, CA_CERTIFICATE)):
+        raise IdentityError(f"{source} of {name!r} was not issued by the authority of {CA_CERTIFICATE}")
+    _check_time(certificate, f"{source} of {name!r}", now or datetime.now(UTC))
+    key = certificate.public_key()
+    if role != "agent" or not isinstance(key, ed25519.Ed25519PublicKey):
+        raise IdentityError(f"{source} of {name!r} is not an agent's Ed25519 certificate")
+    return name, key.public_bytes_raw()
+
+
 def _node_certificate(
     ca: x509.Certificate,
     ca_key: ec.EllipticCurvePrivateKey,
-    key: ec.EllipticCurvePrivateKey,
+    key: PublicKey,
     name: str,
     role: Role,
     hosts: tuple[str, ...],
@@ -169,7 +228,7 @@ def _node_certificate(
     )
     usage = ExtendedKeyUsageOID.SERVER_AUTH if role == "coordinator" else ExtendedKeyUsageOID.CLIENT_AUTH
     builder = (
-        _builder(subject, ca.subject, key.public_key(), ca_key.public_key(), start, days)
+        _builder(subject, ca.subject, key, ca_key.public_key(), start, days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(ca=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
@@ -183,7 +242,7 @@ def _node_certificate(
 def _builder(
     subject: x509.Name,
     issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
+    key: PublicKey,
     issuer_key: ec.EllipticCurvePublicKey,
     start: datetime,
     days: int,
@@ -236,7 +295,7 @@ def _issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bo
     return True
 
 
-def _check_time(certificate: x509.Certificate, path: Path, now: datetime) -> None:
+def _check_time(certificate: x509.Certificate, path: Path | str, now: datetime) -> None:
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > until:
         raise IdentityError(
@@ -274,15 +333,19 @@ def _certificates(pem: bytes, source: Path | str) -> list[x509.Certificate]:
 
 
 def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    key = _load_key(path)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise IdentityError(f"{path} is no ECDSA key; issue one with `roundtable ca issue`")
+    return key
+
+
+def _load_key(path: Path) -> object:
     try:
-        key = serialization.load_pem_private_key(_read(path), password=None)
+        return serialization.load_pem_private_key(_read(path), password=None)
     except (ValueError, TypeError) as error:
         raise IdentityError(
             f"{path} is not an unencrypted PEM private key; copy the file anew or issue a new one"
         ) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise IdentityError(f"{path} is no ECDSA key; issue one with `roundtable ca issue`")
-    return key
 
 
 def _common_name(subject: x509.Name) -> str:
@@ -300,7 +363,7 @@ def _pem_of(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _pem_of_key(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

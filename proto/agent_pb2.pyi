@@ -159,12 +159,15 @@ class Hello(google.protobuf.message.Message):
     DEVICES_FIELD_NUMBER: builtins.int
     CLOCK_FIELD_NUMBER: builtins.int
     SPOOLED_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The agent's software version."""
     protocol: builtins.int
     """The wire protocol's version; both sides must speak the same."""
     clock: builtins.float
     """Unix time at the agent, to notice a clock that is off."""
+    identity: builtins.bytes
+    """The silo's identity certificate (PEM), with which it signs in secure aggregation; empty if it has none."""
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the tasks that this silo has installed and allows."""
@@ -191,8 +194,9 @@ class Hello(google.protobuf.message.Message):
         devices: collections.abc.Iterable[builtins.str] | None = ...,
         clock: builtins.float = ...,
         spooled: collections.abc.Iterable[roundtable.proto.common_pb2.Step] | None = ...,
+        identity: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "devices", b"devices", "metadata", b"metadata", "protocol", b"protocol", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "devices", b"devices", "identity", b"identity", "metadata", b"metadata", "protocol", b"protocol", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Hello = Hello
 
@@ -453,20 +457,26 @@ class Train(google.protobuf.message.Message):
 
     MODEL_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    IDENTITIES_FIELD_NUMBER: builtins.int
     layout: builtins.str
     """BLAKE3 of the layout that the update must have."""
     @property
     def model(self) -> roundtable.proto.common_pb2.Artifact:
         """The global model, a safetensors artifact."""
 
+    @property
+    def identities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """For a job with secure aggregation: the identity certificates (PEM) of all silos of the attempt."""
+
     def __init__(
         self,
         *,
         model: roundtable.proto.common_pb2.Artifact | None = ...,
         layout: builtins.str = ...,
+        identities: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["layout", b"layout", "model", b"model"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identities", b"identities", "layout", b"layout", "model", b"model"]) -> None: ...
 
 global___Train = Train
 
@@ -492,7 +502,9 @@ global___Evaluate = Evaluate
 
 @typing.final
 class Exchange(google.protobuf.message.Message):
-    """A message of a protocol between silos that the coordinator relays and drives."""
+    """A message of secure aggregation, a protocol between silos that the coordinator relays and drives.
+    The instruction's step names the attempt, with the phase "secure"; so does that of the Reply.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -520,14 +532,17 @@ class UploadHeader(google.protobuf.message.Message):
     EXAMPLES_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
+    ANNOUNCEMENT_FIELD_NUMBER: builtins.int
     layout: builtins.str
     """Layout that the vector has."""
     encoding: builtins.str
-    """Name of the encoding: float32, bfloat16, ..."""
+    """Name of the encoding: float32, bfloat16, or "masked" in secure aggregation."""
     examples: builtins.int
-    """Training examples behind this update."""
+    """Training examples behind this update; 0 for a masked one, which holds the number inside."""
     offset: builtins.int
     """Offset of the first chunk that follows."""
+    announcement: builtins.bytes
+    """For a masked vector: the silo's signed message that announces it."""
     @property
     def step(self) -> roundtable.proto.common_pb2.Step: ...
     @property
@@ -548,9 +563,10 @@ class UploadHeader(google.protobuf.message.Message):
         examples: builtins.int = ...,
         metrics: collections.abc.Iterable[roundtable.proto.common_pb2.Metric] | None = ...,
         offset: builtins.int = ...,
+        announcement: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "encoding", b"encoding", "examples", b"examples", "layout", b"layout", "metrics", b"metrics", "offset", b"offset", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["announcement", b"announcement", "content", b"content", "encoding", b"encoding", "examples", b"examples", "layout", b"layout", "metrics", b"metrics", "offset", b"offset", "step", b"step"]) -> None: ...
 
 global___UploadHeader = UploadHeader
 

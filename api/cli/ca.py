@@ -41,7 +41,10 @@ def init(folder: Path, name: str) -> None:
 @click.option("--out", type=_FOLDER, help="Folder for the credentials; default: ./NAME.")
 @click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="Validity.")
 def issue(name: str, role: str, hosts: tuple[str, ...], ca_folder: Path, out: Path | None, days: int) -> None:
-    """Issue credentials for NAME: ca.crt, node.crt and node.key in a folder."""
+    """Issue credentials for NAME: ca.crt, node.crt and node.key in a folder.
+
+    An agent also gets identity.crt and identity.key, with which it signs in secure aggregation.
+    """
     from roundtable.core.identity import issue as issue_credentials
     from roundtable.core.identity import load_credentials
 

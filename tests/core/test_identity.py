@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from roundtable.core.errors import IdentityError
-from roundtable.core.identity import create_ca, identity_of, issue, load_credentials
+from roundtable.core.identity import (
+    create_ca,
+    identity_of,
+    issue,
+    load_credentials,
+    load_silo_identity,
+    verify_identity,
+)
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def test_issued_credentials_load_and_say_who_they_are(agent: Path) -> None:
 
 
 def test_keys_are_readable_by_their_owner_only(ca: Path, agent: Path) -> None:
-    for path in (ca / "ca.key", agent / "node.key"):
+    for path in (ca / "ca.key", agent / "node.key", agent / "identity.key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -151,3 +158,32 @@ def test_folder_that_cannot_be_made(ca: Path, tmp_path: Path) -> None:
 def test_a_certificate_without_our_roles(ca: Path) -> None:
     with pytest.raises(IdentityError, match="names the role none"):
         identity_of((ca / "ca.crt").read_bytes())
+
+
+def test_an_agent_gets_a_signing_identity_that_others_can_check(ca: Path, agent: Path) -> None:
+    identity = load_silo_identity(agent)
+    name, key = verify_identity(identity.certificate, (ca / "ca.crt").read_bytes())
+    assert (name, key) == ("hospital-a", identity.key.public_key().public_bytes_raw())
+    assert "key" not in repr(identity)
+
+
+def test_only_agents_sign(ca: Path, tmp_path: Path) -> None:
+    operator = issue(ca, "ada", "operator", tmp_path / "ada")
+    with pytest.raises(IdentityError, match="secure aggregation; issue the agent's credentials anew"):
+        load_silo_identity(operator)
+
+
+def test_false_identities_are_refused(ca: Path, agent: Path, tmp_path: Path) -> None:
+    authority = (ca / "ca.crt").read_bytes()
+    create_ca(tmp_path / "other")
+    stranger = issue(tmp_path / "other", "hospital-a", "agent", tmp_path / "stranger")
+    with pytest.raises(IdentityError, match="was not issued by the authority"):
+        verify_identity((stranger / "identity.crt").read_bytes(), authority)
+    with pytest.raises(IdentityError, match="not an agent's Ed25519 certificate"):
+        verify_identity((agent / "node.crt").read_bytes(), authority)
+    later = datetime.now(UTC) + timedelta(days=3660)
+    with pytest.raises(IdentityError, match="of 'hospital-a' expired"):
+        verify_identity((agent / "identity.crt").read_bytes(), authority, now=later)
+    shutil.copy(stranger / "identity.key", agent / "identity.key")
+    with pytest.raises(IdentityError, match=r"identity\.key is not the key of identity\.crt"):
+        load_silo_identity(agent)
