@@ -16,7 +16,9 @@ import asyncio
 import json
 import multiprocessing
 import os
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,8 +38,6 @@ from roundtable.core import Layout, Model, parse_job, save_model
 from roundtable.core.identity import create_ca, issue, load_credentials
 from roundtable.operator import OperatorClient
 from roundtable.proto.channel import CLIENT_OPTIONS, SERVER_OPTIONS
-from roundtable.server import Coordinator, load_server_config
-from roundtable.server.memory import give_back_large_blocks
 
 CHUNK = 1 << 20
 MB = 1e6
@@ -69,20 +69,23 @@ class ReadyTrainer:
         return None
 
 
-def run_coordinator(pipe: Connection, folder: Path) -> None:
-    """The coordinator's process: tells its port, runs until the pipe is closed."""
-
-    give_back_large_blocks()
-
-    async def serve() -> None:
-        options = {"listen": "127.0.0.1:0", "state": folder / "state", "credentials": folder / "coordinator"}
-        coordinator = Coordinator(load_server_config(None, options))
-        await coordinator.start()
-        pipe.send(coordinator.port)
-        await asyncio.to_thread(pipe.poll, None)
-        await coordinator.stop()
-
-    asyncio.run(serve())
+@contextmanager
+def coordinator(folder: Path) -> Iterator[tuple[int, int]]:
+    """`roundtable server` while the block lasts: its port and its process's number."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    places = ["--state", str(folder / "state"), "--credentials", str(folder / "coordinator")]
+    command = [sys.executable, "-m", "roundtable", "server", "--listen", f"127.0.0.1:{port}", *places]
+    with (folder / "coordinator.log").open("w") as log:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert child.stdout is not None
+        assert "is listening" in child.stdout.readline(), (folder / "coordinator.log").read_text()
+        yield port, child.pid
+    finally:
+        child.terminate()
+        child.wait()
 
 
 def run_agent(folder: Path, port: int, name: str, elements: int) -> None:
@@ -254,11 +257,9 @@ def measure(folder: Path, elements: int, rounds: int, repeats: int) -> dict[str,
         issue(folder / "ca", name, "agent", folder / name)
     size = 4 * elements
     before = bare_rounds(folder, agents[:2], size, repeats)
-    mine, theirs = spawn.Pipe()
-    with process(run_coordinator, theirs, folder, stop=mine) as coordinator:
-        port = mine.recv()
+    with coordinator(folder) as (port, pid):
         empty, _ = our_rounds(folder, port, agents, 0, 30, evaluate=True)
-        memory = Memory(coordinator.pid)
+        memory = Memory(pid)
         idle = memory.read("VmRSS")
         large, events = our_rounds(folder, port, agents[:2], elements, rounds, evaluate=False)
         peak, after = memory.read("VmHWM"), memory.read("VmRSS")

@@ -1,5 +1,11 @@
 """The coordinator service: API, sessions, storage, and the drivers of jobs."""
 
+import os
+
+# Read once, when torch is loaded. Threads of OpenMP that wait for work by spinning take the processor from
+# the transfers: on a busy machine a round is combined three times faster without.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from roundtable.server.config import ServerConfig, load_server_config
 from roundtable.server.coordinator import Coordinator, run_server
 
