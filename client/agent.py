@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 
 import grpc
 
@@ -25,6 +26,7 @@ _log = logging.getLogger("roundtable.agent")
 # A wrong certificate or version heals only when somebody mends it.
 _SLOW_SECONDS = 60.0
 _GOODBYE_SECONDS = 1.0
+_CLOCK_TOLERANCE = 60.0
 _FINISH_SECONDS = 30.0
 
 
@@ -125,6 +127,13 @@ class Agent:
         _log.info("connected%s to %s as %s", again, self._config.coordinator, name)
         if self._coordinator not in ("", welcome.coordinator):
             _log.warning("this is another coordinator than before: its database was replaced")
+        offset = welcome.clock - time.time()
+        if abs(offset) > _CLOCK_TOLERANCE:
+            _log.warning(
+                "this machine's clock differs from the coordinator's by %.0f s: set it, or certificates will "
+                "seem expired or not yet valid",
+                offset,
+            )
         self._coordinator, self._complaint = welcome.coordinator, ""
 
     async def _finish(self, duties: Duties, session: asyncio.Task[None]) -> None:

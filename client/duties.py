@@ -211,7 +211,10 @@ class Duties:
             try:
                 with calling("the model could not be downloaded"):
                     return await self._models.fetch(
-                        stub, artifact, lambda have, total: self._report(step, "downloading", have, total)
+                        stub,
+                        artifact,
+                        lambda have, total: self._report(step, "downloading", have, total),
+                        users=len(self._working),
                     )
             except UnavailableError as error:
                 _log.info("%s: the download is resumed: %s", step, error)

@@ -34,11 +34,16 @@ class ModelCache:
         folder.mkdir(parents=True, exist_ok=True)
 
     async def fetch(
-        self, stub: agent_pb2_grpc.AgentsAsyncStub, artifact: common_pb2.Artifact, received: Received
+        self,
+        stub: agent_pb2_grpc.AgentsAsyncStub,
+        artifact: common_pb2.Artifact,
+        received: Received,
+        users: int = 1,
     ) -> Path:
         """The artifact's file, downloaded from where an earlier attempt stopped, and verified.
 
-        `received` is called with (bytes here, bytes in all). Raises TransferError for bytes that are
+        `received` is called with (bytes here, bytes in all); while `users` steps are under way, the
+        models that they may still read are kept. Raises TransferError for bytes that are
         not the artifact's, ResourceError for a full disk, and grpc's error for a lost connection.
         """
         if not _DIGEST.fullmatch(artifact.digest):
@@ -49,7 +54,7 @@ class ModelCache:
                 await self._download(stub, artifact, path, received)
             os.utime(path)
             self._verified.add(artifact.digest)
-            self._prune()
+            self._prune(max(self._keep, users))
             return path
 
     def _have(self, path: Path, artifact: common_pb2.Artifact) -> bool:
@@ -98,9 +103,9 @@ class ModelCache:
                 f"{free / 1e6:.0f} MB are free; free some space in the agent's state folder"
             )
 
-    def _prune(self) -> None:
+    def _prune(self, keep: int) -> None:
         files = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
-        for file in files[: -self._keep]:
+        for file in files[:-keep]:
             file.unlink()
             self._verified.discard(file.stem)
 

@@ -97,6 +97,8 @@ class _Child:
             environment["OMP_NUM_THREADS"] = str(config.threads)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            # No file in the silo's folder may stand in for a module of the same name.
+            "-P",
             "-m",
             "roundtable.client.worker",
             str(os.getpid()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
         self.refuse = ""
         self.identity = "database-1"
         self.beat = 0.2
+        self.clock_offset = 0.0
         self.artifacts: dict[str, bytes] = {}
         self.downloads: list[int] = []
         self.cut_download: int | None = None
@@ -116,7 +118,12 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
         if self.refuse:
             await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=self.refuse)))
             return
-        welcome = agent_pb2.Welcome(version="1", coordinator=self.identity, heartbeat_seconds=self.beat)
+        welcome = agent_pb2.Welcome(
+            version="1",
+            coordinator=self.identity,
+            heartbeat_seconds=self.beat,
+            clock=time.time() + self.clock_offset,
+        )
         await context.write(agent_pb2.ToAgent(welcome=welcome))
         outbox: asyncio.Queue[agent_pb2.ToAgent] = asyncio.Queue()
         self._outbox = outbox

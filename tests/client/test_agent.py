@@ -249,6 +249,16 @@ async def test_a_silent_coordinator_is_left_and_sought_again(silo, log, monkeypa
         await silo.coordinator.until(lambda: len(silo.coordinator.hellos) == 2)
 
 
+async def test_a_clock_that_is_off_and_another_coordinator_are_noticed(silo, log) -> None:
+    silo.coordinator.clock_offset = 3600.0
+    async with silo.agent(silo.inline()):
+        await log.until("differs from the coordinator's by 3600 s")
+        await silo.coordinator.stop()
+        silo.coordinator.identity = "database-2"
+        await silo.coordinator.start()
+        await log.until("another coordinator than before")
+
+
 async def test_a_refusal_ends_the_agent_with_its_reason(silo) -> None:
     silo.coordinator.refuse = "this coordinator speaks protocol 7"
     with pytest.raises(Refused, match="speaks protocol 7"):
