@@ -94,6 +94,7 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
         self.downloads: list[int] = []
         self.cut_download: int | None = None
         self.cut_upload: int | None = None
+        self.cut_again = False
         self.uploads: dict[tuple[Any, ...], Upload] = {}
         self.receipts: dict[tuple[Any, ...], agent_pb2.UploadReceipt] = {}
         self.statuses: list[agent_pb2.UploadHeader] = []
@@ -163,7 +164,9 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
         key = _key(header.step)
         upload = self.uploads.setdefault(key, Upload(header))
         upload.offsets.append(header.offset)
-        cut, self.cut_upload = self.cut_upload, None
+        cut = self.cut_upload
+        if not self.cut_again:
+            self.cut_upload = None
         del upload.data[header.offset :]
         async for part in requests:
             assert part.chunk.offset == len(upload.data)

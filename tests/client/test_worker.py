@@ -142,15 +142,14 @@ async def start(silo: Any) -> asyncio.subprocess.Process:
 async def test_a_killed_agent_delivers_from_its_spool_without_training_again(silo) -> None:
     coordinator = silo.coordinator
     process = await start(silo)
-    coordinator.cut_upload = 40
+    coordinator.cut_upload, coordinator.cut_again = 40, True
     coordinator.say(instruction=silo.instruction())
-    await coordinator.until(lambda: KEY in coordinator.uploads and len(coordinator.uploads[KEY].data) == 40)
+    await coordinator.until(lambda: KEY in coordinator.uploads and "job-1.1.1.train.json" in silo.spooled)
     orphans = workers(process.pid)
     process.kill()
     await process.wait()
     assert len(orphans) == 1
-    coordinator.heard.clear()
-    coordinator.receipts.clear()
+    coordinator.cut_upload = None
     trainer = silo.inline()
     async with silo.agent(trainer):
         await coordinator.until(lambda: coordinator.receipts)
