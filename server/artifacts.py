@@ -48,8 +48,8 @@ class ArtifactStore(Protocol):
         observe: Callable[[bytes], None] | None = None,
         offset: int | None = None,
     ) -> BlobWriter:
-        """Begins an upload or goes on with it, from `offset` if given, otherwise from where it stopped;
-        `observe` sees all bytes in order, those of before first."""
+        """For an upload or the rest of it, from `offset` if given, otherwise from where it stopped; to be
+        opened. `observe` sees all bytes in order, those of before first."""
 
     def received(self, owner: str, digest: str) -> int:
         """Bytes that have arrived of an upload that is not whole."""
@@ -114,6 +114,7 @@ class LocalArtifacts:
         partial = self._partial / f"own.{os.urandom(8).hex()}"
         writer = BlobWriter(partial, None, None, self._adopt)
         try:
+            writer.open()
             for block in blocks:
                 writer.write(block)
             return writer.finish()

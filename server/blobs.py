@@ -54,18 +54,20 @@ class BlobWriter:
     ) -> None:
         self._path, self._size, self._digest = partial, size, digest
         self._adopt, self._observe = adopt, observe
+        self._from = offset
+        self._file = -1
         self._hash = blake3()
         self.offset = 0
         self._write_back_from = 0
+
+    def open(self) -> BlobWriter:
+        """Opens the file and takes in what is there; `close` belongs to it."""
         try:
-            self._file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                self._go_on(offset)
-            except BaseException:
-                os.close(self._file)
-                raise
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._go_on(self._from)
         except OSError as error:
-            raise os_error(error, partial) from error
+            raise os_error(error, self._path) from error
+        return self
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends."""

@@ -73,15 +73,13 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         if self._services.artifacts.size(content.digest) is not None:
             await self._mention(content)
             return operator_pb2.PutReply(offset=content.size, complete=True)
-        loop = asyncio.get_running_loop()
-        writer = await loop.run_in_executor(
-            self._threads, self._services.artifacts.receive, owner, content.digest, content.size
-        )
+        writer = self._services.artifacts.receive(owner, content.digest, content.size)
         try:
+            await transfer.in_thread(self._threads, writer.open)
             await transfer.receive(_chunks(requests), writer, content.size, self._threads)
             if writer.offset < content.size:
                 return operator_pb2.PutReply(offset=writer.offset)
-            await loop.run_in_executor(self._threads, writer.finish)
+            await transfer.in_thread(self._threads, writer.finish)
         finally:
             writer.close()
         try:

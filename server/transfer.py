@@ -1,12 +1,13 @@
-"""Bytes in chunks, both ways: files are read and written in threads, one chunk ahead of the network."""
+"""Bytes in chunks, both ways: files are read and written in threads, beside the network."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 
@@ -16,14 +17,28 @@ from roundtable.proto.common_pb2 import Chunk
 from roundtable.server.access import Context, Refusal
 from roundtable.server.blobs import BlobWriter
 
-MAX_CHUNK_BYTES = 2 * CHUNK_BYTES
+Result = TypeVar("Result")
+
+MAX_CHUNK_BYTES = 2 << 20
+# Chunks that one visit to a thread reads or writes: on a busy machine each visit waits for its turn.
+AT_ONCE = 4
+
+
+async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., Result], *arguments: object) -> Result:
+    """Runs blocking work on a file. Cancelled, it ends only after the thread has let go of the file."""
+    future = asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
 
 
 async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExecutor) -> None:
     """Writes the file's chunks from `offset` onwards; waits whenever the network does."""
     loop = asyncio.get_running_loop()
     file = os.open(path, os.O_RDONLY)
-    ahead: asyncio.Future[bytes] | None = None
+    ahead: asyncio.Future[list[bytes]] | None = None
     try:
         size = os.fstat(file).st_size
         if offset > size:
@@ -31,15 +46,15 @@ async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExe
                 grpc.StatusCode.OUT_OF_RANGE, f"offset {offset} is beyond the end: there are {size} bytes"
             )
         while offset < size:
-            data = await (ahead or loop.run_in_executor(threads, os.pread, file, CHUNK_BYTES, offset))
-            if not data:
+            ahead = ahead or loop.run_in_executor(threads, _read, file, offset)
+            pieces = await asyncio.shield(ahead)
+            if not pieces:
                 raise StorageError(f"{path} was cut short while it was read: check the disk")
-            after = offset + len(data)
-            ahead = (
-                loop.run_in_executor(threads, os.pread, file, CHUNK_BYTES, after) if after < size else None
-            )
-            await context.write(Chunk(offset=offset, data=data))
-            offset = after
+            after = offset + sum(map(len, pieces))
+            ahead = loop.run_in_executor(threads, _read, file, after) if after < size else None
+            for data in pieces:
+                await context.write(Chunk(offset=offset, data=data))
+                offset += len(data)
     finally:
         if ahead is not None:
             await asyncio.wait([ahead])
@@ -49,12 +64,13 @@ async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExe
 async def receive(
     chunks: AsyncIterator[Chunk], writer: BlobWriter, size: int, threads: ThreadPoolExecutor
 ) -> None:
-    """Appends chunks to the writer; each is written while the next one arrives.
+    """Appends chunks to the writer; they are written while the next ones arrive.
 
     Refuses a chunk that does not follow on, is larger than agreed, or goes beyond the announced size.
     """
     loop = asyncio.get_running_loop()
     pending: asyncio.Future[None] | None = None
+    waiting: list[bytes] = []
     expected = writer.offset
     try:
         async for chunk in chunks:
@@ -72,13 +88,33 @@ async def receive(
                     f"a chunk of {len(data)} bytes at {chunk.offset}: chunks hold at most "
                     f"{MAX_CHUNK_BYTES}, and {size} were announced in all",
                 )
-            if pending is not None:
-                await pending
-            pending = loop.run_in_executor(threads, writer.write, data)
+            waiting.append(data)
+            if pending is None or pending.done() or len(waiting) == AT_ONCE:
+                if pending is not None:
+                    await asyncio.shield(pending)
+                pending = loop.run_in_executor(threads, _write, writer, waiting)
+                waiting = []
         if pending is not None:
-            await pending
-            pending = None
+            await asyncio.shield(pending)
+        pending = loop.run_in_executor(threads, _write, writer, waiting)
+        await asyncio.shield(pending)
     finally:
         if pending is not None:
             await asyncio.wait([pending])
             pending.exception()
+
+
+def _read(file: int, offset: int) -> list[bytes]:
+    pieces = []
+    for _ in range(AT_ONCE):
+        data = os.pread(file, CHUNK_BYTES, offset)
+        if not data:
+            break
+        pieces.append(data)
+        offset += len(data)
+    return pieces
+
+
+def _write(writer: BlobWriter, pieces: list[bytes]) -> None:
+    for data in pieces:
+        writer.write(data)

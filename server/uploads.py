@@ -126,11 +126,11 @@ class Uploads:
         dtype = get_encoding(offer.header.encoding).dense_dtype
         assert dtype is not None, "submission refuses other encodings"
         finite = FiniteCheck(dtype)
-        loop = asyncio.get_running_loop()
         offer.runner.post(m.WorkStarted(offer.client, offer.step, "uploading"))
         place = (offer.owner, content.digest, content.size, finite, offer.header.offset)
-        writer = await loop.run_in_executor(self._threads, self._services.artifacts.receive, *place)
+        writer = self._services.artifacts.receive(*place)
         try:
+            await transfer.in_thread(self._threads, writer.open)
             await transfer.receive(_chunks(parts), writer, content.size, self._threads)
             return await self._complete(offer, writer, finite)
         finally:
@@ -152,8 +152,7 @@ class Uploads:
             writer.forget()
             problem = f"the update is not finite: element {finite.first_bad} is NaN or infinite"
             return await self._reject(offer, "invalid_update", problem)
-        loop = asyncio.get_running_loop()
-        digest, size = await loop.run_in_executor(self._threads, writer.finish)
+        digest, size = await transfer.in_thread(self._threads, writer.finish)
         try:
             return await self._deliver(offer, ArtifactRow(digest, size, "update", self._services.clock()))
         finally:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from roundtable.core.errors import ResourceError, StorageError, TransferError
 from roundtable.server import memory
 from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.finite import FiniteCheck
+from roundtable.server.transfer import in_thread
 
 DATA = bytes(range(256)) * 8
 DIGEST = blake3(DATA).hexdigest()
@@ -55,14 +59,14 @@ def store(tmp_path: Path) -> LocalArtifacts:
 
 
 def test_a_blob_has_its_name_when_it_is_whole(store: LocalArtifacts) -> None:
-    writer = store.receive("x.1", DIGEST, len(DATA))
+    writer = store.receive("x.1", DIGEST, len(DATA)).open()
     writer.write(DATA[:1000])
     writer.close()
     assert store.size(DIGEST) is None
     assert store.received("x.1", DIGEST) == 1000
     assert store.received("y.1", DIGEST) == 0
     seen = bytearray()
-    writer = store.receive("x.1", DIGEST, len(DATA), seen.extend)
+    writer = store.receive("x.1", DIGEST, len(DATA), seen.extend).open()
     writer.write(DATA[1000:])
     assert writer.finish() == (DIGEST, len(DATA))
     writer.close()
@@ -72,10 +76,10 @@ def test_a_blob_has_its_name_when_it_is_whole(store: LocalArtifacts) -> None:
 
 
 def test_going_on_from_before_the_end_drops_what_follows(store: LocalArtifacts) -> None:
-    writer = store.receive("x", DIGEST, len(DATA))
+    writer = store.receive("x", DIGEST, len(DATA)).open()
     writer.write(b"?" * 500)
     writer.close()
-    writer = store.receive("x", DIGEST, len(DATA), offset=0)
+    writer = store.receive("x", DIGEST, len(DATA), offset=0).open()
     assert writer.offset == 0
     writer.write(DATA)
     writer.finish()
@@ -83,8 +87,28 @@ def test_going_on_from_before_the_end_drops_what_follows(store: LocalArtifacts) 
     assert store.path(DIGEST).read_bytes() == DATA
 
 
+async def test_cancelled_work_lets_go_of_its_file_first() -> None:
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(20)
+        ended.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        task = asyncio.create_task(in_thread(threads, work))
+        await asyncio.to_thread(begun.wait, 20)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=0.05)
+        assert not done
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+
+
 def test_wrong_bytes_are_forgotten(store: LocalArtifacts) -> None:
-    writer = store.receive("x", DIGEST, len(DATA))
+    writer = store.receive("x", DIGEST, len(DATA)).open()
     writer.write(b"?" * len(DATA))
     with pytest.raises(TransferError, match="announced was"):
         writer.finish()
@@ -117,7 +141,7 @@ def test_what_is_not_mentioned_yet_is_not_deleted(store: LocalArtifacts) -> None
 
 def test_unfinished_uploads_are_discarded_by_prefix(store: LocalArtifacts) -> None:
     for owner in ("job.1.1.alder", "job.12.1.alder", "put.olga"):
-        store.receive(owner, DIGEST, len(DATA)).close()
+        store.receive(owner, DIGEST, len(DATA)).open().close()
     store.discard("job.1.")
     left = sorted(path.name.removesuffix(f".{DIGEST}") for path in (store.folder / "partial").iterdir())
     assert left == ["job.12.1.alder", "put.olga"]
@@ -132,7 +156,7 @@ def test_names_that_are_no_digests(store: LocalArtifacts, name: str) -> None:
 
 
 def test_a_full_device(store: LocalArtifacts, tmp_path: Path) -> None:
-    writer = store.receive("x", DIGEST, len(DATA))
+    writer = store.receive("x", DIGEST, len(DATA)).open()
     writer.close()
     with open("/dev/full", "wb", buffering=0) as full:
         writer._file = full.fileno()
