@@ -23,7 +23,8 @@ from roundtable.privacy import CentralDP, PrivacyConfig, SecureNoise, gaussian_c
 from roundtable.privacy.example_level import make_private
 
 DELTA, HIDDEN, PIXELS = 1e-5, 32, 196
-SILOS, CLIP, STEPS, LOCAL_RATE, MOMENTUM = 1000, 0.3, 5, 0.5, 0.9
+SILOS, CLIP, STEPS, LOCAL_RATE, MOMENTUM = 1000, 0.8, 5, 0.5, 0.9
+PRIVATE_RATE = 8.0
 BUDGETS = (1.0, 2.0, 4.0, 8.0)
 
 
@@ -126,7 +127,7 @@ def example_level(data: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int, epsi
         results = []
         for part in parts:
             nn.utils.vector_to_parameters(vector, model.parameters())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if noise is None else 2.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if noise is None else PRIVATE_RATE)
             train_silo(model, optimizer, x[part], y[part], steps, batch, noise)
             results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
         vector = torch.stack(results).mean(0)

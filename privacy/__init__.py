@@ -20,6 +20,7 @@ from roundtable.privacy.mechanisms import NoisyVector, add_gaussian, local_gauss
 from roundtable.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render
 from roundtable.privacy.sampling import SamplingModel, accountant_for
+from roundtable.privacy.secure_round import SecureMean, SecureRound, distributed_noise
 from roundtable.privacy.statement import statement
 from roundtable.privacy.tree import TreeFTRL
 
@@ -41,7 +42,9 @@ __all__ = [
     "PrivacyPlan",
     "RowMatrix",
     "SamplingModel",
+    "SecureMean",
     "SecureNoise",
+    "SecureRound",
     "SeededNoise",
     "Spent",
     "TreeFTRL",
@@ -56,6 +59,7 @@ __all__ = [
     "compose",
     "decode",
     "discrete_gaussian",
+    "distributed_noise",
     "eligible",
     "encode",
     "ftrl_plan",

@@ -9,7 +9,7 @@ from roundtable.core.errors import PrivacyError
 from roundtable.privacy.accounting import compose
 from roundtable.privacy.charge import Charge
 
-_LOWEST, _HIGHEST = 1e-2, 1e6
+_HIGHEST = 1e6
 _TOLERANCE = 1e-3
 
 
@@ -28,17 +28,14 @@ def solve_noise(
     def cost(noise_multiplier: float, by: str) -> float:
         return compose([*spent, charge.scaled(noise_multiplier)], delta, by)
 
-    if cost(_HIGHEST, "rdp") >= epsilon and cost(_HIGHEST, accountant) >= epsilon:
+    by_renyi = cost(_HIGHEST, "rdp") < epsilon
+    if not by_renyi and cost(_HIGHEST, accountant) >= epsilon:
         raise PrivacyError(
             f"no noise keeps this within epsilon = {epsilon:g} at delta = {delta:g}: what is already "
-            "spent, or the "
-            "other queries of a round, use it up; raise the budget, or make fewer rounds or queries"
+            "spent, or the other queries of a round, use it up; raise the budget, or make fewer rounds or queries"
         )
-    start = _bisect(lambda z: cost(z, "rdp") - epsilon, _LOWEST, _HIGHEST, 1e-2)
-    if accountant == "rdp":
-        found = _bisect(lambda z: cost(z, "rdp") - epsilon, start / 1.05, start * 1.05, 1e-5)
-    else:
-        found = _descend(lambda z: cost(z, accountant), epsilon, start)
+    start = _descend(lambda z: cost(z, "rdp"), epsilon, 1.0) if by_renyi else 1.0
+    found = start if accountant == "rdp" else _descend(lambda z: cost(z, accountant), epsilon, start)
     return charge.scaled(found)
 
 
@@ -60,27 +57,12 @@ def solve_steps(charge: Charge, epsilon: float, delta: float, accountant: str = 
     return low
 
 
-def _bisect(excess: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
-    """The upper end of an interval of relative width `tolerance` around a falling function's zero."""
-    while excess(low) <= 0.0 and low > _LOWEST:
-        low /= 1.5
-    while excess(high) > 0.0:
-        high *= 1.5
-    while high / low > 1.0 + tolerance:
-        middle = math.sqrt(low * high)
-        if excess(middle) > 0.0:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
 def _descend(cost: Callable[[float], float], epsilon: float, start: float) -> float:
     """Secant steps on log ε against log z, aimed a little below the budget; the safe end is returned."""
     goal = math.log(epsilon * (1.0 - _TOLERANCE / 2.0))
-    points = [(math.log(start), _log_cost(cost, start))]
-    guess = points[0][0] + (points[0][1] - goal)
-    for _ in range(30):
+    points: list[tuple[float, float]] = []
+    guess = math.log(start)
+    for _ in range(40):
         value = _log_cost(cost, math.exp(guess))
         points.append((guess, value))
         if math.log(epsilon * (1.0 - _TOLERANCE)) <= value <= math.log(epsilon):
@@ -105,7 +87,9 @@ def _next_guess(points: list[tuple[float, float]], goal: float) -> float:
             share = (left[1] - goal) / (left[1] - right[1])
             return left[0] + min(max(share, 0.02), 0.98) * (right[0] - left[0])
         return 0.5 * (left[0] + right[0])
-    (z0, c0), (z1, c1) = points[-2:]
-    slope = (c1 - c0) / (z1 - z0) if z1 != z0 else -1.0
+    z1, c1 = points[-1]
+    slope = -1.0
+    if len(points) > 1 and points[-2][0] != z1:
+        slope = (c1 - points[-2][1]) / (z1 - points[-2][0])
     step = (goal - c1) / min(slope, -0.3)
     return z1 + min(max(step, -1.0), 1.0)

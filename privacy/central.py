@@ -21,8 +21,8 @@ from roundtable.privacy.clipping import AdaptiveClip, clip_factor
 from roundtable.privacy.mechanisms import gaussian_block, to_grid
 from roundtable.privacy.noise import NoiseSource, standard_normal
 
-# In float64 half a mebibyte: what a core keeps in its own cache.
-_BLOCK_ENTRIES = 1 << 16
+# Small enough for a core's cache in float64, long enough to hide the cost of each call.
+_BLOCK_ENTRIES, _NARROWEST, _WIDEST = 1 << 18, 1 << 12, 1 << 16
 
 
 class RowMatrix(Protocol):
@@ -164,7 +164,7 @@ def _bounded(weights: Sequence[float] | None, rows: int) -> Tensor:
 
 
 def _blocks(part: slice, rows: int) -> Iterator[tuple[int, int]]:
-    width = max(256, _BLOCK_ENTRIES // max(rows, 1))
+    width = min(max(_NARROWEST, _BLOCK_ENTRIES // max(rows, 1)), _WIDEST)
     for start in range(part.start, part.stop, width):
         yield start, min(start + width, part.stop)
 

@@ -32,6 +32,8 @@ class PrivacyConfig:
     `epsilon` is the budget of the whole job; give it, or `noise_multiplier` (standard deviation of
     the noise over `clip_norm`), or both, where the budget then stops a job that would pass it.
     `population` is the number of units that `delta` protects: silos, or examples of one silo.
+    `population_name` says whose privacy is spent: jobs of one name share one account (default: the task).
+    `public_evaluation` states that the silos' test data are public, so that metrics on them may leave.
     """
 
     level: str = "none"
@@ -45,6 +47,8 @@ class PrivacyConfig:
     secure_aggregation: bool = False
     accountant: str = "pld"
     population: int | None = None
+    population_name: str | None = None
+    public_evaluation: bool = False
     mechanism: str = "skellam"
     bits: int = 24
     dropout_tolerance: float = 0.3

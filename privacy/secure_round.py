@@ -1,0 +1,197 @@
+"""A round of secure aggregation as every party works it out: parameters, a silo's vector, the mean.
+
+Silos, the coordinator and simulations compute the same from the job, the length of the model and the
+number of silos invited. A silo's vector is its rounded update and a tail with its weight, example
+count, clip bit and training loss; under level `distributed` it is the update with its share of noise
+and nothing else, since exact sums beside a noisy one would tell more than the noise allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AggregationError, PrivacyError
+from roundtable.core.seeds import derive_seed
+from roundtable.privacy.config import PrivacyConfig
+from roundtable.privacy.distributed import DistributedDP, decode, encode
+from roundtable.privacy.levels import noise_for
+from roundtable.privacy.noise import NoiseSource, SecureNoise
+from roundtable.privacy.sampling import accountant_for
+from roundtable.privacy.secagg import (
+    ArraySource,
+    QuantisedUpdate,
+    Quantiser,
+    SecAggParameters,
+    Session,
+    Tally,
+    VectorSource,
+    choose_parameters,
+)
+from roundtable.privacy.secagg.masks import Ring
+from roundtable.privacy.secagg.parameters import FULL_GRAPH_UP_TO, MINIMUM_COHORT
+
+RING_BITS = 32
+LARGEST_WEIGHT = 1 << 16
+LEAST_LEVELS = 1 << 13
+"""A mean of silos of weight 1 is rounded to this part of the clip norm at worst."""
+LOSS_BOUND = 1000.0
+CORRUPTION_OF_FEW, CORRUPTION_OF_MANY = 1 / 3, 0.2
+"""The share of silos that may collude with the coordinator: on the full graph, and on the sparse one."""
+
+
+@dataclass(frozen=True)
+class SecureMean:
+    """What the coordinator learns of a round: the mean update, float32 [columns], over so many silos.
+
+    `training` holds the summed training loss as (sum, weight); `account` what was done, for the record.
+    """
+
+    vector: Tensor
+    silos: int
+    training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    account: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SecureRound:
+    """The arithmetic of one round. `tally` is there without noise, `noise` and `rotation` with it."""
+
+    parameters: SecAggParameters
+    columns: int
+    uniform: bool
+    tally: Tally | None
+    noise: DistributedDP | None
+    rotation: bytes
+
+    @classmethod
+    def of(cls, job: JobConfig, columns: int, invited: int, round: int) -> SecureRound:
+        """For a model of `columns` values and so many silos. PrivacyError where they are too few."""
+        privacy = PrivacyConfig.from_table(job.privacy)
+        assert privacy.clip_norm is not None, "a plan without clip_norm is refused"
+        uniform = job.aggregation.weighting == "uniform"
+        if privacy.level == "distributed":
+            noise = distributed_noise(job, columns)
+            if invited > noise.cohort:
+                raise PrivacyError(f"{invited} silos where noise for {noise.cohort} was agreed on")
+            parameters = _parameters(noise.cohort, privacy, noise.bits, 1)
+            rotation = derive_seed(job.seed, round, "rotation").to_bytes(8, "little")
+            return cls(parameters, columns, True, None, noise, rotation)
+        bound = 1 if uniform else largest_weight(invited)
+        parameters = _parameters(invited, privacy, RING_BITS, bound)
+        metrics = (("loss", LOSS_BOUND * bound), ("reported", float(bound)))
+        return cls(parameters, columns, uniform, Tally.of(parameters, metrics), None, b"")
+
+    @property
+    def length(self) -> int:
+        """Ring elements that each silo submits."""
+        return self.noise.length if self.noise is not None else self.columns + len(self._tail)
+
+    @property
+    def upload_bytes(self) -> int:
+        """The size of a masked vector."""
+        return self.length * self.parameters.ring_bits // 8
+
+    def session(self, job: str, round: int, attempt: int) -> Session:
+        """The protocol's name for an attempt."""
+        return Session(job, round, attempt, self.length)
+
+    def encode(
+        self,
+        update: npt.NDArray[np.float32],
+        examples: int,
+        loss: float | None,
+        rounding: np.random.Generator | None = None,
+        noise: NoiseSource | None = None,
+    ) -> VectorSource:
+        """A silo's vector, from its float32 update [columns]; `rounding` and `noise` are for simulations.
+
+        Raises InvalidUpdate for an update that is not finite.
+        """
+        if self.noise is not None:
+            tensor = torch.from_numpy(np.array(update))
+            return ArraySource(encode(tensor, self.noise, self.rotation, noise or SecureNoise()))
+        bound = self.parameters.weight_bound
+        weight = 1 if self.uniform else min(max(examples, 1), bound)
+        tail = np.zeros(len(self._tail), dtype=np.uint32)
+        source = QuantisedUpdate(update, weight, Quantiser.of(self.parameters), tail, rounding)
+        known = loss is not None and math.isfinite(loss)
+        counters = {"weight": weight, "examples": examples, "clipped": int(source.clipped)}
+        metrics = {"loss": weight * loss if known and loss else 0.0, "reported": float(weight * known)}
+        tail[:] = self._tail.encode(counters, metrics)
+        return source
+
+    def decode(self, total: Ring, silos: int, cohort: int) -> SecureMean:
+        """The mean over `silos` of the `cohort`; AggregationError for sums that honest silos cannot make."""
+        if self.noise is not None:
+            # The denominator is the cohort that was agreed on: who answered is no secret the mean may tell.
+            noisy = decode(total, self.noise, self.rotation, silos).div_(self.noise.cohort)
+            charge = {"charge": self.noise.charge.to_json(), "noise_multiplier": self.noise.noise_multiplier}
+            return SecureMean(noisy, silos, account={"level": "distributed", "silos": silos, **charge})
+        counters, metrics = self._tail.decode(total[self.columns :], silos)
+        weight = counters["weight"]
+        if not silos <= weight <= silos * self.parameters.weight_bound:
+            raise AggregationError(
+                f"{silos} silos give a total weight of {weight}, which no honest silos can: one of them "
+                "submitted something else than an update"
+            )
+        mean = Quantiser.of(self.parameters).decode_mean(total[: self.columns], weight)
+        reported = round(metrics["reported"])
+        training = {"loss": (metrics["loss"], reported)} if reported > 0 else {}
+        account = {"silos": silos, "cohort": cohort, "weight": weight}
+        account |= {"examples": counters["examples"], "clipped": counters["clipped"]}
+        return SecureMean(torch.from_numpy(mean), silos, training, account)
+
+    @property
+    def _tail(self) -> Tally:
+        assert self.tally is not None
+        return self.tally
+
+
+def largest_weight(invited: int) -> int:
+    """The bound on a silo's weight: more examples count as so many. It leaves `LEAST_LEVELS` of precision."""
+    return max(1, min(LARGEST_WEIGHT, ((1 << RING_BITS) - 1) // (2 * invited * LEAST_LEVELS)))
+
+
+def distributed_noise(job: JobConfig, columns: int) -> DistributedDP:
+    """The shares of noise of a job of level `distributed`, for a cohort of exactly `cohort.size`."""
+    privacy = PrivacyConfig.from_table(job.privacy)
+    size = job.cohort.size
+    if size is None:
+        raise PrivacyError(
+            "cohort.size is missing: under level 'distributed' each silo's share of the noise depends on it"
+        )
+    # Nobody's part in a round is hidden from the coordinator, so that no population amplifies anything.
+    sampling = accountant_for(job.cohort.strategy, size, size)
+    multiplier = noise_for(privacy, sampling, columns, job.rounds)
+    return DistributedDP.from_config(privacy, multiplier, columns, size)
+
+
+def _parameters(invited: int, privacy: PrivacyConfig, ring_bits: int, weight_bound: int) -> SecAggParameters:
+    """For as many dropouts as the job allows for, or as many as a cohort of this size can bear."""
+    assert privacy.clip_norm is not None
+    if invited < MINIMUM_COHORT:
+        raise PrivacyError(
+            f"secure aggregation takes at least {MINIMUM_COHORT} silos, or it hides nothing; "
+            f"there are {invited}"
+        )
+    corruption = CORRUPTION_OF_FEW if invited <= FULL_GRAPH_UP_TO else CORRUPTION_OF_MANY
+    ring: dict[str, Any] = {
+        "ring_bits": ring_bits,
+        "clip_norm": privacy.clip_norm,
+        "weight_bound": weight_bound,
+    }
+    for dropped in range(math.floor(privacy.dropout_tolerance * invited), 0, -1):
+        try:
+            return choose_parameters(invited, dropped / invited, corruption, **ring)
+        except PrivacyError:
+            continue
+    return choose_parameters(invited, 0.0, corruption, **ring)
