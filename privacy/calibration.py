@@ -32,7 +32,7 @@ def solve_noise(
     if not by_renyi and cost(_HIGHEST, accountant) >= epsilon:
         raise PrivacyError(
             f"no noise keeps this within epsilon = {epsilon:g} at delta = {delta:g}: what is already "
-            "spent, or the other queries of a round, use it up; raise the budget, or make fewer rounds or queries"
+            "spent, or the other queries of a round, use it up; raise the budget or make fewer rounds"
         )
     start = _descend(lambda z: cost(z, "rdp"), epsilon, 1.0) if by_renyi else 1.0
     found = start if accountant == "rdp" else _descend(lambda z: cost(z, accountant), epsilon, start)
