@@ -109,7 +109,7 @@ async def test_the_spool_follows_the_coordinators_word(silo, log, status: Any, l
     async with silo.agent(silo.inline()):
         coordinator.say(instruction=silo.instruction())
         await log.until(line)
-        assert silo.spooled == []
+        await coordinator.until(lambda: silo.spooled == [])
 
 
 async def test_an_upload_that_broke_off_goes_on_where_it_stopped(silo) -> None:

@@ -117,7 +117,7 @@ async def test_a_full_disk_is_said_and_healed(silo) -> None:
         assert failure.kind == "node_failure"
         assert "disk is full" in failure.detail
         assert "state folder" in failure.detail
-        assert silo.spooled == []
+        await silo.coordinator.until(lambda: silo.spooled == [])
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert await ask(silo, 3) is None
 
