@@ -72,7 +72,7 @@ def block_ranges(columns: int, width: int) -> Iterator[tuple[int, int]]:
 
 class TensorMatrix:
     """Rows in one tensor [n, d], on CPU or CUDA; float32 and float64 are kept, other floats upcast a block
-    at a time."""
+    at a time. What is measured of the rows is remembered: do not write to the tensor afterwards."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if tensor.dim() != 2 or not tensor.is_floating_point():
