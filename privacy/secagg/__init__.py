@@ -33,12 +33,13 @@ from roundtable.privacy.secagg.graph import combine_beacon, commit, make_groups
 from roundtable.privacy.secagg.keys import Ed25519Signer, MemoryReleases, Releases, Session, Signer
 from roundtable.privacy.secagg.masks import ArraySource, VectorSource
 from roundtable.privacy.secagg.memory import SecureSum, plain_sum, run_in_memory
-from roundtable.privacy.secagg.parameters import SecAggParameters, choose_parameters
+from roundtable.privacy.secagg.parameters import MINIMUM_COHORT, SecAggParameters, choose_parameters
 from roundtable.privacy.secagg.quantise import QuantisedUpdate, Quantiser
 from roundtable.privacy.secagg.server import SecAggServer, ServerPhase
 from roundtable.privacy.secagg.tally import Tally
 
 __all__ = [
+    "MINIMUM_COHORT",
     "ArraySource",
     "ClientPhase",
     "Ed25519Signer",

@@ -1,0 +1,110 @@
+"""What silos put into a secure sum and what the coordinator reads out of it, without the protocol between."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from roundtable.core import parse_job
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AggregationError, InvalidUpdate, PrivacyError
+from roundtable.core.seeds import numpy_generator
+from roundtable.privacy import Charge, SecureRound, SeededNoise
+from roundtable.privacy.secagg import plain_sum
+
+COLUMNS = 1000
+EXAMPLES = (10, 1, 300, 70)
+
+
+def job(text: str = "clip_norm = 2.0", before: str = "") -> JobConfig:
+    return parse_job(f'task = "t"\n{before}\n[privacy]\nsecure_aggregation = true\n{text}')
+
+
+def vectors(silos: int, norm: float = 1.5) -> np.ndarray:
+    rows = numpy_generator(5, "rows").normal(size=(silos, COLUMNS)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True) * np.float32(norm)
+
+
+def test_the_mean_is_weighted_by_examples_within_the_error_that_is_stated() -> None:
+    round, rows = SecureRound.of(job(), COLUMNS, 4, 1), vectors(4)
+    losses = (0.5, 2.0, 1.0, None)
+    sources = [round.encode(*given) for given in zip(rows, EXAMPLES, losses, strict=True)]
+    mean = round.decode(plain_sum(sources, round.parameters).total, 4, 4)
+    weights = np.array(EXAMPLES) / sum(EXAMPLES)
+    bound = 4 * 2.0 / (((1 << 32) - 1) // (2 * 4 * round.parameters.weight_bound) * sum(EXAMPLES))
+    assert np.abs(mean.vector.numpy() - weights @ rows.astype(np.float64)).max() <= bound + 1e-7
+    total, count = mean.training["loss"]
+    assert (count, total) == (311, pytest.approx(10 * 0.5 + 2.0 + 300.0, abs=1e-2))
+    assert mean.account == {"silos": 4, "cohort": 4, "weight": 381, "examples": 381, "clipped": 0}
+
+
+def test_weights_are_bounded_and_uniform_ones_are_one() -> None:
+    round, rows = SecureRound.of(job(), COLUMNS, 4, 1), vectors(4)
+    bound = round.parameters.weight_bound
+    sources = [round.encode(row, 10**9, 1.0) for row in rows]
+    account = round.decode(plain_sum(sources, round.parameters).total, 4, 4).account
+    assert (account["weight"], account["examples"]) == (4 * bound, 4 * 10**9)
+    uniform = SecureRound.of(job(before='[aggregation]\nweighting = "uniform"'), COLUMNS, 4, 1)
+    sources = [uniform.encode(row, n, 1.0) for row, n in zip(rows, EXAMPLES, strict=True)]
+    mean = uniform.decode(plain_sum(sources, uniform.parameters).total, 4, 4)
+    assert mean.account["weight"] == 4
+    assert torch.allclose(mean.vector, torch.from_numpy(rows.mean(axis=0)), atol=1e-7)
+
+
+def test_clipped_silos_are_counted() -> None:
+    round = SecureRound.of(job(), COLUMNS, 3, 1)
+    rows = np.concatenate([vectors(2), vectors(1, norm=20.0)])
+    mean = round.decode(plain_sum([round.encode(r, 1, 0.0) for r in rows], round.parameters).total, 3, 3)
+    assert mean.account["clipped"] == 1
+    expected = (rows[:2].sum(axis=0) + rows[2] / 10) / 3
+    assert np.abs(mean.vector.numpy() - expected).max() <= 2.0 / 10922
+
+
+def test_an_update_that_is_not_finite_is_refused_at_the_silo() -> None:
+    round = SecureRound.of(job(), COLUMNS, 3, 1)
+    with pytest.raises(InvalidUpdate, match="not finite"):
+        round.encode(np.full(COLUMNS, np.nan, dtype=np.float32), 1, 0.0)
+
+
+def test_a_sum_that_no_honest_silos_make_is_refused() -> None:
+    round = SecureRound.of(job(), COLUMNS, 3, 1)
+    total = plain_sum([round.encode(row, 1, 0.0) for row in vectors(3)], round.parameters).total
+    total[COLUMNS] = 0
+    with pytest.raises(AggregationError, match="total weight of 0"):
+        round.decode(total, 3, 3)
+
+
+def test_two_silos_hide_nothing() -> None:
+    with pytest.raises(PrivacyError, match="at least 3 silos"):
+        SecureRound.of(job(), COLUMNS, 2, 1)
+
+
+@pytest.mark.parametrize("silos", [3, 4, 7, 50, 51, 200])
+def test_every_cohort_has_parameters_and_enough_precision(silos: int) -> None:
+    round = SecureRound.of(job(), COLUMNS, silos, 1)
+    assert round.parameters.privacy_failure() < -39.9
+    assert round.parameters.least <= silos
+    assert ((1 << 32) - 1) // (2 * silos * round.parameters.weight_bound) >= 1 << 13
+
+
+def test_shares_of_noise_carry_no_exact_numbers_beside_them() -> None:
+    text = 'level = "distributed"\nclip_norm = 1.0\nnoise_multiplier = 0.5\ndelta = 1e-5'
+    round = SecureRound.of(job(text, "[cohort]\nsize = 4"), COLUMNS, 4, 1)
+    assert round.length == 1024
+    rows = vectors(4, norm=0.9)
+    sources = [round.encode(row, 7, 1.0, noise=SeededNoise(1, i)) for i, row in enumerate(rows)]
+    mean = round.decode(plain_sum(sources, round.parameters).total, 4, 4)
+    noise = mean.vector.numpy() - rows.mean(axis=0)
+    # Each share has the variance of half of (0.5 · 1)²: two of four may be lost.
+    assert noise.std() == pytest.approx(0.5 * math.sqrt(4 / 2) / 4, rel=0.1)
+    assert not mean.training
+    assert Charge.from_json(mean.account["charge"]).mechanism == "skellam"
+
+
+def test_shares_of_noise_need_a_cohort_of_a_known_size() -> None:
+    text = 'level = "distributed"\nclip_norm = 1.0\nnoise_multiplier = 0.5\ndelta = 1e-5'
+    with pytest.raises(PrivacyError, match=r"cohort\.size is missing"):
+        SecureRound.of(job(text), COLUMNS, 4, 1)
