@@ -39,13 +39,13 @@ async def test_a_round_is_trained_uploaded_and_evaluated(silo) -> None:
         await coordinator.until(lambda: coordinator.receipts)
         coordinator.say(instruction=silo.instruction(phase="evaluate"))
         evaluated = await coordinator.hear("evaluated")
+        await coordinator.until(lambda: silo.spooled == [])
     assert torch.equal(silo.delta(), expected_delta(silo))
     header = coordinator.uploads[KEY].header
     assert header.examples == 32
     assert [(m.name, m.count) for m in header.metrics] == [("loss", 32)]
     assert {m.name for m in evaluated.metrics} == {"loss", "accuracy"}
     assert coordinator.downloads == [0]
-    assert silo.spooled == []
     assert coordinator.heard[-1].goodbye.reason == "the agent was stopped"
 
 
