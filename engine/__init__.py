@@ -1,6 +1,6 @@
 """The round engine: events in, actions out; the same for the coordinator and the simulation."""
 
-from roundtable.engine.combine import Combined, ServerState, combine, initial_server_state
+from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.engine import RoundEngine
 from roundtable.engine.metrics import add_up, mean, means
 from roundtable.engine.plan import Plan, PrivacyPlan, make_plan
@@ -25,6 +25,7 @@ __all__ = [
     "ServerState",
     "add_up",
     "combine",
+    "combine_mean",
     "initial_server_state",
     "make_plan",
     "mean",

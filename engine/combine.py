@@ -7,7 +7,7 @@ the rows (in memory or mapped files) and store what comes out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,17 +28,20 @@ from roundtable.core.models import Model
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.messages import Update
 from roundtable.engine.plan import Plan, PrivacyPlan
-from roundtable.privacy import NoiseSource
+from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource
 
 
 @dataclass(frozen=True)
 class ServerState:
     """What passes from round to round beside the model: the server optimizer's vectors and counters,
-    the last aggregate where the rule starts from it, the clip norm where it adapts."""
+    the last aggregate where the rule starts from it, the clip norm where it adapts, and of noise that
+    is correlated over rounds the last draws `[bands − 1, d]` with the number of rounds that had theirs."""
 
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     previous: Tensor | None = None
     clip_norm: float | None = None
+    drawn: Tensor | None = None
+    draws: int = 0
 
     def to_model(self) -> Model:
         """As an artifact: vectors become tensors, numbers metadata; `from_model` is exact."""
@@ -48,6 +51,9 @@ class ServerState:
         metadata = {f"optimizer.{name}": str(value) for name, value in self.optimizer.scalars.items()}
         if self.clip_norm is not None:
             metadata["clip_norm"] = self.clip_norm.hex()
+        if self.drawn is not None:
+            vectors |= {f"drawn.{slot}": noise for slot, noise in enumerate(self.drawn)}
+            metadata["draws"] = str(self.draws)
         layout = Layout.of(vectors)
         return Model(layout, layout.flatten(vectors), metadata=metadata)
 
@@ -63,9 +69,14 @@ class ServerState:
         try:
             scalars = {name: int(value) for name, value in numbers.items()}
             bound = float.fromhex(clip_norm) if clip_norm is not None else None
+            draws = int(model.metadata.get("draws", 0))
         except ValueError as error:
             raise EncodingError(f"the server optimizer's state cannot be read: {error}") from error
-        return cls(OptimizerState(vectors, scalars), tensors.get("previous"), bound)
+        slots = sum(name.startswith("drawn.") for name in tensors)
+        drawn = torch.stack([tensors[f"drawn.{slot}"] for slot in range(slots)]) if slots else None
+        if "draws" in model.metadata and drawn is None:
+            drawn = torch.empty(0, 0)
+        return cls(OptimizerState(vectors, scalars), tensors.get("previous"), bound, drawn, draws)
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,8 @@ class Combined:
 def initial_server_state(plan: Plan, columns: int) -> ServerState:
     """The state before round 1."""
     clip_norm = plan.central.mechanism.bound if plan.central and plan.central.mechanism.adaptive else None
-    return ServerState(plan.optimizer.init(columns), clip_norm=clip_norm)
+    drawn = plan.central.ftrl.init(columns).history if plan.central and plan.central.ftrl else None
+    return ServerState(plan.optimizer.init(columns), clip_norm=clip_norm, drawn=drawn)
 
 
 def combine(
@@ -125,7 +137,20 @@ def combine(
         excluded={exclusion.client: exclusion.message for exclusion in result.excluded},
         weights=result.weights,
         diagnosis=result.diagnosis.to_dict(),
+        charge=_noise_of_silos(plan, noise),
     )
+
+
+def combine_mean(
+    plan: Plan, mean: Tensor, model: Tensor, state: ServerState, *, round: int, charge: Mapping[str, Any]
+) -> Combined:
+    """The outcome of round `round` where all that is known of the updates is their mean, float32 [d].
+
+    Nobody is excluded and no weights are told: a secure sum hides them. Raises AggregationError for a
+    model that is not finite.
+    """
+    optimizer, vector = plan.optimizer.apply(state.optimizer, model, mean, round - 1)
+    return Combined(_finite(vector), ServerState(optimizer), charge=charge)
 
 
 def _with_noise(
@@ -139,19 +164,45 @@ def _with_noise(
     noise: NoiseSource,
 ) -> Combined:
     mechanism = central.at(state.clip_norm)
-    result = mechanism.prepare(matrix, noise)
+    correlated = _correlated(central.ftrl, state, round, matrix.columns) if central.ftrl else None
+    draw = correlated.draw(noise) if correlated else None
+    result = mechanism.prepare(matrix, noise, correlated=draw)
     optimizer, vector = plan.optimizer.apply(state.optimizer, model, result.vector, round - 1)
     clip_norm = result.next_clip.clip_norm if result.next_clip else None
     excluded = {updates[row].client: "the update holds values that are not finite" for row in result.rejected}
     charge = {
-        "level": "client",
-        "charge": central.charge.to_json(),
+        "level": plan.privacy.level,
+        "charge": central.charge_of(round).to_json(),
         "clip_norm": mechanism.bound,
-        "noise_multiplier": mechanism.noise_multiplier,
+        "noise_multiplier": central.noise_multiplier,
         "standard_deviation": result.standard_deviation,
         "guarantee": result.guarantee,
     }
-    return Combined(_finite(vector), ServerState(optimizer, clip_norm=clip_norm), excluded, charge=charge)
+    after = ServerState(optimizer, clip_norm=clip_norm)
+    if correlated is not None and draw is not None:
+        following = correlated.after(draw)
+        after = replace(after, drawn=following.history, draws=following.done)
+    return Combined(_finite(vector), after, excluded, charge=charge)
+
+
+def _correlated(ftrl: BandedFTRL, state: ServerState, round: int, columns: int) -> CorrelatedNoise:
+    """The noise that this round's depends on: a copy, since an attempt that fails must leave it alone."""
+    if state.drawn is None or state.draws != round - 1:
+        raise AggregationError(
+            f"the correlated noise of {state.draws} rounds is stored, and round {round} needs that of "
+            f"{round - 1}: without it the whole run has no guarantee. Start a new job"
+        )
+    history = state.drawn.clone() if state.drawn.numel() else torch.empty(0, columns)
+    return CorrelatedNoise(ftrl, history, state.draws)
+
+
+def _noise_of_silos(plan: Plan, noise: NoiseSource | None) -> Mapping[str, Any]:
+    """What the record says where each silo adds its noise itself; its cost is in the silo's own account."""
+    privacy = plan.privacy
+    if privacy.level not in ("client_local", "example"):
+        return {}
+    guarantee = noise is None or noise.guarantee
+    return {"level": privacy.level, "clip_norm": privacy.clip_norm, "guarantee": guarantee}
 
 
 def _starts_from_previous(config: AggregationConfig) -> bool:

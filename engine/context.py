@@ -36,7 +36,7 @@ class Context:
         for name in names:
             if self.population.is_online(name):
                 self.mark(name, "available", now)
-                self.out.append(m.Instruct(name, attempt.step, model, attempt.deadline))
+                self.out.append(m.Instruct(name, attempt.step, model, attempt.deadline, attempt.cohort))
             else:
                 self.mark(name, "offline", now)
 

@@ -28,13 +28,19 @@ class RoundEngine:
 
     `model` is the digest of the initial model. `selection_seed` seeds the choice of cohorts: the
     job's seed in a simulation; secret and drawn from the operating system at a coordinator, because
-    amplification by sampling holds only against those who cannot predict the sample.
+    amplification by sampling holds only against those who cannot predict the sample. `separation` is
+    the plan's: the least number of rounds from one contribution of a client to its next.
     """
 
     def __init__(
-        self, job: JobConfig, model: str, selection_seed: int, population: Population | None = None
+        self,
+        job: JobConfig,
+        model: str,
+        selection_seed: int,
+        population: Population | None = None,
+        separation: int = 1,
     ) -> None:
-        self._assemble(job, EngineState(model, selection_seed), population)
+        self._assemble(job, EngineState(model, selection_seed, separation=separation), population)
 
     def _assemble(self, job: JobConfig, state: EngineState, population: Population | None) -> None:
         self.job = job
@@ -168,7 +174,7 @@ class RoundEngine:
         del attempt.awaited[client]
         self._context.mark(client, "done", now)
         record = self.state.clients[client]
-        record.examples = event.update.examples
+        record.examples = event.update.examples or record.examples
         detail = {"examples": event.update.examples, "digest": event.update.digest}
         self._context.note("update_received", f"{client} delivered its update", client, detail)
         self._phases.check(now)

@@ -119,6 +119,7 @@ class Aggregated:
 
     `optimizer` names the artifact with the server optimizer's state ("" for none); `excluded` maps
     a client to the reason why its update was left out; `charge` is what the round costs in privacy.
+    `training` are the round's training metrics where no single update tells any.
     """
 
     step: Step
@@ -128,6 +129,7 @@ class Aggregated:
     weights: Mapping[str, float] = field(default_factory=dict)
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
     charge: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -208,12 +210,16 @@ class Authorize:
 
 @dataclass(frozen=True)
 class Instruct:
-    """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent."""
+    """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent.
+
+    `cohort` is everyone who was selected, for work that clients do among themselves.
+    """
 
     client: str
     step: Step
     model: str
     deadline: float
+    cohort: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

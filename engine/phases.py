@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
@@ -10,7 +11,7 @@ from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
 from roundtable.engine.metrics import add_up, means
-from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum
+from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
 from roundtable.engine.state import Attempt
 from roundtable.engine.stopping import stop_reason
 from roundtable.engine.view import view
@@ -28,7 +29,11 @@ class Phases:
     @property
     def _amplified(self) -> bool:
         """Whether an accountant relies on the draw being from the whole population, whoever is there."""
-        return bool(self._job.privacy) and self._job.cohort.strategy == "uniform"
+        return bool(self._job.privacy.get("level") == "client") and self._job.cohort.strategy == "uniform"
+
+    @property
+    def _private(self) -> bool:
+        return bool(self._job.privacy.get("level", "none") != "none")
 
     def next_round(self, now: float) -> None:
         """Begins the next round, or ends the job after the last."""
@@ -59,7 +64,7 @@ class Phases:
         """Draws the cohort if enough clients are there; waits for more otherwise, saying so once."""
         attempt, cohort = self._context.attempt(), self._job.cohort
         sampled = cohort.strategy == "poisson" or self._amplified
-        candidates = self._population.known() if sampled else self._population.online()
+        candidates = rested(self._population.known() if sampled else self._population.online(), self._state)
         if len(candidates) < least_for_selection(cohort, attempt.settled):
             if attempt.deadline is None:
                 attempt.deadline = now + cohort.wait
@@ -186,7 +191,7 @@ class Phases:
             failures={name: failure.detail for name, failure in sorted(attempt.failures.items())},
             excluded=dict(aggregated.excluded),
             weights=dict(aggregated.weights),
-            training=add_up(_training_sums(attempt.updates[name]) for name in contributors),
+            training=self._training(attempt, aggregated, contributors),
             evaluation=add_up(attempt.evaluations[name] for name in sorted(attempt.evaluations)),
             client_metrics={name: attempt.evaluations[name] for name in sorted(attempt.evaluations)},
             diagnosis=dict(aggregated.diagnosis),
@@ -196,6 +201,14 @@ class Phases:
         )
         self._state.model, self._state.optimizer = aggregated.model, aggregated.optimizer
         self._context.out.append(m.Commit(attempt.record))
+
+    def _training(
+        self, attempt: Attempt, aggregated: m.Aggregated, contributors: Sequence[str]
+    ) -> Mapping[str, tuple[float, int]]:
+        if self._private:
+            # Exact figures about private data would pass by the noise.
+            return {}
+        return aggregated.training or add_up(_training_sums(attempt.updates[n]) for n in contributors)
 
     def fail_attempt(self, reason: str, now: float) -> None:
         """Tries again with a new cohort, or pauses the job after so many tries."""

@@ -5,31 +5,49 @@ Everything that can be wrong with a job and be known beforehand is refused here,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
 from roundtable.core.config import AggregationTable, CohortTable, JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.engine.secure import check_secure
+from roundtable.engine.soundness import check_soundness
 from roundtable.privacy import (
     AdaptiveClip,
+    BandedFTRL,
     CentralDP,
     Charge,
     PrivacyConfig,
     accountant_for,
     check_delta,
+    gaussian_charge,
+    noise_for,
     solve_noise,
 )
 
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """Central noise of a job: the mechanism, what one round of it costs, and why, in words."""
+    """Central noise of a job: the mechanism, what one round of it costs, and why, in words.
+
+    With `ftrl` the noise is correlated over rounds, and what a round costs depends on its number.
+    """
 
     mechanism: CentralDP
     charge: Charge
     sampling: str
+    ftrl: BandedFTRL | None = None
+
+    @property
+    def noise_multiplier(self) -> float:
+        """What the job file calls so; a job that is taken up again must go on with the same."""
+        return self.ftrl.noise_multiplier if self.ftrl else self.mechanism.noise_multiplier
+
+    def charge_of(self, round: int) -> Charge:
+        """What publishing round `round` (from 1) costs."""
+        return self.ftrl.charge(round) if self.ftrl else self.charge
 
     def at(self, clip_norm: float | None) -> CentralDP:
         """The mechanism with the clip norm that adaptive clipping has reached; None for where it starts."""
@@ -41,24 +59,41 @@ class PrivacyPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job that makes sense. `central` is there for client-level privacy with central noise."""
+    """A job that makes sense. `central` is there where the coordinator adds the noise: client and dp_ftrl."""
 
     aggregation: AggregationConfig
     optimizer: ServerOptimizer
     privacy: PrivacyConfig
     central: PrivacyPlan | None
 
+    @property
+    def separation(self) -> int:
+        """The least number of rounds from one contribution of a client to its next."""
+        return self.central.ftrl.separation if self.central and self.central.ftrl else 1
 
-def make_plan(job: JobConfig, population: int, slices: tuple[slice, ...] = ()) -> Plan:
+
+def make_plan(
+    job: JobConfig, population: int, slices: tuple[slice, ...] = (), spent: Sequence[Charge] = ()
+) -> Plan:
     """The plan of a job over a population of so many clients; `slices` are the layout's (per-layer clipping).
 
-    Raises ConfigError or PrivacyError, naming the table, for anything that cannot work.
+    `spent` are the charges that the population bears already: where the job gives only a budget, the
+    noise is the least that keeps all of it within. Raises ConfigError or PrivacyError, naming the
+    table, for anything that cannot work.
     """
     aggregation = aggregation_config(job.aggregation)
     optimizer = server_optimizer(job.aggregation)
     privacy = PrivacyConfig.from_table(job.privacy)
-    _check_combination(job, aggregation, privacy)
-    central = _central(job, privacy, population, slices) if privacy.level == "client" else None
+    check_soundness(job, aggregation, privacy)
+    if privacy.secure_aggregation:
+        check_secure(job, aggregation, privacy)
+    central = None
+    if privacy.level == "client":
+        central = _central(job, privacy, population, slices, spent)
+    elif privacy.level == "dp_ftrl":
+        central = _correlated(job, privacy, population, spent)
+    elif privacy.level == "client_local":
+        _check_local(job, privacy, population)
     return Plan(aggregation, optimizer, privacy, central)
 
 
@@ -90,37 +125,12 @@ def _named(table: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]]:
     return name, values
 
 
-def _check_combination(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
-    """Settings that are sound apart and unsound together."""
-    if privacy.unit != "client":
-        return
-    if aggregation.rule != "mean" or aggregation.pre:
-        raise PrivacyError(
-            f"aggregation.rule: noise is calibrated to the bounded mean; {aggregation.rule!r} with "
-            f'{len(aggregation.pre)} pre-aggregations has another sensitivity. Use rule = "mean" without pre'
-        )
-    if aggregation.weighting != "uniform":
-        raise PrivacyError(
-            f"aggregation.weighting = {aggregation.weighting!r}: a silo could claim any weight and so any "
-            'influence; under client-level privacy set weighting = "uniform"'
-        )
-    if aggregation.validation != "exclude" or aggregation.max_norm is not None:
-        raise PrivacyError(
-            "aggregation.validation: clip_norm already bounds every update; leave policy and max_norm out"
-        )
-    if job.cohort.over_selection != 1.0:
-        raise PrivacyError(
-            "cohort.over_selection: who answers first is not chance; leave it at 1 under privacy"
-        )
-    if job.stop.metric is not None or job.evaluation.every != 0:
-        raise PrivacyError(
-            "evaluation and stop: metrics of silos are exact and would pass by the noise; "
-            "set evaluation.every = 0 and leave out stop.metric under client-level privacy"
-        )
-
-
 def _central(
-    job: JobConfig, privacy: PrivacyConfig, population: int, slices: tuple[slice, ...]
+    job: JobConfig,
+    privacy: PrivacyConfig,
+    population: int,
+    slices: tuple[slice, ...],
+    spent: Sequence[Charge],
 ) -> PrivacyPlan:
     assert privacy.clip_norm is not None
     assert privacy.delta is not None
@@ -136,10 +146,46 @@ def _central(
         assert privacy.epsilon is not None
         # A charge may state the noise relative to another sensitivity than C; the ratio carries over.
         relative = charge.parts[0][1] / mechanism.noise_multiplier
-        solved = solve_noise(charge.repeated(job.rounds), privacy.epsilon, privacy.delta, privacy.accountant)
+        whole = charge.repeated(max(1, job.rounds))
+        solved = solve_noise(whole, privacy.epsilon, privacy.delta, privacy.accountant, spent)
         mechanism = replace(mechanism, noise_multiplier=solved.parts[0][1] / relative)
         charge = mechanism.charge(sampling.fields())
     return PrivacyPlan(mechanism, charge, sampling.sentence)
+
+
+def _correlated(
+    job: JobConfig, privacy: PrivacyConfig, population: int, spent: Sequence[Charge]
+) -> PrivacyPlan:
+    assert privacy.clip_norm is not None
+    assert privacy.delta is not None
+    population = privacy.population or population
+    check_delta(privacy.delta, population)
+    cohort = _expected_cohort(job.cohort, population)
+    separation = privacy.separation or max(1, int(population // cohort))
+    if separation * cohort > population:
+        raise PrivacyError(
+            f"privacy.separation = {separation}: with {cohort:g} clients a round, {separation * cohort:g} "
+            f"are needed before the first may come again, and the population has {population}. "
+            "Lower separation or cohort.size"
+        )
+    noise = privacy.noise_multiplier
+    if noise is None:
+        assert privacy.epsilon is not None
+        # All rounds together are one Gaussian release, whose sensitivity the plan accounts for.
+        whole = gaussian_charge("client", {"sampling": "none"}, 1.0)
+        solved = solve_noise(whole, privacy.epsilon, privacy.delta, privacy.accountant, spent)
+        noise = solved.noise_multiplier
+    rounds = max(1, job.rounds)
+    ftrl = BandedFTRL(privacy.clip_norm, noise, rounds, separation, min(privacy.bands, rounds))
+    sentence = f"A silo contributes at most once in {separation} rounds, which selection enforces."
+    return PrivacyPlan(ftrl.central(cohort), ftrl.charge(1), sentence, ftrl)
+
+
+def _check_local(job: JobConfig, privacy: PrivacyConfig, population: int) -> None:
+    assert privacy.delta is not None
+    check_delta(privacy.delta, privacy.population or population)
+    # Refuses a budget that no noise keeps; each silo computes the same again.
+    noise_for(privacy, accountant_for("none", 1, 1), 1, max(1, job.rounds))
 
 
 def _adaptive(privacy: PrivacyConfig, cohort: float) -> AdaptiveClip | None:

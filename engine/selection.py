@@ -14,6 +14,7 @@ import numpy as np
 
 from roundtable.core.config import CohortTable
 from roundtable.engine.messages import ClientInfo
+from roundtable.engine.state import EngineState
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,18 @@ def least_for_selection(cohort: CohortTable, settled: bool) -> int:
         return 1
     least = max(1, cohort.minimum if cohort.minimum is not None else quorum(cohort, cohort.size or 1))
     return least if settled or cohort.size is None else max(least, cohort.size)
+
+
+def rested(names: Sequence[str], state: EngineState) -> Sequence[str]:
+    """Those of whom no update entered a model within the last `separation` − 1 rounds.
+
+    DP-FTRL's sensitivity rests on it, in every attempt; an attempt that failed published nothing, and
+    who took part in it alone may come again at once.
+    """
+    if state.separation <= 1:
+        return names
+    recent = {name for record in state.history[1 - state.separation :] for name in record.contributors}
+    return [name for name in names if name not in recent] if recent else names
 
 
 def _weighted(

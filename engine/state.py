@@ -55,7 +55,8 @@ class Attempt:
 
 @dataclass
 class EngineState:
-    """A whole job. `stopping` is what was asked for while a commit was under way."""
+    """A whole job. `stopping` is what was asked for while a commit was under way; `separation` the least
+    number of rounds from one contribution of a client to its next."""
 
     model: str
     selection_seed: int
@@ -65,6 +66,7 @@ class EngineState:
     started: float | None = None
     attempt: Attempt | None = None
     stopping: tuple[JobStatus, str] | None = None
+    separation: int = 1
     clients: dict[str, ClientRecord] = field(default_factory=dict)
     history: list[RoundRecord] = field(default_factory=list)
 
@@ -113,6 +115,7 @@ def _attempt(plain: Mapping[str, Any]) -> Attempt:
     if values["aggregated"]:
         aggregated = dict(values["aggregated"])
         aggregated["step"] = Step(**aggregated["step"])
+        aggregated["training"] = _sums(aggregated.get("training", {}))
         values["aggregated"] = Aggregated(**aggregated)
     if values["record"]:
         values["record"] = record_from_plain(values["record"])

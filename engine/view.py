@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from roundtable.core.config import JobConfig
 from roundtable.engine import messages as m
 from roundtable.engine.population import Population
-from roundtable.engine.selection import least_for_selection
+from roundtable.engine.selection import least_for_selection, rested
 from roundtable.engine.state import Attempt, ClientRecord, EngineState
 
 _SHOWN = 5
@@ -62,7 +62,14 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
     attempt = state.attempt
     assert attempt is not None
     if attempt.phase == m.SELECT:
-        there, least = len(population.online()), least_for_selection(job.cohort, attempt.settled)
+        there = len(rested(population.online(), state))
+        least = least_for_selection(job.cohort, attempt.settled)
+        if there < len(population.online()):
+            resting = len(population.online()) - there
+            return (
+                f"{there} of {least} clients may take part; {resting} others did within the last "
+                f"{state.separation - 1} rounds. Waiting for more to connect"
+            )
         return f"{there} of {least} clients are available; waiting for more to connect"
     if attempt.phase in (m.TRAIN, m.EVALUATE):
         return _waiting_for_answers(attempt, state, population)

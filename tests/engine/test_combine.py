@@ -11,7 +11,15 @@ from roundtable.aggregation import TensorMatrix
 from roundtable.core import open_model, parse_job, save_model
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, ConfigError, PrivacyError
-from roundtable.engine import Combined, Plan, ServerState, combine, initial_server_state, make_plan
+from roundtable.engine import (
+    Combined,
+    Plan,
+    ServerState,
+    combine,
+    combine_mean,
+    initial_server_state,
+    make_plan,
+)
 from roundtable.engine.messages import Update
 from roundtable.privacy import SecureNoise, SeededNoise, compose
 
@@ -223,3 +231,56 @@ def test_settings_that_break_the_guarantee_are_refused(replace: str, by: str, me
 def test_aggregation_that_cannot_work_is_refused_before_the_first_round(text: str, message: str) -> None:
     with pytest.raises((ConfigError, AggregationError), match=message):
         make_plan(job(text), population=10)
+
+
+def test_a_mean_of_unseen_updates_takes_the_optimizers_step() -> None:
+    text = '[aggregation.server_optimizer]\nname = "fedavgm"\nlearning_rate = 0.5\nmomentum = 0.9'
+    plan = make_plan(job(text), population=3)
+    mean, model = torch.tensor([1.0, -2.0]), torch.tensor([10.0, 20.0])
+    first = combine_mean(plan, mean, model, initial_server_state(plan, 2), round=1, charge={"silos": 3})
+    assert first.vector.tolist() == [10.5, 19.0]
+    assert first.charge == {"silos": 3}
+    assert not first.weights
+    seen = combine(
+        plan, TensorMatrix(mean[None]), updates(1), model, initial_server_state(plan, 2), round=1, seed=0
+    )
+    assert torch.equal(seen.vector, first.vector)
+    big = torch.full((2,), 3e38)
+    with pytest.raises(AggregationError, match="new model is not finite"):
+        combine_mean(plan, big, big, first.state, round=2, charge={})
+
+
+SECURE = "[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\n"
+QUIET = "[evaluation]\nevery = 0\n"
+
+
+def test_secure_aggregation_needs_little() -> None:
+    plan = make_plan(job(SECURE + QUIET), population=3)
+    assert plan.privacy.secure_aggregation
+    assert plan.central is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SECURE, r"evaluation\.every = 0"),
+        (QUIET + "[privacy]\nsecure_aggregation = true", "clip_norm is missing"),
+        (QUIET + SECURE + '[aggregation]\nrule = "median"', "only their mean can be had"),
+        (QUIET + SECURE + '[aggregation]\npre = [{ name = "nnm", f = 1 }]', "1 pre-aggregations"),
+        (QUIET + SECURE + '[aggregation]\nweighting = "inverse_loss"', "nor its loss"),
+        (QUIET + SECURE + "[aggregation.validation]\nmax_norm = 1.0", "silos clip to clip_norm"),
+        (QUIET + SECURE + "[cohort]\nsize = 2", "fewer than 3 silos"),
+        (QUIET + SECURE + "[cohort]\nsize = 3\nover_selection = 1.5", "leave it at 1"),
+        (QUIET + SECURE + '[cohort]\nstrategy = "data_size"', "example counts stay hidden"),
+        (QUIET + SECURE + '[transfer]\nencoding = "bfloat16"', "masked vectors travel"),
+        (
+            QUIET
+            + SECURE
+            + 'level = "example"\nnoise_multiplier = 1.0\ndelta = 1e-5\n[aggregation]\nweighting = "uniform"',
+            "is not offered with",
+        ),
+    ],
+)
+def test_secure_aggregation_refuses_what_makes_no_sense_with_it(text: str, message: str) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        make_plan(job(text), population=5)

@@ -314,3 +314,26 @@ def test_a_stop_during_a_commit_waits_for_it(event: m.Event) -> None:
     driver.send(m.Resume())
     if isinstance(event, m.Pause):
         assert driver.step() == m.Step(2, 1, "train")
+
+
+def test_training_metrics_that_only_the_aggregate_tells_are_recorded() -> None:
+    driver = Driver(job(), automatic=False)
+    driver.join("a", "b")
+    driver.send(m.Start())
+    assert driver.instructions[0].cohort == ("a", "b")
+    step = m.Step(1, 1, "train")
+    driver.send(*(m.UpdateArrived(step, m.Update(name, f"d-{name}", 0)) for name in "ab"))
+    driver.restart()
+    done = m.Aggregated(m.Step(1, 1, "aggregate"), "model-1", training={"loss": (6.0, 4)})
+    driver.send(done)
+    driver.restart()
+    assert driver.engine.state.attempt is not None
+    assert driver.engine.state.attempt.aggregated == done
+
+
+def test_without_noise_nobody_is_drawn_who_is_not_there() -> None:
+    driver = Driver(job("[privacy]\nsecure_aggregation = true\n[cohort]\nsize = 2"))
+    driver.join("a", "b", "c")
+    driver.send(m.ClientLeft("a"))
+    driver.send(m.Start())
+    assert [action.client for action in driver.instructions] == ["b", "c"]

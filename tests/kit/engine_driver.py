@@ -24,6 +24,7 @@ class Driver:
     job: JobConfig
     automatic: bool = True
     now: float = 0.0
+    separation: int = 1
     engine: RoundEngine = field(init=False)
     timers: dict[str, float] = field(default_factory=dict)
     instructions: list[m.Instruct] = field(default_factory=list)
@@ -35,7 +36,7 @@ class Driver:
     pending: list[m.Aggregate | m.Commit | m.Authorize] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = RoundEngine(self.job, "model-0", selection_seed=7)
+        self.engine = RoundEngine(self.job, "model-0", selection_seed=7, separation=self.separation)
 
     def send(self, *events: m.Event) -> None:
         for event in events:

@@ -1,0 +1,64 @@
+"""Settings that are sound apart and unsound together under differential privacy: refused before round 1."""
+
+from __future__ import annotations
+
+from roundtable.aggregation import AggregationConfig
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import PrivacyError
+from roundtable.privacy import PrivacyConfig
+
+
+def check_soundness(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
+    """Raises PrivacyError, naming the key, for a job that would break the guarantee that it asks for."""
+    if not privacy.private:
+        return
+    if aggregation.weighting != "uniform":
+        raise PrivacyError(
+            f"aggregation.weighting = {aggregation.weighting!r}: a silo could claim any weight and so any "
+            "influence, and how many examples it has is private itself; under differential privacy set "
+            'weighting = "uniform"'
+        )
+    if job.cohort.strategy == "data_size":
+        raise PrivacyError(
+            'cohort.strategy = "data_size": how many examples a silo has is private, and is not sent under '
+            'differential privacy; choose "uniform", "poisson" or another strategy'
+        )
+    if not privacy.public_evaluation and (job.stop.metric is not None or job.evaluation.every != 0):
+        raise PrivacyError(
+            "evaluation and stop: metrics of silos are exact and would pass by the noise; set "
+            "evaluation.every = 0 and leave out stop.metric, or state that the silos' test data are public "
+            "by privacy.public_evaluation = true"
+        )
+    if privacy.unit == "client":
+        _check_client_level(job, aggregation, privacy)
+    else:
+        _check_example_level(job)
+
+
+def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
+    if aggregation.rule != "mean" or aggregation.pre:
+        raise PrivacyError(
+            f"aggregation.rule: noise is calibrated to the bounded mean; {aggregation.rule!r} with "
+            f'{len(aggregation.pre)} pre-aggregations has another sensitivity. Use rule = "mean" without pre'
+        )
+    if aggregation.validation != "exclude" or aggregation.max_norm is not None:
+        raise PrivacyError(
+            "aggregation.validation: clip_norm already bounds every update; leave policy and max_norm out"
+        )
+    if job.cohort.over_selection != 1.0:
+        raise PrivacyError(
+            "cohort.over_selection: who answers first is not chance; leave it at 1 under privacy"
+        )
+    if privacy.level == "dp_ftrl" and job.cohort.strategy == "poisson":
+        raise PrivacyError(
+            'cohort.strategy = "poisson": level dp_ftrl relies on how far apart a silo takes part, not on '
+            'chance, and needs cohorts of a fixed size; choose "uniform" or "round_robin"'
+        )
+
+
+def _check_example_level(job: JobConfig) -> None:
+    if job.algorithm.max_gradient_norm is not None:
+        raise PrivacyError(
+            "algorithm.max_gradient_norm: privacy.clip_norm bounds the gradient of every example already; "
+            "leave it out"
+        )

@@ -1,0 +1,157 @@
+"""Rounds under differential privacy: correlated noise, separation of participations, what is published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import Driver, job
+
+from roundtable.aggregation import TensorMatrix
+from roundtable.core.errors import AggregationError, PrivacyError
+from roundtable.core.models import open_model, save_model
+from roundtable.engine import Plan, ServerState, combine, initial_server_state, make_plan
+from roundtable.engine import messages as m
+from roundtable.privacy import SeededNoise, compose
+
+FTRL = """
+[cohort]
+size = 2
+strategy = "{strategy}"
+[aggregation]
+weighting = "uniform"
+[evaluation]
+every = 0
+[privacy]
+level = "dp_ftrl"
+clip_norm = 1.0
+delta = 1e-3
+bands = {bands}
+{more}
+"""
+
+
+def plan_of(
+    more: str = "noise_multiplier = 1.0", bands: int = 3, rounds: int = 6, population: int = 6
+) -> Plan:
+    return make_plan(job(FTRL.format(strategy="uniform", bands=bands, more=more), rounds), population)
+
+
+def noise_of(plan: Plan, state: ServerState, round: int) -> tuple[torch.Tensor, ServerState]:
+    """What a round without updates adds to the model, and the state after it."""
+    result = combine(
+        plan,
+        TensorMatrix(torch.empty(0, 50)),
+        [],
+        torch.zeros(50),
+        state,
+        round=round,
+        seed=0,
+        noise=SeededNoise(round),
+    )
+    return result.vector, result.state
+
+
+@pytest.mark.parametrize("bands", [1, 3])
+def test_correlated_noise_goes_on_from_what_was_stored(tmp_path: Path, bands: int) -> None:
+    plan = plan_of(bands=bands)
+    state = stored = initial_server_state(plan, 50)
+    for round in range(1, 7):
+        noise, state = noise_of(plan, state, round)
+        save_model(tmp_path / "state", stored.to_model())
+        stored = ServerState.from_model(open_model(tmp_path / "state"))
+        again, stored = noise_of(plan, stored, round)
+        assert torch.equal(noise, again)
+    assert state.draws == stored.draws == 6
+
+
+def test_later_noise_takes_earlier_noise_back() -> None:
+    plan = plan_of(rounds=2)
+    first, state = noise_of(plan, initial_server_state(plan, 50), 1)
+    second, _ = noise_of(plan, state, 2)
+    alone, _ = noise_of(plan, ServerState(state.optimizer, drawn=torch.zeros(1, 50), draws=1), 2)
+    assert torch.allclose(second - alone, -0.5 * first, atol=1e-5)
+
+
+def test_an_attempt_that_fails_leaves_the_noise_as_it_was() -> None:
+    plan = plan_of()
+    _, state = noise_of(plan, initial_server_state(plan, 50), 1)
+    _, state = noise_of(plan, state, 2)
+    before, _ = noise_of(plan, state, 3)
+    again, _ = noise_of(plan, state, 3)
+    assert torch.equal(before, again)
+
+
+def test_noise_that_is_lost_ends_the_run() -> None:
+    plan = plan_of()
+    with pytest.raises(AggregationError, match="noise of 0 rounds is stored, and round 2 needs"):
+        noise_of(plan, initial_server_state(plan, 50), 2)
+
+
+def test_all_rounds_together_spend_the_budget() -> None:
+    central = plan_of("epsilon = 3.0", rounds=6).central
+    assert central is not None
+    spent = compose([central.charge_of(round) for round in range(1, 7)], 1e-3)
+    assert 2.98 < spent <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("noise_multiplier = 1.0\nseparation = 4", "8 are needed before the first may come again"),
+        ("noise_multiplier = 1.0\npopulation = 2000", "not below 1 / 2000"),
+    ],
+)
+def test_what_separation_cannot_give_is_refused(more: str, message: str) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        plan_of(more)
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "round_robin", "reliability"])
+def test_nobody_contributes_twice_within_the_separation(strategy: str) -> None:
+    driver = Driver(
+        job(FTRL.format(strategy=strategy, bands=3, more="noise_multiplier = 1.0"), 9), separation=3
+    )
+    driver.join(*"abcdef")
+    driver.send(m.Start())
+    for number in range(1, 10):
+        if number == 4:
+            driver.fail(driver.cohort()[0])
+            assert driver.step().attempt == 2
+            recent = {name for record in driver.records[-2:] for name in record.contributors}
+            assert not recent & set(driver.cohort()), "a retry is held to the separation as well"
+        if number == 6:
+            driver.restart()
+        for client in driver.cohort():
+            driver.update(client)
+    contributions = [record.contributors for record in driver.records]
+    assert len(contributions) == 9
+    for first in range(9):
+        for second in range(first + 1, min(first + 3, 9)):
+            assert not set(contributions[first]) & set(contributions[second])
+
+
+def test_it_says_who_rests() -> None:
+    driver = Driver(
+        job(FTRL.format(strategy="uniform", bands=1, more="noise_multiplier = 1.0"), 9), separation=3
+    )
+    driver.join(*"abcd")
+    driver.send(m.Start())
+    for _ in range(2):
+        for client in driver.cohort():
+            driver.update(client)
+    waiting = driver.engine.view().waiting_for
+    assert waiting.startswith("0 of 2 clients may take part; 4 others did within the last 2 rounds")
+    driver.join("e", "f")
+    assert set(driver.cohort()) == {"e", "f"}
+
+
+def test_training_metrics_are_not_passed_on() -> None:
+    driver = Driver(job(FTRL.format(strategy="uniform", bands=1, more="noise_multiplier = 1.0"), 1))
+    driver.join(*"ab")
+    driver.send(m.Start())
+    for client in "ab":
+        driver.update(client)
+    assert driver.records[0].training == {}
+    assert driver.records[0].client_metrics == {}
