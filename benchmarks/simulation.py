@@ -1,6 +1,6 @@
 """Seconds per simulated round, against a plain PyTorch loop and the peers at their best settings.
 
-    python benchmarks/simulation.py [--cases S1,S2,S3] [--rounds 20] [--repeat 3] [--json]
+    python benchmarks/simulation.py [--quick] [--cases S1,S2,S3] [--rounds 20] [--repeat 3] [--json]
         [--mnist FILE.npz] [--flower PYTHON] [--pfl PYTHON] [--fedjax PYTHON]
 
 MNIST, B = 10, E = 1, SGD 0.1. S1: MLP 784-200-200-10, 100 clients × 600 samples, 10 a round. S2: the
@@ -25,56 +25,18 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from simulation_cases import CASES, MNIST, images, make_cnn, make_perceptron, say
+
 HERE = Path(__file__).resolve().parent
-MNIST = "ROUNDTABLE_MNIST"
-CASES: dict[str, tuple[int, int, str]] = {
-    "S1": (100, 10, "Perceptron"),
-    "S2": (1000, 100, "Perceptron"),
-    "S3": (100, 10, "Cnn"),
-}
 TARGETS = {
     "S1": {"flower": 8.0, "pfl": 3.5, "fedjax": 2.5, "plain": 5.0},
     "S2": {"flower": 25.0, "pfl": 3.5, "fedjax": 2.5},
     "S3": {"plain": 1.0, "pfl": 1.0},
 }
 FIRST_ROUND_TARGET, MEMORY_TARGET = 4.0, 900.0
-
-
-@cache
-def images() -> tuple[Any, Any]:
-    """60,000 images [60000, 28, 28] of uint8 and their labels."""
-    import numpy as np
-
-    path = os.environ.get(MNIST)
-    if path is None:
-        chance = np.random.default_rng(0)
-        return chance.integers(0, 256, (60000, 28, 28), dtype=np.uint8), chance.integers(0, 10, 60000)
-    with np.load(path) as file:
-        names = ("train_images", "train_labels") if "train_images" in file.files else ("x_train", "y_train")
-        return file[names[0]], file[names[1]]
-
-
-def make_perceptron() -> Any:
-    """784-200-200-10."""
-    from torch import nn
-
-    layers = [nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
-    return nn.Sequential(nn.Flatten(), *layers)
-
-
-def make_cnn() -> Any:
-    """McMahan et al. 2017: two 5 × 5 convolutions, 512 units."""
-    from torch import nn
-
-    def block(inside: int, outside: int) -> list[Any]:
-        return [nn.Conv2d(inside, outside, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-
-    head = [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 10)]
-    return nn.Sequential(nn.Unflatten(1, (1, 28)), *block(1, 32), *block(32, 64), *head)
 
 
 class Mnist:
@@ -102,11 +64,6 @@ class Perceptron(Mnist):
 class Cnn(Mnist):
     def model(self) -> Any:
         return make_cnn()
-
-
-def say(round: int) -> None:
-    """What every contestant prints when a round is done."""
-    print(f"round {round}", flush=True)
 
 
 def run_ours(case: str, rounds: int) -> None:
@@ -288,12 +245,15 @@ def main() -> None:
     parser.add_argument("--pfl")
     parser.add_argument("--fedjax")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="S1 and S2, 8 rounds, once")
     parser.add_argument("--run", nargs=3, metavar=("WHO", "CASE", "ROUNDS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
         who, case, rounds = arguments.run
         {"ours": run_ours, "plain": run_plain}[who](case, int(rounds))
         return
+    if arguments.quick:
+        arguments.cases, arguments.rounds, arguments.repeat = "S1,S2", 8, 1
     results = {}
     for case in arguments.cases.split(","):
         results[case] = compete(arguments, case)

@@ -5,6 +5,7 @@ from roundtable.simulation.comparison import Comparison, Run, compare, open_run
 from roundtable.simulation.history import History
 from roundtable.simulation.partition import make_partition
 from roundtable.simulation.progress import Progress
+from roundtable.simulation.report import PartitionReport, describe_partition
 from roundtable.simulation.result import Result
 from roundtable.simulation.simulate import simulate
 from roundtable.simulation.sweep import grid, sweep
@@ -15,6 +16,7 @@ __all__ = [
     "Failed",
     "History",
     "Measured",
+    "PartitionReport",
     "Progress",
     "Result",
     "Run",
@@ -22,6 +24,7 @@ __all__ = [
     "Work",
     "World",
     "compare",
+    "describe_partition",
     "grid",
     "make_partition",
     "open_run",

@@ -251,6 +251,7 @@ class Driver:
                 round=step.round,
                 seed=seed,
                 noise=noise,
+                diagnose=self.world.job.aggregation.diagnosis,
             )
         except (AggregationError, InvalidUpdate) as error:
             self._push(self.now, m.AggregationFailed(step, str(error)))

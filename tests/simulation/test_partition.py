@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site
+from roundtable.simulation import describe_partition
 from roundtable.simulation.partition import PARTITIONERS, make_partition
 
 SPECS = [
@@ -130,3 +131,24 @@ def test_a_million_clients_are_assigned_at_once():
     labels = np.arange(2_000_000) % 10
     assignment = make_partition({"name": "iid"}, 0).assignment(labels, 1_000_000)
     assert assignment.sizes.tolist() == [2] * 1_000_000
+
+
+def test_the_report_says_who_has_what(tmp_path):
+    labels = np.arange(1000) % 4
+    report = describe_partition({"name": "shards", "shards": 1}, labels, 4, seed=2)
+    assert report.sizes.tolist() == [250] * 4
+    assert sorted(report.counts.argmax(axis=1).tolist()) == [0, 1, 2, 3]
+    assert report.heterogeneity == pytest.approx(0.75)
+    assert describe_partition({"name": "iid"}, labels, 4).heterogeneity < 0.1
+    assert "rows a client: 250 to 250" in str(report)
+    report.plot(tmp_path / "who.png")
+    assert (tmp_path / "who.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_is_of_the_split_that_clients_get():
+    labels = np.arange(300) % 3
+    spec = {"name": "dirichlet", "alpha": 0.5}
+    report, partition = describe_partition(spec, labels, 5, seed=9), make_partition(spec, 9)
+    for index in range(5):
+        own = np.bincount(labels[partition(labels, index, 5)], minlength=3)
+        assert own.tolist() == report.counts[index].tolist()

@@ -30,7 +30,7 @@ def answers_of_workers(monkeypatch):
 
 
 HERE = Path(__file__).parent
-TASKS = ["Perceptron", "Dropout", "Convolution"]
+TASKS = ["Perceptron", "Dropout", "Convolution", "Text"]
 
 
 @pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
@@ -43,7 +43,8 @@ def test_any_number_of_workers_gives_the_sequential_bits(run, workers, answers_o
     assert ("measured" in answers_of_workers) == (workers > 1)
 
 
-@pytest.mark.parametrize("task", ["Text", *(pytest.param(task, marks=pytest.mark.slow) for task in TASKS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
 def test_all_kinds_of_models_agree(run, task):
     settings = {
         "algorithm__name": "fedprox",
@@ -70,6 +71,7 @@ def test_a_killed_worker_is_replaced_and_its_client_runs_again(run, tmp_path, ca
     assert "was killed (signal 9" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_client_that_kills_every_worker_fails_and_the_round_goes_on(run):
     settings = {"simulation__clients": 4, "cohort__size": 4, "rounds": 1, "evaluation__clients": "cohort"}
     result = run("Killer", **settings, simulation__backend="processes", simulation__workers=2)
@@ -78,6 +80,7 @@ def test_a_client_that_kills_every_worker_fails_and_the_round_goes_on(run):
     assert "two worker processes died while they ran it" in result.history.records[0].failures["client-1"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_make_the_task_says_why(make_job, tmp_path):
     source = (HERE / "worlds.py").read_text()
     trap = "if 'ROUNDTABLE_SIMULATION_WORKER' in os.environ:\n    raise RuntimeError('no licence here')\n"
@@ -104,6 +107,7 @@ def test_what_was_asked_for_and_cannot_be_is_said(make_job):
     assert automatic.backend.startswith(("sequential", "vectorised"))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(run):
     def open_files():
         gc.collect()
