@@ -24,9 +24,9 @@ from roundtable.privacy.example_level import make_private
 
 DELTA, HIDDEN, PIXELS = 1e-5, 32, 196
 SILOS, STEPS, LOCAL_RATE, MOMENTUM = 1000, 5, 0.5, 0.9
-# Found by trying 0.3 and 0.8: less noise bears a longer update. The search itself is not accounted for.
+# Found by a few trials: less noise bears longer steps. The search itself is not accounted for.
 CLIP = {1.0: 0.3, 2.0: 0.3, 4.0: 0.5, 8.0: 0.8}
-PRIVATE_RATE = 8.0
+PRIVATE_RATE = {1.0: 2.0, 2.0: 4.0, 4.0: 8.0, 8.0: 12.0}
 BUDGETS = (1.0, 2.0, 4.0, 8.0)
 
 
@@ -129,7 +129,9 @@ def example_level(data: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int, epsi
         results = []
         for part in parts:
             nn.utils.vector_to_parameters(vector, model.parameters())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if noise is None else PRIVATE_RATE)
+            optimizer = torch.optim.SGD(
+                model.parameters(), lr=0.5 if epsilon is None else PRIVATE_RATE[epsilon]
+            )
             train_silo(model, optimizer, x[part], y[part], steps, batch, noise)
             results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
         vector = torch.stack(results).mean(0)
