@@ -32,8 +32,11 @@ class Combiner:
         keeps_aggregate = find_rule(plan.aggregation.rule).takes("previous")
         self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
 
-    def __call__(self, action: m.Aggregate, now: float) -> Outcome:
-        """Raises AggregationError or InvalidUpdate where there is no sound answer."""
+    def __call__(self, action: m.Aggregate, now: float, privacy: str = "") -> Outcome:
+        """`privacy` is the statement that the new model carries.
+
+        Raises AggregationError or InvalidUpdate where there is no sound answer.
+        """
         # The transfers before have left buffers behind, and this is where the most memory is needed.
         give_back_free_memory()
         old = open_model(self._artifacts.path(action.model))
@@ -50,6 +53,8 @@ class Combiner:
             noise=SecureNoise() if self._plan.central else None,
         )
         metadata = {"job": self._job.title, "round": str(action.step.round)}
+        if privacy:
+            metadata["privacy"] = privacy
         model = self._store(Model(old.layout, combined.vector, old.local, metadata), "model", now)
         artifacts = [model]
         if _worth_keeping(combined.state):
@@ -77,4 +82,6 @@ class Combiner:
 
 def _worth_keeping(state: ServerState) -> bool:
     """The count of steps alone matters to no optimizer."""
-    return bool(state.optimizer.vectors) or state.previous is not None or state.clip_norm is not None
+    return bool(state.optimizer.vectors) or any(
+        kept is not None for kept in (state.previous, state.clip_norm, state.drawn)
+    )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy.engine import Connection
 
@@ -25,6 +25,8 @@ from roundtable.server.store.artifacts import forget_unused, old_models, spent_u
 log = logging.getLogger("roundtable.server.effects")
 
 FULL_DISK_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
+LEDGER_PAUSE = 2.0
+Result = TypeVar("Result")
 Post = Callable[[m.Event, tuple[ArtifactRow, ...]], Coroutine[Any, Any, Any]]
 
 
@@ -160,9 +162,14 @@ class Effects:
     async def _aggregate(self, action: m.Aggregate) -> None:
         """Combines; waits for room if the disk is full, and pauses the job if there is none for long."""
         loop, now = asyncio.get_running_loop(), self._services.clock()
+        statement = ""
+        if self._account is not None:
+            statement = await self._patiently(lambda account: account.statement(action.step))
         for pause in (*FULL_DISK_PAUSES, None):
             try:
-                outcome = await loop.run_in_executor(self._services.compute, self._combiner, action, now)
+                outcome = await loop.run_in_executor(
+                    self._services.compute, self._combiner, action, now, statement
+                )
             except ResourceError as error:
                 log.error("round %d: %s", action.step.round, error, extra={"job": self._job})
                 if pause is None:
@@ -183,11 +190,21 @@ class Effects:
             await self._send(m.Authorized(action.step))
             return
         try:
-            await self._account.reserve(action.step)
+            await self._patiently(lambda account: account.reserve(action.step))
         except PrivacyError as error:
             await self._send(m.Denied(action.step, str(error)))
         else:
             await self._send(m.Authorized(action.step))
+
+    async def _patiently(self, work: Callable[[Account], Coroutine[Any, Any, Result]]) -> Result:
+        """What the ledger answers; a database that is away is waited for."""
+        assert self._account is not None
+        while True:
+            try:
+                return await work(self._account)
+            except StorageError as error:
+                log.error("the privacy ledger: %s; trying again", error, extra={"job": self._job})
+                await asyncio.sleep(LEDGER_PAUSE)
 
     async def _retire(self, round_number: int) -> None:
         """After a commit: deletes what no round needs any more."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,16 +20,17 @@ from roundtable.engine import messages as m
 from roundtable.server import wire
 from roundtable.server.combining import Combiner
 from roundtable.server.effects import Effects, Services
-from roundtable.server.ledger import Account
+from roundtable.server.ledger import Account, budgets_of, check_all, entry_of, population_of
 from roundtable.server.runner import JobRunner
-from roundtable.server.store import ArtifactRow, ClientRow, EventRow, JobRow
+from roundtable.server.store import ArtifactRow, ClientRow, EventRow, JobRow, LedgerRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.clients import all_clients
+from roundtable.server.store.ledger import entries
 
 log = logging.getLogger("roundtable.server.jobs")
 
 MAX_CONFIG_BYTES = 1 << 20
-LEVELS = ("none", "client")
+LEVELS = ("none", "client", "dp_ftrl", "client_local", "example")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Jobs:
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._submitting = asyncio.Lock()
+        self._reserving = asyncio.Lock()
         self.stopping = False
         self._background: asyncio.Task[None] | None = None
 
@@ -102,7 +104,8 @@ class Jobs:
                     raise ConfigError(f"request_id {wish.request_id!r} is taken by another operator's job")
                 return self._newest(known)
             job = _parse(wish.config)
-            row, artifact = await asyncio.to_thread(self._prepare, wish, job, await self._population(job))
+            population, spent = await self._population(job), await self._spent(job)
+            row, artifact = await asyncio.to_thread(self._prepare, wish, job, population, spent)
             first = EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
             await self._services.database.write(
                 lambda connection: store.insert_job(connection, row, artifact, [first])
@@ -148,7 +151,17 @@ class Jobs:
         known = await self._services.database.read(all_clients)
         return max(1, sum(offers(client, job.task) for client in known))
 
-    def _prepare(self, wish: Submission, job: JobConfig, population: int) -> tuple[JobRow, ArtifactRow]:
+    async def _spent(self, job: JobConfig) -> list[LedgerRow]:
+        """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
+        if not job.privacy:
+            return []
+        name = population_of(job)
+        rows = await self._services.database.read(lambda connection: entries(connection, name))
+        return [row for row in rows if not row.silo]
+
+    def _prepare(
+        self, wish: Submission, job: JobConfig, population: int, spent: list[LedgerRow]
+    ) -> tuple[JobRow, ArtifactRow]:
         size = self._services.artifacts.size(wish.model)
         if size is None:
             raise ConfigError(
@@ -160,8 +173,9 @@ class Jobs:
         except (EncodingError, LayoutError) as error:
             reason = str(error).replace(str(path), f"artifact {wish.model[:12]}")
             raise ConfigError(f"the initial model cannot be used: {reason}") from error
-        _plan(job, layout, population)
-        engine = RoundEngine(job, wish.model, secrets.randbits(63))
+        plan = _plan(job, layout, population, spent)
+        engine = RoundEngine(job, wish.model, secrets.randbits(63), separation=plan.separation)
+        noise = plan.central.noise_multiplier if plan.central else None
         now = self._services.clock()
         row = JobRow(
             id=secrets.token_hex(6),
@@ -176,7 +190,7 @@ class Jobs:
             reason=engine.state.reason,
             rounds=job.rounds,
             rounds_done=0,
-            snapshot={"engine": engine.snapshot(), "population": population},
+            snapshot={"engine": engine.snapshot(), "population": population, "noise_multiplier": noise},
             version=1,
             writer=self._services.writer,
             submitted=now,
@@ -205,15 +219,15 @@ class Jobs:
         services = self._services
         job = _parse(row.config)
         layout = open_model(services.artifacts.path(row.initial_model)).layout
-        plan = _plan(job, layout, int(row.snapshot["population"]))
+        plan = _plan(_with_noise(job, row.snapshot.get("noise_multiplier")), layout, _people(row))
         history = [record_from_plain(json.loads(record)) for record in records]
         engine = RoundEngine.restore(job, row.snapshot["engine"], history)
         for client in known:
             if offers(client, job.task):
                 engine.handle(m.ClientJoined(_info(client), online=False), services.clock())
         account = None
-        if plan.central is not None:
-            account = Account(row.id, plan.privacy, plan.central, services.database, services.clock)
+        if plan.privacy.private:
+            account = Account(row.id, job, plan, services.database, services.clock, self._reserving)
         combiner = Combiner(job, plan, services.artifacts)
         effects = Effects(row.id, row.config, layout.fingerprint, combiner, account, services)
         return JobRunner(row, job, layout, engine, effects, services, sequence)
@@ -267,10 +281,23 @@ def _parse(text: str) -> JobConfig:
     return job_from_json(text)
 
 
-def _plan(job: JobConfig, layout: Layout, population: int) -> Plan:
-    """The job's plan; refuses what only other drivers can do."""
+def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
+    """The job with the noise that was solved for it when it came: its own charges change nothing of it."""
+    if noise is None:
+        return job
+    return job.model_copy(update={"privacy": {**job.privacy, "noise_multiplier": noise}})
+
+
+def _people(row: JobRow) -> int:
+    return int(row.snapshot["population"])
+
+
+def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[LedgerRow] = ()) -> Plan:
+    """The job's plan; refuses what only other drivers can do, and what a budget does not hold even once."""
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
-    plan = make_plan(job, population, slices)
+    plan = make_plan(job, population, slices, [entry_of(row).charge for row in spent])
+    if spent and (charge := plan.charge_of(1)) is not None:
+        check_all(budgets_of(plan.privacy, population_of(job)), spent, charge)
     if plan.privacy.level not in LEVELS or plan.privacy.secure_aggregation:
         raise ConfigError(
             f"privacy: level = {plan.privacy.level!r} with secure_aggregation = "

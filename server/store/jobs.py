@@ -13,8 +13,8 @@ from sqlalchemy.engine import Connection
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.server.store import tables
 from roundtable.server.store.artifacts import note_artifact
-from roundtable.server.store.ledger import settle
-from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, UpdateRow, to_json
+from roundtable.server.store.ledger import add, settle
+from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRow, UpdateRow, to_json
 
 FINAL = ("finished", "cancelled", "failed")
 
@@ -25,7 +25,7 @@ class Transition:
 
     `records` are committed rounds as JSON objects with at least round, attempt, model, optimizer,
     cohort, contributors, charge and ended; each is written exactly once. `released` names the
-    (round, attempt) whose new model is shown to anybody from now on.
+    (round, attempt) whose new model is shown to anybody from now on; `charges` are new ledger rows.
     """
 
     job: str
@@ -40,6 +40,7 @@ class Transition:
     artifacts: list[ArtifactRow] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
+    charges: list[LedgerRow] = field(default_factory=list)
 
 
 def insert_job(connection: Connection, job: JobRow, artifact: ArtifactRow, events: list[EventRow]) -> None:
@@ -77,6 +78,7 @@ def apply(connection: Connection, step: Transition) -> None:
     _insert_events(connection, step.job, step.events)
     charged = [(r["round"], r["attempt"]) for r in step.records if r["charge"]]
     settle(connection, step.job, [*step.released, *charged], over=step.status in FINAL)
+    add(connection, step.charges)
 
 
 def _check_already_made(connection: Connection, step: Transition) -> None:

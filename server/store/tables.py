@@ -154,3 +154,15 @@ ledger = Table(
     Index("ix_ledger_account", "population", "silo"),
     Index("uq_ledger_step", "job", "round", "attempt", "silo", unique=True),
 )
+
+budgets = Table(
+    "budgets",
+    metadata,
+    # The most that all jobs together may spend on a population, and the operator who said so.
+    Column("population", String(200), primary_key=True),
+    Column("epsilon", Double, nullable=False),
+    Column("delta", Double, nullable=False),
+    Column("accountant", String(20), nullable=False),
+    Column("author", NAME, nullable=False),
+    Column("time", Double, nullable=False),
+)
