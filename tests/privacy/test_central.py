@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roundtable.core.errors import PrivacyError
 from roundtable.core.seeds import torch_generator
-from roundtable.privacy import AdaptiveClip, CentralDP, SecureNoise, SeededNoise, accountant_for
+from roundtable.privacy import AdaptiveClip, CentralDP, SecureNoise, SeededNoise, accountant_for, clip
 
 
 @dataclass
@@ -134,6 +134,20 @@ def test_adaptive_clipping_charges_the_clip_bit_too_and_follows_the_norms() -> N
     bits = central.prepare(Rows(updates(100, 40, 0.1, 4)), SecureNoise(), within=[False] * 100)
     assert bits.next_clip is not None
     assert bits.next_clip.clip_norm > 100.0
+
+
+@pytest.mark.parametrize("start", [0.05, 20.0])
+def test_the_bound_finds_its_quantile_where_silos_clip_before_they_send(start: float) -> None:
+    """Clipped updates arrive with a norm of C: taken for short ones they would shrink C for ever."""
+    central = CentralDP(1.0, 1.0, 200.0, adaptive=AdaptiveClip.init(start, 200.0))
+    data = updates(200, 10, 1.0, 7)
+    for _ in range(60):
+        assert central.adaptive is not None
+        sent = torch.stack([clip(row, central.bound).vector for row in data])
+        result = central.prepare(Rows(sent), SeededNoise(1, _))
+        central = replace(central, adaptive=result.next_clip)
+    within = float((data.norm(dim=1) <= central.bound).double().mean())
+    assert abs(within - 0.5) < 0.15
 
 
 def test_only_what_carries_noise_may_be_published() -> None:
