@@ -57,6 +57,14 @@ def test_all_kinds_of_models_agree(run, task):
     assert torch.equal(result.model.vector, reference.model.vector)
 
 
+@pytest.mark.slow
+def test_data_that_cannot_be_pickled_need_not_be(run, answers_of_workers):
+    reference = run("Unpicklable", rounds=1)
+    result = run("Unpicklable", rounds=1, simulation__backend="processes", simulation__workers=2)
+    assert "trained" in answers_of_workers
+    assert torch.equal(result.model.vector, reference.model.vector)
+
+
 def test_a_killed_worker_is_replaced_and_its_client_runs_again(run, tmp_path, caplog):
     settings = {
         "simulation__clients": 4,

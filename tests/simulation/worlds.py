@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
 
 from roundtable.core import Site, Task, torch_generator
 
@@ -116,3 +118,26 @@ class Broken(Perceptron):
         if site.index == 1:
             raise ValueError("column 'age' is missing")
         return super().data(site)
+
+
+class _Locked(Dataset[Any]):
+    """A data set that cannot be pickled."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self._rows = (inputs, labels)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows[1])
+
+    def __getitem__(self, index: int) -> Any:
+        with self._lock:
+            return self._rows[0][index], self._rows[1][index]
+
+
+class Unpicklable(Perceptron):
+    """Its data sets hold locks."""
+
+    def data(self, site: Site) -> tuple[Any, Any]:
+        train, test = super().data(site)
+        return _Locked(*train), _Locked(*test)
