@@ -195,6 +195,8 @@ def run(rule: str, attack: str, data: Data, seed: int) -> float:
         if attack == "label_flip":
             labels[:, -HOSTILE:] = attacks.flip_labels(labels[:, -HOSTILE:], 10)
         rows = train(model, data.images[chosen], labels)
+        if not torch.isfinite(rows).all():
+            return accuracy(model, data)  # The attack has won: training has diverged, the model guesses.
         context = Context(previous=previous, root_update=root_update(config, model, data, generator))
 
         def defence(rows: torch.Tensor, round: int = round, context: Context = context) -> torch.Tensor:
