@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -36,13 +35,6 @@ class World:
     def layout(self) -> Layout:
         """The layout of the vectors."""
         return self.initial.layout
-
-    @cached_property
-    def training(self) -> JobConfig:
-        """The job as local training sees it: shares of noise and masks are added to what it gives."""
-        if self.job.privacy.get("level") == "distributed":
-            return self.job.model_copy(update={"privacy": {}})
-        return self.job
 
     @property
     def names(self) -> NumberedNames:

@@ -18,14 +18,14 @@ from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableEr
 from roundtable.core.models import Model, model_digest
 from roundtable.engine import RoundEngine
 from roundtable.engine import messages as m
-from roundtable.engine.combine import ServerState, combine, initial_server_state
+from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.plan import Plan
 from roundtable.privacy import SeededNoise
 from roundtable.simulation.backend import Backend, Failed, Trained, World
 from roundtable.simulation.devices import Transfer
 from roundtable.simulation.faults import Fault, Faults
 from roundtable.simulation.fleet import Fleet
-from roundtable.simulation.workshop import LocalState, Workshop
+from roundtable.simulation.workshop import Collected, LocalState, Workshop
 
 
 @dataclass(frozen=True)
@@ -237,33 +237,38 @@ class Driver:
             self.listener.answered(step, done, len(there))
 
     def _aggregate(self, action: m.Aggregate) -> None:
-        step, seed = action.step, self.world.job.seed
-        # Seeded, so that a run can be repeated; what it charges says that no guarantee rests on it.
-        noise = SeededNoise(seed, step.round, step.attempt, "noise")
+        step = action.step
         try:
             collected = self._workshop.collect(action)
-            combined = combine(
-                self.plan,
-                collected.matrix,
-                collected.updates,
-                self.model.vector,
-                self.server,
-                round=step.round,
-                seed=seed,
-                noise=noise,
-                diagnose=self.world.job.aggregation.diagnosis,
-            )
+            combined = self._combine(step, collected)
         except (AggregationError, InvalidUpdate) as error:
             self._push(self.now, m.AggregationFailed(step, str(error)))
             return
         metadata = {**self.model.metadata, "round": str(step.round)}
         model = Model(self.world.layout, combined.vector, self.model.local, metadata)
         self._next = (model, combined.state)
-        state = f"round-{step.round}"
         weights = combined.weights if collected.weights is None else collected.weights
-        charge = combined.charge if collected.charge is None else collected.charge
-        account = (combined.excluded, weights, combined.diagnosis, charge)
-        self._push(self.now, m.Aggregated(step, model_digest(model), state, *account))
+        training = collected.secure.training if collected.secure else {}
+        account = (combined.excluded, weights, combined.diagnosis, combined.charge, training)
+        self._push(self.now, m.Aggregated(step, model_digest(model), f"round-{step.round}", *account))
+
+    def _combine(self, step: m.Step, collected: Collected) -> Combined:
+        model, seed = self.model.vector, self.world.job.seed
+        if collected.secure is not None:
+            mean, charge = collected.secure.vector, collected.secure.account
+            return combine_mean(self.plan, mean, model, self.server, round=step.round, charge=charge)
+        return combine(
+            self.plan,
+            collected.matrix,
+            collected.updates,
+            model,
+            self.server,
+            round=step.round,
+            seed=seed,
+            # Seeded, so that a run can be repeated; what it charges says that no guarantee rests on it.
+            noise=SeededNoise(seed, step.round, step.attempt, "noise"),
+            diagnose=self.world.job.aggregation.diagnosis,
+        )
 
     def _commit(self, record: m.RoundRecord) -> None:
         self.model, self.server = self._next

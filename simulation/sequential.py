@@ -69,7 +69,7 @@ class Sequential:
             world.task,
             self._model,
             self.clients.data(item.index)[0],
-            world.training,
+            world.job,
             world.layout,
             vector,
             round=round,

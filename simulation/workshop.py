@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix, UpdateMatrix
 from roundtable.core.encodings import get_encoding
 from roundtable.engine.messages import Aggregate, Update
+from roundtable.privacy import SecureMean
 from roundtable.simulation.attacks import Attackers
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
 from roundtable.simulation.secure import SecureAggregation
@@ -20,13 +20,13 @@ LocalState = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Collected:
-    """Row i of `matrix` is the update of `updates[i]`. `weights` by client where they are already applied,
-    `charge` where the updates have been through a mechanism of their own."""
+    """Row i of `matrix` is the update of `updates[i]`. `weights` by client where they are already applied.
+    `secure` is all there is where nobody may see a single update."""
 
     matrix: UpdateMatrix
     updates: Sequence[Update]
     weights: Mapping[str, float] | None = None
-    charge: Mapping[str, Any] | None = None
+    secure: SecureMean | None = None
 
 
 class Workshop:
@@ -90,9 +90,9 @@ class Workshop:
         clients = [self.world.names.index_of(update.client) for update in updates]
         self._attackers.corrupt(action.step.round, clients, rows, places)
         if self._secure is not None and updates:
-            arrived = {update.client: rows[place] for update, place in zip(updates, places, strict=True)}
-            mean, charge = self._secure.mean(action.step, action.cohort, arrived)
-            return Collected(TensorMatrix(mean.unsqueeze(0)), [_mean_of(updates)], charge=charge)
+            chosen = [rows[place] for place in places]
+            mean = self._secure.mean(action.step, action.cohort, updates, chosen)
+            return Collected(TensorMatrix(rows[:0]), updates, secure=mean)
         if places == list(range(len(places))):
             return Collected(TensorMatrix(rows[: len(places)]), updates)
         return Collected(TensorMatrix(rows).select(places), updates)
@@ -104,7 +104,9 @@ class Workshop:
         whole = sum(amounts.values())
         weights = {client: amount / whole for client, amount in amounts.items()}
         total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
-        return Collected(TensorMatrix(total.unsqueeze(0)), [_mean_of(updates)], weights)
+        # As if the mean were the only update: the mean of one is itself.
+        mean = Update(f"mean of {len(updates)} clients", "0", sum(update.examples for update in updates))
+        return Collected(TensorMatrix(total.unsqueeze(0)), [mean], weights)
 
     def commit(self) -> None:
         """The attempt counts: the clients keep what it left with them."""
@@ -122,9 +124,3 @@ class Workshop:
         for index in indices:
             local = self.pending.get(index, self.local.get(index))
             yield Work(self.world.names[index], index, local)
-
-
-def _mean_of(updates: Sequence[Update]) -> Update:
-    """The mean of some updates as if it were the only one: the mean of one is itself."""
-    examples = sum(update.examples for update in updates)
-    return Update(f"mean of {len(updates)} clients", "0", examples)
