@@ -14,6 +14,7 @@ from roundtable.client.connection import Backoff, Link, Refused, Session, explai
 from roundtable.client.duties import Duties
 from roundtable.client.lock import locked
 from roundtable.client.models import ModelCache
+from roundtable.client.secure import certificate_of
 from roundtable.client.spool import Spool
 from roundtable.client.trainer import Trainer
 from roundtable.client.worker_trainer import WorkerTrainer
@@ -100,7 +101,8 @@ class Agent:
             async with open_channel(config.coordinator, config.credentials) as channel:
                 stub: agent_pb2_grpc.AgentsAsyncStub = agent_pb2_grpc.AgentsStub(channel)  # type: ignore[assignment]
                 session = Session(stub)
-                greeting = hello(config.tasks, dict(config.metadata), list_devices(), duties.spooled)
+                own = certificate_of(config.credentials)
+                greeting = hello(config.tasks, dict(config.metadata), list_devices(), duties.spooled, own)
                 welcome = await session.greet(greeting)
                 self._connected(welcome, name)
                 backoff.reset()

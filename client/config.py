@@ -1,7 +1,7 @@
 """The silo's own file, agent.toml: where the coordinator is, and what this silo offers.
 
     coordinator = "coordinator.example.org:7443"
-    credentials = "credentials"         # folder with ca.crt, node.crt, node.key
+    credentials = "credentials"         # what `roundtable ca issue NAME --role agent` made
     state = "state"                     # folder for models, finished updates, local state
 
     [tasks]                             # what may run here: the job's task name → the silo's own code
@@ -9,6 +9,10 @@
 
     [data]                              # handed to the task as site.options
     path = "/srv/digits.npz"
+
+    [policy]                            # jobs that ask for less are refused
+    secure_aggregation = true
+    minimum_cohort = 5
 
 Relative paths count from the file's folder.
 """
@@ -27,6 +31,7 @@ from roundtable.core.config import Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.handshake import split_address
 from roundtable.core.toml import TomlDocument, read_toml, validate
+from roundtable.privacy.secagg import MINIMUM_COHORT
 
 
 class LimitsTable(Table):
@@ -35,6 +40,15 @@ class LimitsTable(Table):
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto takes a GPU if there is one")
     threads: int | None = Field(None, ge=1, description="CPU threads of the training process; default: all")
     cached_models: int = Field(3, ge=1, description="how many downloaded models are kept on disk")
+
+
+class PolicyTable(Table):
+    """`[policy]`: the least that this silo asks of a job."""
+
+    secure_aggregation: bool = Field(False, description="refuse jobs without secure aggregation")
+    minimum_cohort: int = Field(
+        MINIMUM_COHORT, ge=MINIMUM_COHORT, description="secure aggregation: silos among which this one hides"
+    )
 
 
 class AgentTable(Table):
@@ -51,6 +65,7 @@ class AgentTable(Table):
         default_factory=dict, description="declared facts for selection, such as region; never data"
     )
     limits: LimitsTable = Field(default_factory=LimitsTable)
+    policy: PolicyTable = Field(default_factory=PolicyTable)
 
     @field_validator("coordinator")
     @classmethod
@@ -75,6 +90,7 @@ class AgentConfig:
     device: str = "auto"
     threads: int | None = None
     cached_models: int = 3
+    policy: PolicyTable = field(default_factory=PolicyTable)
     folder: Path = field(default_factory=Path.cwd)
 
     def reference_of(self, task: str) -> str | None:
@@ -108,6 +124,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         device=table.limits.device,
         threads=table.limits.threads,
         cached_models=table.limits.cached_models,
+        policy=table.policy,
         folder=folder,
     )
 

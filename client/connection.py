@@ -239,7 +239,11 @@ class Session:
 
 
 def hello(
-    tasks: Iterable[str], metadata: dict[str, str], devices: Iterable[str], spooled: Iterable[StepKey]
+    tasks: Iterable[str],
+    metadata: dict[str, str],
+    devices: Iterable[str],
+    spooled: Iterable[StepKey],
+    identity: bytes = b"",
 ) -> agent_pb2.Hello:
     """What the agent says of itself."""
     return agent_pb2.Hello(
@@ -250,4 +254,5 @@ def hello(
         devices=devices,
         clock=time.time(),
         spooled=[step.message() for step in spooled],
+        identity=identity,
     )

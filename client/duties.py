@@ -12,6 +12,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from roundtable.client.delivery import upload
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.files import explained
 from roundtable.client.models import ModelCache
+from roundtable.client.secure import MASKED, PHASE, SecureAttempt, SecureAttempts, is_secure
 from roundtable.client.spool import Finished, Spool, metric_messages
 from roundtable.client.steps import StepKey
-from roundtable.client.trainer import Trainer, Work
+from roundtable.client.trainer import Trained, Trainer, Work
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import (
     ProtocolError,
@@ -32,12 +34,14 @@ from roundtable.core.errors import (
     TransferError,
     UnavailableError,
 )
+from roundtable.core.models import open_model
 from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
 _ANSWERS_KEPT = 256
 _DAMAGED_MODELS = 3
 _PROGRESS_SECONDS = 0.5
+_SYNC_AFTER_SECONDS = 2.0
 _Receipt = agent_pb2.UploadReceipt
 
 
@@ -49,6 +53,7 @@ class Duties:
     ) -> None:
         self._config, self._client = config, client
         self._link, self._trainer, self._models, self._spool = link, trainer, models, spool
+        self._secure = SecureAttempts(config, client)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
         self._answers: OrderedDict[StepKey, agent_pb2.FromAgent] = OrderedDict()
@@ -68,6 +73,7 @@ class Duties:
 
     def recover(self) -> None:
         """Goes on with what an earlier process finished."""
+        self._secure.recover()
         for finished in self._spool.recover():
             _log.info("%s: finished earlier, to be delivered", finished.step)
             self._start_delivery(finished, fresh=False)
@@ -97,6 +103,9 @@ class Duties:
 
     def _instruct(self, instruction: agent_pb2.Instruction) -> None:
         step = StepKey.of(instruction.step)
+        if instruction.WhichOneof("work") == "exchange":
+            self._exchange(step, instruction.exchange.payload)
+            return
         if step in self._answers:
             self._link.send(self._answers[step])
             return
@@ -105,6 +114,7 @@ class Duties:
             self._report(step, "uploading", 0, 0)
             return
         if step in self._working:
+            self._advertise(step)
             return
         for other in [key for key in self._working if key.job == step.job and key[:3] < step[:3]]:
             _log.info("%s: given up for a newer step", other)
@@ -126,6 +136,7 @@ class Duties:
         for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
             self._drop(step)
         self._trainer.release(job)
+        self._secure.forget_job(job)
 
     def _drop(self, step: StepKey) -> None:
         """Stops work and delivery; the spool is cleared once nothing writes into it any more."""
@@ -149,6 +160,7 @@ class Duties:
     async def _answer(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
         job = _job_of(instruction)
         work_kind = instruction.WhichOneof("work")
+        self._secure.check(job)
         task = self._config.reference_of(job.task)
         if task is None:
             offered = ", ".join(sorted(self._config.tasks)) or "none"
@@ -169,18 +181,20 @@ class Duties:
             layout=asked.layout,
             output=self._spool.bytes_of(step),
         )
-        if work_kind == "train":
+        if work_kind == "train" and is_secure(job):
+            columns = open_model(model).layout.size
+            attempt = self._secure.begin(step, job, columns, instruction.train.identities)
+            self._advertise(step)
+            await self._train_secretly(work, attempt)
+        elif work_kind == "train":
             await self._train(work)
         else:
             await self._evaluate(work)
 
     async def _train(self, work: Work) -> None:
-        step, began = work.step, time.monotonic()
-        _log.info("%s: training", step)
-        self._report(step, "training", 0, 0)
-        trained = await self._trainer.train(work, lambda *seen: self._report(step, "training", *seen))
+        trained = await self._trained(work)
         finished = Finished(
-            step=step,
+            step=work.step,
             digest=trained.digest,
             size=trained.size,
             layout=work.layout,
@@ -188,6 +202,47 @@ class Duties:
             examples=trained.examples,
             metrics=trained.metrics,
         )
+        self._start_delivery(finished, fresh=True)
+
+    async def _train_secretly(self, work: Work, attempt: SecureAttempt) -> None:
+        """As `_train`, but what leaves is masked, and holds the example count and the loss inside."""
+        step, plain, masked = work.step, self._spool.plain_of(work.step), work.output
+        trained = await self._trained(replace(work, output=plain))
+        await attempt.ready()
+        digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained.examples, trained.metrics)
+        plain.unlink()
+        await asyncio.to_thread(self._secure.keep, step)
+        announcement = attempt.client.masked().hex()
+        finished = Finished(step, digest, size, work.layout, MASKED, 0, {}, announcement)
+        self._start_delivery(finished, fresh=True)
+
+    def _advertise(self, step: StepKey) -> None:
+        """Joins a secure aggregation, again if the first word of it may have been lost."""
+        attempt = self._secure.find(step)
+        if attempt is not None and attempt.advert:
+            self._reply(step, attempt.advert)
+
+    def _exchange(self, step: StepKey, message: bytes) -> None:
+        """The coordinator's next message of secure aggregation."""
+        try:
+            answer = self._secure.handle(step, message)
+        except (WorkFailed, ResourceError) as error:
+            found = diagnose(error)
+            failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
+            self._link.send(agent_pb2.FromAgent(failure=failure))
+            return
+        if answer is not None:
+            self._reply(step, answer)
+
+    def _reply(self, step: StepKey, payload: bytes) -> None:
+        message = agent_pb2.Reply(step=step._replace(phase=PHASE).message(), payload=payload)
+        self._link.send(agent_pb2.FromAgent(reply=message))
+
+    async def _trained(self, work: Work) -> Trained:
+        step, began = work.step, time.monotonic()
+        _log.info("%s: training", step)
+        self._report(step, "training", 0, 0)
+        trained = await self._trainer.train(work, lambda *seen: self._report(step, "training", *seen))
         _log.info(
             "%s: trained on %d examples in %.2f s%s",
             step,
@@ -195,7 +250,7 @@ class Duties:
             time.monotonic() - began,
             _loss_of(trained.metrics),
         )
-        self._start_delivery(finished, fresh=True)
+        return trained
 
     async def _evaluate(self, work: Work) -> None:
         step = work.step
@@ -229,20 +284,24 @@ class Duties:
         self._spawn(self._delivering, finished.step, self._deliver(finished, fresh))
 
     async def _deliver(self, finished: Finished, fresh: bool) -> None:
-        """Sends the update; a fresh one is made durable meanwhile, so that nothing waits for the disk."""
+        """Sends the update; a fresh one is kept first, against power cuts too if it has to wait."""
         keeping = asyncio.create_task(self._keep(finished)) if fresh else None
         try:
             receipt = await self._upload(finished, ask=not fresh)
         finally:
             if keeping is not None:
-                await asyncio.shield(keeping)
+                keeping.cancel()
+                await asyncio.wait([keeping])
         self._spool.remove(finished.step)
         if receipt is not None:
             _tell(finished.step, receipt)
 
     async def _keep(self, finished: Finished) -> None:
+        """A kill loses nothing from now on; syncing waits, as most updates are gone by then."""
         try:
-            await asyncio.to_thread(self._spool.commit, finished)
+            self._spool.describe(finished)
+            await asyncio.sleep(_SYNC_AFTER_SECONDS)
+            await asyncio.to_thread(self._spool.sync, finished.step)
         except ResourceError as error:
             _log.warning("%s: a crash before its delivery would lose it: %s", finished.step, error)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from roundtable.client.files import digest_of, replace_synced, sync
+from roundtable.client.files import digest_of, sync, write_file
 from roundtable.client.metrics import Metrics
 from roundtable.client.steps import StepKey
 from roundtable.proto import agent_pb2, common_pb2
@@ -18,7 +18,7 @@ _log = logging.getLogger("roundtable.agent")
 
 @dataclass(frozen=True)
 class Finished:
-    """An update that is ready to be sent."""
+    """An update that is ready to be sent; `announcement` signs a masked one (hexadecimal)."""
 
     step: StepKey
     digest: str
@@ -27,6 +27,7 @@ class Finished:
     encoding: str
     examples: int
     metrics: Metrics
+    announcement: str = ""
 
     def header(self, offset: int = 0) -> agent_pb2.UploadHeader:
         """What goes before the bytes."""
@@ -38,6 +39,7 @@ class Finished:
             examples=self.examples,
             metrics=metric_messages(self.metrics),
             offset=offset,
+            announcement=bytes.fromhex(self.announcement),
         )
 
 
@@ -52,16 +54,28 @@ class Spool:
         """The encoded bytes of an update; without its description it counts as unfinished."""
         return self._folder / f"{step.slug}.update"
 
-    def commit(self, finished: Finished) -> None:
-        """Makes the update safe from crashes and power cuts: first its bytes, then what they are."""
-        sync(self.bytes_of(finished.step))
+    def plain_of(self, step: StepKey) -> Path:
+        """An update that is still to be masked; never sent, and gone after a restart."""
+        return self._folder / f"{step.slug}.plain"
+
+    def describe(self, finished: Finished) -> None:
+        """Says what the bytes are: from now on a restart of the agent finds the update."""
         text = json.dumps(asdict(finished)).encode()
-        replace_synced(self._description(finished.step), [text])
+        partial = self._folder / f".{finished.step.slug}.partial"
+        write_file(partial, [text])
+        partial.replace(self._description(finished.step))
+
+    def sync(self, step: StepKey) -> None:
+        """Makes the update safe from power cuts too: first its bytes, then what they are."""
+        sync(self.bytes_of(step))
+        sync(self._description(step))
+        sync(self._folder)
 
     def remove(self, step: StepKey) -> None:
         """Forgets the update: the coordinator has it or does not want it."""
         self._description(step).unlink(missing_ok=True)
         self.bytes_of(step).unlink(missing_ok=True)
+        self.plain_of(step).unlink(missing_ok=True)
 
     def recover(self) -> list[Finished]:
         """What an earlier process finished and did not deliver; what is incomplete or damaged is removed."""

@@ -301,6 +301,8 @@ def check_privacy(job: JobConfig) -> None:
     Client-level privacy is kept where updates are combined, which bounds each of them and adds the noise.
     """
     level = job.privacy.get("level", "none")
+    if level == "distributed" and job.privacy.get("secure_aggregation"):
+        return  # The agent adds the silo's share of the noise when it masks.
     if level not in ("none", "client", "dp_ftrl"):
         raise PrivacyError(
             f"privacy.level = {level!r} is work of the silo, which this version does not do: "

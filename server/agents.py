@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from roundtable.core.errors import SiteFailure
+from roundtable.core.errors import IdentityError, SiteFailure
+from roundtable.core.identity import verify_identity
 from roundtable.engine import messages as m
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
 from roundtable.server import transfer, wire
@@ -19,7 +20,7 @@ from roundtable.server.artifacts import DIGEST
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
 from roundtable.server.runner import JobRunner
-from roundtable.server.sessions import Session
+from roundtable.server.sessions import Identity, Session
 from roundtable.server.store import ClientRow
 from roundtable.server.store.clients import remember
 from roundtable.server.uploads import Uploads
@@ -37,10 +38,16 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     """
 
     def __init__(
-        self, jobs: Jobs, uploads: Uploads, services: Services, threads: ThreadPoolExecutor, version: str
+        self,
+        jobs: Jobs,
+        uploads: Uploads,
+        services: Services,
+        threads: ThreadPoolExecutor,
+        version: str,
+        authority: bytes,
     ) -> None:
         self._jobs, self._uploads, self._services = jobs, uploads, services
-        self._threads, self._version = threads, version
+        self._threads, self._version, self._authority = threads, version, authority
 
     async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
         client, problem = await self._greet(caller(context), requests)
@@ -103,7 +110,22 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 hello.clock - now,
                 extra={"site": name},
             )
-        return client, ""
+        return client, self._identify(name, hello.identity)
+
+    def _identify(self, name: str, certificate: bytes) -> str:
+        """Keeps what the agent signs with; returns what is wrong with it. Having none is no mistake."""
+        identities = self._services.sessions.identities
+        identities.pop(name, None)
+        if not certificate:
+            return ""
+        try:
+            holder, key = verify_identity(certificate, self._authority)
+        except IdentityError as error:
+            return f"{error}; issue the agent's credentials anew with `roundtable ca issue`"
+        if holder != name:
+            return f"the identity certificate that {name!r} shows is one of {holder!r}"
+        identities[name] = Identity(certificate, key)
+        return ""
 
     def _welcome(self) -> agent_pb2.Welcome:
         return agent_pb2.Welcome(
@@ -137,8 +159,12 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 self._progress(session.name, message.progress)
             case "failure":
                 failure = wire.failure_of(session.name, message.failure)
+                self._with(message.failure.step, lambda runner, step: runner.give_up_on(step, failure))
+            case "reply":
+                payload = message.reply.payload
                 self._with(
-                    message.failure.step, lambda runner, step: runner.post(m.ClientFailed(step, failure))
+                    message.reply.step,
+                    lambda runner, step: runner.effects.exchanged(session.name, step, payload),
                 )
             case "evaluated":
                 metrics = wire.metrics_of(message.evaluated.metrics)
@@ -173,5 +199,5 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 failure = SiteFailure(
                     session.name, step.round, step.attempt, step.phase, "node_failure", detail
                 )
-                runner.post(m.ClientFailed(step, failure))
+                runner.give_up_on(step, failure)
         session.end()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from roundtable.aggregation import FileMatrix, find_rule
 from roundtable.core.config import JobConfig
 from roundtable.core.models import Model, model_blocks, open_model
-from roundtable.engine import Plan, ServerState, combine, initial_server_state
+from roundtable.engine import Combined, Plan, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine import messages as m
-from roundtable.privacy import SecureNoise
+from roundtable.privacy import SecureMean, SecureNoise
 from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.memory import SlicedOptimizer, give_back_free_memory
 from roundtable.server.store import ArtifactRow
@@ -32,8 +32,10 @@ class Combiner:
         keeps_aggregate = find_rule(plan.aggregation.rule).takes("previous")
         self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
 
-    def __call__(self, action: m.Aggregate, now: float, privacy: str = "") -> Outcome:
-        """`privacy` is the statement that the new model carries.
+    def __call__(
+        self, action: m.Aggregate, now: float, privacy: str = "", mean: SecureMean | None = None
+    ) -> Outcome:
+        """`privacy` is the statement that the new model carries; with `mean`, no single update is known.
 
         Raises AggregationError or InvalidUpdate where there is no sound answer.
         """
@@ -41,17 +43,12 @@ class Combiner:
         give_back_free_memory()
         old = open_model(self._artifacts.path(action.model))
         state = self._state(action.optimizer, old.layout.size)
-        paths = [self._artifacts.path(update.digest) for update in action.updates]
-        combined = combine(
-            self._plan,
-            FileMatrix(paths, old.layout.size, self._job.transfer.encoding),
-            action.updates,
-            old.vector,
-            state,
-            round=action.step.round,
-            seed=self._job.seed,
-            noise=SecureNoise() if self._plan.central else None,
-        )
+        if mean is not None:
+            combined = combine_mean(
+                self._plan, mean.vector, old.vector, state, round=action.step.round, charge=mean.account
+            )
+        else:
+            combined = self._combine(action, old, state)
         metadata = {"job": self._job.title, "round": str(action.step.round)}
         if privacy:
             metadata["privacy"] = privacy
@@ -67,8 +64,22 @@ class Combiner:
             combined.weights,
             combined.diagnosis,
             combined.charge,
+            mean.training if mean is not None else {},
         )
         return Outcome(event, tuple(artifacts))
+
+    def _combine(self, action: m.Aggregate, old: Model, state: ServerState) -> Combined:
+        paths = [self._artifacts.path(update.digest) for update in action.updates]
+        return combine(
+            self._plan,
+            FileMatrix(paths, old.layout.size, self._job.transfer.encoding),
+            action.updates,
+            old.vector,
+            state,
+            round=action.step.round,
+            seed=self._job.seed,
+            noise=SecureNoise() if self._plan.central else None,
+        )
 
     def _state(self, optimizer: str, columns: int) -> ServerState:
         if not optimizer:

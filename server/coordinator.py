@@ -115,7 +115,7 @@ class Coordinator:
         server = grpc.aio.server(interceptors=[Access()], options=SERVER_OPTIONS)
         uploads = Uploads(self.jobs, services, self._transfer)
         release = _version()
-        agents = AgentService(self.jobs, uploads, services, self._transfer, release)
+        agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca)
         operators = OperatorService(
             self.jobs, services, self._transfer, release, self.config.max_artifact_bytes
         )

@@ -11,13 +11,21 @@ from typing import Any, TypeVar
 
 from sqlalchemy.engine import Connection
 
-from roundtable.core.errors import PrivacyError, ResourceError, RoundtableError, StorageError
+from roundtable.core.errors import (
+    PrivacyError,
+    ResourceError,
+    RoundtableError,
+    SiteFailure,
+    StorageError,
+)
 from roundtable.engine import messages as m
+from roundtable.privacy import SecureMean
 from roundtable.proto import agent_pb2
 from roundtable.server import wire
 from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.combining import Combiner
 from roundtable.server.ledger import Account
+from roundtable.server.secure import SecureRounds
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ArtifactRow, Database
 from roundtable.server.store.artifacts import forget_unused, old_models, spent_updates
@@ -63,9 +71,11 @@ class Effects:
         combiner: Combiner,
         account: Account | None,
         services: Services,
+        secure: SecureRounds | None = None,
     ) -> None:
         self._job, self._config, self._layout = job, config, layout
         self._combiner, self._account, self._services = combiner, account, services
+        self.secure = secure
         self._instructed: dict[str, m.Instruct] = {}
         self._progress: dict[str, Progress] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -75,6 +85,8 @@ class Effects:
     def connect(self, post: Post) -> None:
         """Where events go that actions lead to; `post` returns once they are durable."""
         self._post = post
+        if self.secure is not None:
+            self.secure.connect(self._send, self._spawn)
 
     def perform(self, action: m.Action) -> None:
         """Does it, or begins to."""
@@ -91,6 +103,8 @@ class Effects:
             case m.Authorize():
                 self._spawn(self._authorize(action))
             case m.Commit(record):
+                if self.secure is not None:
+                    self.secure.retire(record.round)
                 self._spawn(self._retire(record.round))
             case _:
                 raise AssertionError(f"{action} is no effect")
@@ -101,9 +115,17 @@ class Effects:
             timer.cancel()
         self._timers.clear()
 
+    def close(self) -> None:
+        """The job has ended."""
+        self.drop_timers()
+        if self.secure is not None:
+            self.secure.close(forget=True)
+
     def stop(self) -> None:
         """The process ends: what is under way is dropped, because the engine asks for it again."""
         self.drop_timers()
+        if self.secure is not None:
+            self.secure.close(forget=False)
         for task in self._tasks:
             task.cancel()
 
@@ -128,11 +150,35 @@ class Effects:
         told = self._instructed.get(client)
         return told.step if told else None
 
+    def protocol(self) -> str:
+        """Where secure aggregation is, in words; empty where nothing waits for it."""
+        return self.secure.waiting() if self.secure is not None else ""
+
+    def exchanged(self, client: str, step: m.Step, payload: bytes) -> None:
+        """A silo's message of secure aggregation."""
+        if self.secure is not None:
+            self.secure.hear(client, step, payload)
+
+    def rejoined(self, client: str) -> None:
+        """The silo is connected again."""
+        if self.secure is not None:
+            self.secure.rejoined(client)
+
+    def failed(self, failure: SiteFailure) -> None:
+        """A silo will not answer its step: secure aggregation need not wait for it either."""
+        if self.secure is not None:
+            self.secure.lost(failure)
+
     def progress_of(self, client: str) -> Progress | None:
         """What the agent said last of the step that it works on."""
         return self._progress.get(client)
 
     def _instruct(self, action: m.Instruct) -> None:
+        identities: list[bytes] = []
+        if self.secure is not None and action.step.phase == m.TRAIN:
+            identities = self.secure.identities(action)
+            if not identities:
+                return
         if self._instructed.get(action.client) != action:
             self._progress.pop(action.client, None)
         self._instructed[action.client] = action
@@ -141,7 +187,7 @@ class Effects:
             log.error("model %s is missing from the artifacts", action.model, extra={"job": self._job})
             return
         message = wire.instruction(
-            self._job, self._config, self._layout, action, size, self._services.clock()
+            self._job, self._config, self._layout, action, size, self._services.clock(), identities
         )
         self._services.sessions.send(action.client, message)
 
@@ -163,12 +209,15 @@ class Effects:
         """Combines; waits for room if the disk is full, and pauses the job if there is none for long."""
         loop, now = asyncio.get_running_loop(), self._services.clock()
         statement = ""
+        mean: SecureMean | None = None
         if self._account is not None:
             statement = await self._patiently(lambda account: account.statement(action.step))
         for pause in (*FULL_DISK_PAUSES, None):
             try:
+                if self.secure is not None and mean is None:
+                    mean = await self.secure.total(action)
                 outcome = await loop.run_in_executor(
-                    self._services.compute, self._combiner, action, now, statement
+                    self._services.compute, self._combiner, action, now, statement, mean
                 )
             except ResourceError as error:
                 log.error("round %d: %s", action.step.round, error, extra={"job": self._job})

@@ -22,6 +22,7 @@ from roundtable.server.combining import Combiner
 from roundtable.server.effects import Effects, Services
 from roundtable.server.ledger import Account, budgets_of, check_all, entry_of, population_of
 from roundtable.server.runner import JobRunner
+from roundtable.server.secure import SecureRounds
 from roundtable.server.store import ArtifactRow, ClientRow, EventRow, JobRow, LedgerRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.clients import all_clients
@@ -132,6 +133,7 @@ class Jobs:
         for runner in self._runners.values():
             if offers(client, runner.job.task):
                 runner.post(m.ClientJoined(_info(client)))
+                runner.effects.rejoined(client.name)
 
     def left(self, client: ClientRow) -> None:
         """An agent's connection has ended."""
@@ -229,7 +231,10 @@ class Jobs:
         if plan.privacy.private:
             account = Account(row.id, job, plan, services.database, services.clock, self._reserving)
         combiner = Combiner(job, plan, services.artifacts)
-        effects = Effects(row.id, row.config, layout.fingerprint, combiner, account, services)
+        secure = None
+        if plan.privacy.secure_aggregation:
+            secure = SecureRounds(row.id, job, layout.size, services)
+        effects = Effects(row.id, row.config, layout.fingerprint, combiner, account, services, secure)
         return JobRunner(row, job, layout, engine, effects, services, sequence)
 
     def _ended(self, job: str, task: asyncio.Task[None]) -> None:
@@ -298,11 +303,10 @@ def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[Ledge
     plan = make_plan(job, population, slices, [entry_of(row).charge for row in spent])
     if spent and (charge := plan.charge_of(1)) is not None:
         check_all(budgets_of(plan.privacy, population_of(job)), spent, charge)
-    if plan.privacy.level not in LEVELS or plan.privacy.secure_aggregation:
+    if plan.privacy.level not in LEVELS:
         raise ConfigError(
-            f"privacy: level = {plan.privacy.level!r} with secure_aggregation = "
-            f"{str(plan.privacy.secure_aggregation).lower()} is not offered by this coordinator; "
-            f"it offers level = {' or '.join(map(repr, LEVELS))} without secure aggregation"
+            f"privacy: level = {plan.privacy.level!r} is not offered by this coordinator; "
+            f"it offers {' or '.join(map(repr, LEVELS))}"
         )
     if get_encoding(job.transfer.encoding).dense_dtype is None:
         raise ConfigError(f"transfer.encoding = {job.transfer.encoding!r} is not offered by this coordinator")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import StorageError
+from roundtable.core.errors import SiteFailure, StorageError
 from roundtable.core.layout import Layout
 from roundtable.engine import EngineView, RoundEngine, record_to_plain
 from roundtable.engine import messages as m
@@ -26,7 +26,8 @@ from roundtable.server.store.jobs import apply
 log = logging.getLogger("roundtable.server.runner")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-_QUIET = (m.WorkStarted, m.ClientJoined, m.ClientLeft)
+# Lost with a crash, these are said again: evaluations are asked for once more.
+_QUIET = (m.WorkStarted, m.ClientJoined, m.ClientLeft, m.Evaluated)
 
 Verdict = Literal["wanted", "duplicate", "stale"]
 
@@ -84,6 +85,11 @@ class JobRunner:
         """Something has happened; nobody waits for the outcome."""
         self._queue.put_nowait(Arrival(event))
 
+    def give_up_on(self, step: m.Step, failure: SiteFailure) -> None:
+        """A silo will not answer."""
+        self.post(m.ClientFailed(step, failure))
+        self.effects.failed(failure)
+
     async def tell(
         self, event: m.Event, artifacts: tuple[ArtifactRow, ...] = (), update: UpdateRow | None = None
     ) -> Verdict:
@@ -99,6 +105,11 @@ class JobRunner:
     def view(self) -> EngineView:
         """Where the job stands; a database that is away shows as what the job waits for."""
         view = self._engine.view()
+        if secure := self.effects.protocol():
+            waiting = f"secure aggregation, {secure}"
+            view = replace(
+                view, waiting_for=f"{waiting}; {view.waiting_for}" if view.waiting_for else waiting
+            )
         return replace(view, waiting_for=self._trouble) if self._trouble else view
 
     def next_change(self) -> asyncio.Event:
@@ -224,7 +235,7 @@ class JobRunner:
         for arrival in rest:
             arrival.verdict = "stale"
         _answer(rest)
-        self.effects.drop_timers()
+        self.effects.close()
         self.notify()
 
 

@@ -13,6 +13,14 @@ from roundtable.server.store import ClientRow
 log = logging.getLogger("roundtable.server.sessions")
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What an agent signs with in secure aggregation: its certificate (PEM), and the public key in it."""
+
+    certificate: bytes
+    key: bytes
+
+
 @dataclass
 class Session:
     """One agent's control stream. `None` in the outbox ends it."""
@@ -38,7 +46,10 @@ class Session:
 
 
 class Sessions:
-    """Who is here. `joined` and `left` are called as agents come and go."""
+    """Who is here. `joined` and `left` are called as agents come and go.
+
+    `identities` are those that agents have shown, checked; they outlast a connection.
+    """
 
     def __init__(
         self,
@@ -49,6 +60,7 @@ class Sessions:
     ) -> None:
         self._clock, self.heartbeat = clock, heartbeat
         self._joined, self._left = joined, left
+        self.identities: dict[str, Identity] = {}
         self._sessions: dict[str, Session] = {}
 
     def __len__(self) -> int:

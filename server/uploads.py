@@ -102,7 +102,7 @@ class Uploads:
         if runner is None or verdict != "wanted":
             return await self._settled(client, header.step.job, step, verdict)
         offer = Offer(client, header, runner)
-        problem = _problem(header, runner)
+        problem = _problem(client, header, runner)
         if problem:
             return await self._reject(offer, "invalid_update", problem)
         return offer
@@ -122,10 +122,11 @@ class Uploads:
         return Receipt(status=status, reason=reason)
 
     async def _take(self, offer: Offer, parts: AsyncIterator[agent_pb2.UploadPart]) -> Receipt:
-        content = offer.header.content
-        dtype = get_encoding(offer.header.encoding).dense_dtype
-        assert dtype is not None, "submission refuses other encodings"
-        finite = FiniteCheck(dtype)
+        content, finite = offer.header.content, None
+        if offer.runner.effects.secure is None:
+            dtype = get_encoding(offer.header.encoding).dense_dtype
+            assert dtype is not None, "submission refuses other encodings"
+            finite = FiniteCheck(dtype)
         offer.runner.post(m.WorkStarted(offer.client, offer.step, "uploading"))
         place = (offer.owner, content.digest, content.size, finite, offer.header.offset)
         writer = self._services.artifacts.receive(*place)
@@ -136,7 +137,7 @@ class Uploads:
         finally:
             writer.close()
 
-    async def _complete(self, offer: Offer, writer: BlobWriter, finite: FiniteCheck) -> Receipt:
+    async def _complete(self, offer: Offer, writer: BlobWriter, finite: FiniteCheck | None) -> Receipt:
         """All bytes that came are written: are they all, the right ones, and numbers? Then they stay."""
         size = offer.header.content.size
         if writer.offset != size:
@@ -148,7 +149,7 @@ class Uploads:
             writer.check()
         except TransferError as error:
             return await self._corrupted_upload(offer, error)
-        if finite.first_bad is not None:
+        if finite is not None and finite.first_bad is not None:
             writer.forget()
             problem = f"the update is not finite: element {finite.first_bad} is NaN or infinite"
             return await self._reject(offer, "invalid_update", problem)
@@ -160,6 +161,8 @@ class Uploads:
 
     async def _deliver(self, offer: Offer, artifact: ArtifactRow) -> Receipt:
         header, client = offer.header, offer.client
+        if offer.runner.effects.secure is not None:
+            offer.runner.effects.secure.arrived(client, header)
         metrics = wire.metrics_of(header.metrics)
         total, count = metrics.pop("loss", (0.0, 0))
         update = m.Update(client, artifact.digest, header.examples, total / count if count else None, metrics)
@@ -224,7 +227,7 @@ async def _chunks(parts: AsyncIterator[agent_pb2.UploadPart]) -> AsyncIterator[C
         yield part.chunk
 
 
-def _problem(header: agent_pb2.UploadHeader, runner: JobRunner) -> str:
+def _problem(client: str, header: agent_pb2.UploadHeader, runner: JobRunner) -> str:
     """What is wrong with an offer, in words; empty if nothing is."""
     layout, encoding = runner.layout, runner.job.transfer.encoding
     if header.layout != layout.fingerprint:
@@ -233,6 +236,10 @@ def _problem(header: agent_pb2.UploadHeader, runner: JobRunner) -> str:
             "the silo's task builds another model than the one that was submitted; "
             "install the same version of the task"
         )
+    if not DIGEST.fullmatch(header.content.digest):
+        return "the update's digest is no BLAKE3 digest of 64 hexadecimal digits"
+    if runner.effects.secure is not None:
+        return runner.effects.secure.problem(client, header)
     if header.encoding != encoding:
         return f"the update is encoded as {header.encoding[:40]!r}, the job says {encoding!r}"
     expected = get_encoding(encoding).encoded_size(layout.size)
@@ -240,8 +247,6 @@ def _problem(header: agent_pb2.UploadHeader, runner: JobRunner) -> str:
         return (
             f"the update has {header.content.size} bytes; {layout.size} values of {encoding} are {expected}"
         )
-    if not DIGEST.fullmatch(header.content.digest):
-        return "the update's digest is no BLAKE3 digest of 64 hexadecimal digits"
     if not 1 <= header.examples <= wire.MAX_COUNT:
         return (
             f"the update claims {header.examples} examples; between 1 and 2^53 can be: a silo without data "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from roundtable.core.errors import FAILURE_KINDS, SiteFailure
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, common_pb2, operator_pb2
 from roundtable.server.store import ClientRow, EventRow, JobRow
 
+SECURE = "secure"
 MAX_METRICS = 200
 MAX_COUNT = 1 << 53
 _MAX_TEXT = 2000
@@ -59,9 +60,15 @@ def client_of(name: str, hello: agent_pb2.Hello, now: float) -> ClientRow:
 
 
 def instruction(
-    job: str, config: str, layout: str, action: m.Instruct, size: int, now: float
+    job: str,
+    config: str,
+    layout: str,
+    action: m.Instruct,
+    size: int,
+    now: float,
+    identities: Sequence[bytes] = (),
 ) -> agent_pb2.ToAgent:
-    """The message for an `Instruct`; `size` is the model artifact's."""
+    """The message for an `Instruct`; `size` is the model's, `identities` are for secure aggregation."""
     model = common_pb2.Artifact(digest=action.model, size=size)
     message = agent_pb2.Instruction(
         step=step_to(job, action.step),
@@ -71,8 +78,15 @@ def instruction(
     if action.step.phase == m.EVALUATE:
         message.evaluate.CopyFrom(agent_pb2.Evaluate(model=model, layout=layout))
     else:
-        message.train.CopyFrom(agent_pb2.Train(model=model, layout=layout))
+        message.train.CopyFrom(agent_pb2.Train(model=model, layout=layout, identities=identities))
     return agent_pb2.ToAgent(instruction=message)
+
+
+def exchange(job: str, round: int, attempt: int, payload: bytes) -> agent_pb2.ToAgent:
+    """The message that carries one of secure aggregation's."""
+    step = common_pb2.Step(job=job, round=round, attempt=attempt, phase=SECURE)
+    work = agent_pb2.Exchange(payload=payload)
+    return agent_pb2.ToAgent(instruction=agent_pb2.Instruction(step=step, exchange=work))
 
 
 def withdrawal(job: str, action: m.Withdraw) -> agent_pb2.ToAgent:
