@@ -260,7 +260,10 @@ class Processes:
             worker.ready = True
             self._send_memory(worker)
         elif message["op"] == "broken":
-            raise TaskError(f"a worker process could not start: {message['detail']}")
+            raise TaskError(
+                f"a worker process could not start: {message['detail']}; mend that, "
+                "or set simulation.workers = 1"
+            )
         elif message["op"] == "refused":
             raise ConfigError(message["detail"])
         elif message["op"] == "done":
