@@ -25,7 +25,8 @@ STEP = StepKey("job-1", 3, 1, "train")
 def finish(spool: Spool, step: StepKey = STEP, content: bytes = b"update") -> Finished:
     digest, size = write_file(spool.bytes_of(step), [content])
     finished = Finished(step, digest, size, "f" * 64, "float32", 7, {"loss": (3.5, 7)})
-    spool.commit(finished)
+    spool.describe(finished)
+    spool.sync(finished.step)
     return finished
 
 
