@@ -11,6 +11,7 @@ from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
 from roundtable.engine.metrics import add_up, means
+from roundtable.engine.secure import fewest, fewest_updates
 from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
 from roundtable.engine.state import Attempt
 from roundtable.engine.stopping import stop_reason
@@ -65,7 +66,7 @@ class Phases:
         attempt, cohort = self._context.attempt(), self._job.cohort
         sampled = cohort.strategy == "poisson" or self._amplified
         candidates = rested(self._population.known() if sampled else self._population.online(), self._state)
-        if len(candidates) < least_for_selection(cohort, attempt.settled):
+        if len(candidates) < max(least_for_selection(cohort, attempt.settled), fewest(self._job)):
             if attempt.deadline is None:
                 attempt.deadline = now + cohort.wait
                 self._context.out.append(m.SetTimer(self._context.timer("wait"), attempt.deadline))
@@ -79,7 +80,7 @@ class Phases:
         chosen = STRATEGIES[cohort.strategy](candidates, ask, chance, self._context.candidate, cohort)
         attempt.cohort = tuple(sorted(chosen))
         attempt.target = len(chosen) if sampled else wanted
-        attempt.minimum = quorum(cohort, attempt.target)
+        attempt.minimum = max(quorum(cohort, attempt.target), fewest_updates(self._job, attempt.target))
         self._begin_training(now)
 
     def _begin_training(self, now: float) -> None:

@@ -45,6 +45,16 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig, privacy: Privac
     _check_secure_rounds(job)
 
 
+def fewest(job: JobConfig) -> int:
+    """The clients below which a round need not begin: fewer hide nothing from each other."""
+    return MINIMUM_COHORT if job.privacy.get("secure_aggregation") else 0
+
+
+def fewest_updates(job: JobConfig, size: int) -> int:
+    """The updates below which a cohort of `size` cannot be unmasked: so many must answer to the end."""
+    return max(MINIMUM_COHORT, 2 * size // 3 + 1) if job.privacy.get("secure_aggregation") else 0
+
+
 def _check_secure_rounds(job: JobConfig) -> None:
     cohort = job.cohort
     if cohort.size is not None and cohort.size < MINIMUM_COHORT:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from roundtable.core.config import JobConfig
 from roundtable.engine import messages as m
 from roundtable.engine.population import Population
+from roundtable.engine.secure import fewest
 from roundtable.engine.selection import least_for_selection, rested
 from roundtable.engine.state import Attempt, ClientRecord, EngineState
 
@@ -63,7 +64,7 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
     assert attempt is not None
     if attempt.phase == m.SELECT:
         there = len(rested(population.online(), state))
-        least = least_for_selection(job.cohort, attempt.settled)
+        least = max(least_for_selection(job.cohort, attempt.settled), fewest(job))
         if there < len(population.online()):
             resting = len(population.online()) - there
             return (

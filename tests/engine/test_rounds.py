@@ -332,8 +332,19 @@ def test_training_metrics_that_only_the_aggregate_tells_are_recorded() -> None:
 
 
 def test_without_noise_nobody_is_drawn_who_is_not_there() -> None:
-    driver = Driver(job("[privacy]\nsecure_aggregation = true\n[cohort]\nsize = 2"))
-    driver.join("a", "b", "c")
+    driver = Driver(job("[privacy]\nsecure_aggregation = true\n[cohort]\nsize = 3"))
+    driver.join("a", "b", "c", "d")
     driver.send(m.ClientLeft("a"))
     driver.send(m.Start())
-    assert [action.client for action in driver.instructions] == ["b", "c"]
+    assert [action.client for action in driver.instructions] == ["b", "c", "d"]
+
+
+def test_a_secure_round_waits_for_three_and_fails_below_its_threshold() -> None:
+    driver = Driver(job("[privacy]\nsecure_aggregation = true\n[cohort]\nwait = 5"))
+    driver.join("a", "b")
+    driver.send(m.Start())
+    driver.advance(10.0)
+    assert driver.engine.view().waiting_for.startswith("2 of 3 clients are available")
+    driver.join("c")
+    assert driver.engine.state.attempt is not None
+    assert driver.engine.state.attempt.minimum == 3

@@ -58,7 +58,7 @@ def test_too_few_survivors_fail_the_attempt(run, masking):
     lost = {"simulation__faults": {"dropout": 0.6}, "cohort__size": 8, "cohort__minimum": 1}
     result = run(**SECURE, **lost, cohort__retries=0, simulation__masking=masking)
     assert result.status == "paused"
-    assert "secure aggregation" in result.reason
+    assert "of at least 6 updates" in result.reason
 
 
 def test_noise_in_shares(run):
