@@ -81,6 +81,7 @@ class Agent:
     async def _stay_connected(self, duties: Duties, link: Link, name: str) -> None:
         backoff = Backoff()
         stopping = asyncio.create_task(self._stopping.wait())
+        session: asyncio.Task[None] | None = None
         try:
             while not stopping.done():
                 session = asyncio.create_task(self._serve(duties, link, name, backoff))
@@ -94,6 +95,8 @@ class Agent:
                 await asyncio.wait([stopping], timeout=wait)
         finally:
             stopping.cancel()
+            if session is not None:
+                session.cancel()
 
     async def _serve(self, duties: Duties, link: Link, name: str, backoff: Backoff) -> None:
         config = self._config

@@ -82,11 +82,11 @@ class Effects:
         self._tasks: set[asyncio.Task[None]] = set()
         self._post: Post
 
-    def connect(self, post: Post) -> None:
-        """Where events go that actions lead to; `post` returns once they are durable."""
+    def connect(self, post: Post, notify: Callable[[], None]) -> None:
+        """Where events go: `post` returns once they are durable. `notify` shows people what has changed."""
         self._post = post
         if self.secure is not None:
-            self.secure.connect(self._send, self._spawn)
+            self.secure.connect(self._send, self._spawn, notify)
 
     def perform(self, action: m.Action) -> None:
         """Does it, or begins to."""
@@ -153,6 +153,11 @@ class Effects:
     def protocol(self) -> str:
         """Where secure aggregation is, in words; empty where nothing waits for it."""
         return self.secure.waiting() if self.secure is not None else ""
+
+    def take_up(self, step: m.Step) -> None:
+        """After a restart: the attempt that was under way."""
+        if self.secure is not None:
+            self.secure.take_up(step)
 
     def exchanged(self, client: str, step: m.Step, payload: bytes) -> None:
         """A silo's message of secure aggregation."""

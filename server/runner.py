@@ -74,7 +74,7 @@ class JobRunner:
         self._queue: asyncio.Queue[Arrival] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._trouble = ""
-        effects.connect(self.tell)
+        effects.connect(self.tell, self.notify)
 
     @property
     def final(self) -> bool:
@@ -123,6 +123,8 @@ class JobRunner:
 
     async def run(self) -> None:
         """Takes events until the job has ended, beginning with what was outstanding after a restart."""
+        if self._engine.state.attempt is not None:
+            self.effects.take_up(self._engine.state.attempt.step)
         batch = Batch()
         self._collect(self._engine.outstanding(self._services.clock()), batch)
         await self._finish(batch)

@@ -48,10 +48,21 @@ class SecureRounds:
         self._exchange: asyncio.Task[None] | None = None
         self._post: Post
         self._spawn: Callable[[Coroutine[Any, Any, None]], None]
+        self._notify: Callable[[], None]
 
-    def connect(self, post: Post, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        """Where events go, and who looks after what takes time."""
-        self._post, self._spawn = post, spawn
+    def connect(
+        self,
+        post: Post,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        notify: Callable[[], None],
+    ) -> None:
+        """Where events go, who looks after what takes time, and whom to tell that something can be seen."""
+        self._post, self._spawn, self._notify = post, spawn, notify
+
+    def take_up(self, step: m.Step) -> None:
+        """After a restart: goes on with the attempt that was under way, if it had begun."""
+        if self._path(step).exists():
+            self._open(step, ())
 
     def identities(self, action: m.Instruct) -> list[bytes]:
         """The certificates that go with an instruction to train; none where the silo cannot take part."""
@@ -78,6 +89,7 @@ class SecureRounds:
                 attempt.lose(client, reason)
                 self._fail(step, client, "node_failure", reason)
         self._changed.set()
+        self._notify()
 
     def lost(self, failure: SiteFailure) -> None:
         """The silo has said that it will not answer."""
@@ -172,7 +184,7 @@ class SecureRounds:
         """Begins an attempt, or takes it up from its journal."""
         self.close(forget=True)
         self._key = (step.round, step.attempt)
-        path = self._folder / f"{self._id}.{step.round}.{step.attempt}"
+        path = self._path(step)
         known = self._services.sessions.identities
         for name in [name for name in cohort if name not in known]:
             said = "it has no signing identity, which secure aggregation needs: issue its credentials anew"
@@ -190,6 +202,9 @@ class SecureRounds:
         self._forget_others(path)
         if self._attempt is not None and self._attempt.phase in (*KEYS, ServerPhase.MASKED):
             self._exchange = asyncio.get_running_loop().create_task(self._exchange_keys(self._attempt, step))
+
+    def _path(self, step: m.Step) -> Path:
+        return self._folder / f"{self._id}.{step.round}.{step.attempt}"
 
     def _forget_others(self, path: Path) -> None:
         for other in self._folder.glob(f"{self._id}.*"):
@@ -245,6 +260,7 @@ class SecureRounds:
     def _tell(self, attempt: SecureAttempt) -> None:
         for client in attempt.told:
             self._send(attempt, client)
+        self._notify()
 
     def _send(self, attempt: SecureAttempt, client: str) -> None:
         session = attempt.server.session

@@ -105,14 +105,22 @@ class Federation:
         )
 
     @asynccontextmanager
-    async def agent(self, name: str, trainer: GivenTrainer, **changes: Any) -> AsyncIterator[Agent]:
+    async def agent(
+        self, name: str, trainer: GivenTrainer, **changes: Any
+    ) -> AsyncIterator[asyncio.Task[None]]:
+        """A running agent; cancelling its task is a kill: nobody is told."""
         agent = Agent(self.config(name, **changes), trainer)
         running = asyncio.create_task(agent.run())
         try:
-            yield agent
+            yield running
         finally:
             agent.stop()
             await asyncio.gather(running, return_exceptions=True)
+
+    async def kill(self, running: asyncio.Task[None]) -> None:
+        """Ends an agent without a word; its files stay as they are."""
+        running.cancel()
+        await asyncio.wait([running])
 
     @asynccontextmanager
     async def agents(self, trainers: Mapping[str, GivenTrainer]) -> AsyncIterator[None]:

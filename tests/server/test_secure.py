@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import grpc
+import numpy as np
 import pytest
 import torch
-from secure_federation import QUIET, SECURE, Federation
+from secure_federation import QUIET, SECURE, Federation, unit
+from service import Operator
 
+from roundtable.client.config import PolicyTable
 from roundtable.core.models import open_model
+from roundtable.proto import operator_pb2
 
 COLUMNS = 1500
 
@@ -42,3 +49,245 @@ async def test_the_model_is_the_one_that_all_could_see(federation: Federation) -
     assert record["contributors"] == ["alder", "birch", "cedar"]
     assert record["charge"]["examples"] == 10 + 30 + 50
     assert record["training"] == {"loss": [pytest.approx(45.0, abs=1e-3), 90]}
+
+
+async def submit(operator: Operator, text: str = "", rounds: int = 1) -> str:
+    job = await operator.submit(SECURE + text, rounds=rounds, vector=torch.zeros(COLUMNS))
+    return str(job.id)
+
+
+async def updates_received(operator: Operator, job: str, count: int) -> None:
+    """Returns when so many updates have arrived in all."""
+    call = operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job), timeout=60)
+    seen = 0
+    async for update in call:
+        seen += sum(event.kind == "update_received" for event in update.events)
+        if seen >= count:
+            call.cancel()
+            return
+    raise AssertionError(f"the job ended after {seen} updates")
+
+
+async def last_record(operator: Operator, job: str) -> dict[str, Any]:
+    detail = await operator.job(job)
+    return dict(json.loads(detail.history[-1]))
+
+
+async def check_mean(federation: Federation, operator: Operator, job: str, silos: tuple[int, ...]) -> None:
+    """The job's model is the mean of these silos' updates, weighted by their examples."""
+    data = await operator.fetch((await operator.job(job)).job.model.digest)
+    path = federation.folder / "checked.safetensors"
+    path.write_bytes(data)
+    weights = torch.tensor([10.0 + 20 * place for place in silos])
+    rows = torch.stack([unit(place, 1, COLUMNS) for place in silos])
+    expected = (weights / weights.sum()) @ rows
+    assert (open_model(path).vector - expected).abs().max() < 1e-5
+
+
+async def test_a_silo_that_comes_back_after_its_upload_helps_to_unmask(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        running = {
+            name: await stack.enter_async_context(federation.agent(name, trainer))
+            for name, trainer in trainers.items()
+        }
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, "[cohort]\nsize = 3")
+        await updates_received(operator, job, 2)
+        await federation.kill(running["alder"])
+        sealed = list((federation.folder / "state" / "alder" / "secure").glob("*.sealed"))
+        assert len(sealed) == 1
+        trainers["cedar"].gate.set()
+        await updates_received(operator, job, 3)
+        await stack.enter_async_context(federation.agent("alder", trainers["alder"]))
+        await operator.watch_until(job, "finished")
+        assert (await last_record(operator, job))["attempt"] == 1
+        assert len(trainers["alder"].steps) == 1
+        await check_mean(federation, operator, job, (0, 1, 2))
+
+
+async def test_below_three_survivors_the_attempt_fails_and_new_keys_are_made(
+    federation: Federation,
+) -> None:
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        running = {
+            name: await stack.enter_async_context(federation.agent(name, trainer))
+            for name, trainer in trainers.items()
+        }
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, '[cohort]\nsize = 3\ndeadline = "3s"')
+        await updates_received(operator, job, 2)
+        await federation.kill(running["cedar"])
+        failed = await operator.watch_for(job, "attempt_failed")
+        assert "2 of at least 3 updates" in failed.message
+        trainers["cedar"].gate.set()
+        await stack.enter_async_context(federation.agent("cedar", trainers["cedar"]))
+        await operator.watch_until(job, "finished")
+        assert (await last_record(operator, job))["attempt"] > 1
+        await check_mean(federation, operator, job, (0, 1, 2))
+
+
+async def test_four_silos_can_do_without_one(tmp_path: Path) -> None:
+    federation = Federation.make(tmp_path, "alder", "birch", "cedar", "dogwood")
+    trainers = federation.trainers(COLUMNS)
+    trainers["dogwood"].gate.clear()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        running = {
+            name: await stack.enter_async_context(federation.agent(name, trainer))
+            for name, trainer in trainers.items()
+        }
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, '[cohort]\nsize = 4\ngrace = "0.2s"')
+        await updates_received(operator, job, 3)
+        await federation.kill(running["dogwood"])
+        await operator.watch_until(job, "finished")
+        record = await last_record(operator, job)
+        assert (record["attempt"], record["contributors"]) == (1, ["alder", "birch", "cedar"])
+        assert record["charge"] | {"weight": 90, "silos": 3, "cohort": 4} == record["charge"]
+        await check_mean(federation, operator, job, (0, 1, 2))
+
+
+async def test_a_restarted_coordinator_goes_on_with_the_same_attempt(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with AsyncExitStack() as stack:
+        async with federation.coordinator():
+            for name, trainer in trainers.items():
+                await stack.enter_async_context(federation.agent(name, trainer))
+            async with federation.operator() as operator:
+                job = await submit(operator, "[cohort]\nsize = 3")
+                await updates_received(operator, job, 2)
+        async with federation.coordinator():
+            trainers["cedar"].gate.set()
+            async with federation.operator() as operator:
+                await operator.watch_until(job, "finished")
+                assert (await last_record(operator, job))["attempt"] == 1
+                assert [len(trainer.steps) for trainer in trainers.values()] == [1, 1, 1]
+                await check_mean(federation, operator, job, (0, 1, 2))
+        assert not list((federation.folder / "artifacts" / "secure").iterdir())
+        async with federation.coordinator():
+            pass
+
+
+async def test_a_silo_restarted_in_training_waits_for_fresh_keys(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        running = {
+            name: await stack.enter_async_context(federation.agent(name, trainer))
+            for name, trainer in trainers.items()
+        }
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, "[cohort]\nsize = 3")
+        await updates_received(operator, job, 2)
+        await federation.kill(running["cedar"])
+        trainers["cedar"].gate.set()
+        await stack.enter_async_context(federation.agent("cedar", trainers["cedar"]))
+        failed = await operator.watch_for(job, "client_failed")
+        assert "restarted" in failed.message
+        await operator.watch_until(job, "finished")
+        assert (await last_record(operator, job))["attempt"] == 2
+
+
+async def test_a_silo_can_demand_secure_aggregation(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        for name, trainer in trainers.items():
+            demands = {"policy": PolicyTable(secure_aggregation=True)} if name == "birch" else {}
+            await stack.enter_async_context(federation.agent(name, trainer, **demands))
+        operator = await stack.enter_async_context(federation.operator())
+        plain = await operator.submit(QUIET, rounds=1, vector=torch.zeros(COLUMNS))
+        await operator.watch_until(plain.id, "finished")
+        record = await last_record(operator, plain.id)
+        assert record["contributors"] == ["alder", "cedar"]
+        assert "[policy] secure_aggregation = true" in record["failures"]["birch"]
+
+
+async def test_a_silo_can_demand_company(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        for name, trainer in trainers.items():
+            demands = {"policy": PolicyTable(minimum_cohort=4)} if name == "birch" else {}
+            await stack.enter_async_context(federation.agent(name, trainer, **demands))
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, "[cohort]\nsize = 3\nretries = 0")
+        events = await operator.watch_until(job, "paused")
+        assert any("at least 4 ([policy] minimum_cohort)" in event.message for event in events)
+
+
+def files_of(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+
+
+async def test_the_coordinator_holds_no_update_that_can_be_read(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        await stack.enter_async_context(federation.agents(trainers))
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, "[cohort]\nsize = 3")
+        await updates_received(operator, job, 2)
+        masked = [data for data in files_of(federation.folder / "artifacts" / "objects") if data[8:9] != b"{"]
+        assert len(masked) == 2
+        for data in masked:
+            # Uniform bytes: the mean of 6,000 of them is 127.5 within five standard errors.
+            values = np.frombuffer(data, dtype=np.uint8)
+            assert abs(values.mean() - 127.5) < 5 * 73.9 / len(values) ** 0.5
+        everything = b"".join(files_of(federation.folder / "artifacts"))
+        everything += b"".join(path.read_bytes() for path in federation.folder.glob("coordinator.db*"))
+        for place in (0, 1):
+            assert unit(place, 1, COLUMNS)[:8].numpy().tobytes() not in everything
+        assert b"secret" not in everything
+        trainers["cedar"].gate.set()
+        await operator.watch_until(job, "finished")
+
+
+async def test_people_see_what_the_protocol_waits_for(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        running = {
+            name: await stack.enter_async_context(federation.agent(name, trainer))
+            for name, trainer in trainers.items()
+        }
+        trainers["cedar"].gate.clear()
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, "[cohort]\nsize = 3")
+        await updates_received(operator, job, 2)
+        await federation.kill(running["alder"])
+        trainers["cedar"].gate.set()
+        call = operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job), timeout=60)
+        async for update in call:
+            if "agreeing on the survivors: 2 of 3" in update.detail.waiting_for:
+                call.cancel()
+                break
+        else:
+            raise AssertionError("the phase was never shown")
+        await stack.enter_async_context(federation.agent("alder", trainers["alder"]))
+        await operator.watch_until(job, "finished")
+
+
+async def test_an_agent_without_an_identity_is_told_so(federation: Federation) -> None:
+    for name in ("identity.key", "identity.crt"):
+        (federation.folder / "birch" / name).unlink()
+    trainers = federation.trainers(COLUMNS)
+    async with federation.coordinator(), federation.agents(trainers), federation.operator() as operator:
+        job = await submit(operator, "[cohort]\nsize = 3\nretries = 0")
+        events = await operator.watch_until(job, "paused")
+    assert any("birch" in e.message and "no signing identity" in e.message for e in events)
+
+
+async def test_a_job_that_makes_no_sense_is_refused_at_once(federation: Federation) -> None:
+    async with federation.coordinator(), federation.operator() as operator:
+        with pytest.raises(grpc.aio.AioRpcError, match="only their mean can be had"):
+            await operator.submit(SECURE + '[aggregation]\nrule = "median"')
