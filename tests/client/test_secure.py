@@ -1,0 +1,211 @@
+"""A silo's part in secure aggregation: whom it trusts, what it refuses, what it remembers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roundtable.client.config import AgentConfig, PolicyTable, load_agent_config
+from roundtable.client.failures import WorkFailed
+from roundtable.client.secure import FileReleases, SecureAttempts, certificate_of
+from roundtable.client.steps import StepKey
+from roundtable.core import parse_job
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ProtocolError
+from roundtable.core.identity import create_ca, issue
+from roundtable.privacy import SecureRound
+from roundtable.privacy.secagg import SecAggServer
+
+NAMES = ("alder", "birch", "cedar")
+COLUMNS = 40
+STEP = StepKey("job-1", 1, 1, "train")
+
+
+def job(text: str = "clip_norm = 1.0") -> JobConfig:
+    return parse_job(f'task = "t"\n[privacy]\nsecure_aggregation = true\n{text}')
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    create_ca(tmp_path / "ca")
+    for name in NAMES:
+        issue(tmp_path / "ca", name, "agent", tmp_path / name)
+    return tmp_path
+
+
+def config(folder: Path, name: str, least: int = 3) -> AgentConfig:
+    return AgentConfig(
+        coordinator="127.0.0.1:1",
+        credentials=folder / name,
+        state=folder / "state" / name,
+        policy=PolicyTable(minimum_cohort=least),
+    )
+
+
+def certificates(folder: Path, *names: str) -> list[bytes]:
+    return [certificate_of(folder / name) for name in names or NAMES]
+
+
+class Coordinator:
+    """An honest one, around the protocol's own state machine."""
+
+    def __init__(self, folder: Path, attempt: int = 1) -> None:
+        self.silos = {name: SecureAttempts(config(folder, name), name) for name in NAMES}
+        self.folder, self.step = folder, StepKey("job-1", 1, attempt, "train")
+        self.round = SecureRound.of(job(), COLUMNS, 3, 1)
+        shown = certificates(folder)
+        begun = {name: silo.begin(self.step, job(), COLUMNS, shown) for name, silo in self.silos.items()}
+        directory = {name: attempt.client._directory[name] for name, attempt in begun.items()}
+        session = self.round.session("job-1", 1, attempt)
+        self.server = SecAggServer(session, self.round.parameters, directory)
+        for attempt_ in begun.values():
+            self.server.receive(attempt_.advert)
+
+    def exchange(self) -> dict[str, bytes | None]:
+        """Closes a phase and hands out what follows; the answers."""
+        messages = self.server.advance()
+        return {name: self.silos[name].handle(self.step, message) for name, message in messages.items()}
+
+    def take(self, answers: dict[str, bytes | None]) -> None:
+        for answer in answers.values():
+            assert answer is not None
+            self.server.receive(answer)
+
+    def masked(self) -> None:
+        """Up to the masked vectors, which are taken."""
+        self.take(self.exchange())
+        self.exchange()
+        for name, silo in self.silos.items():
+            plain, out = self.folder / f"{name}.plain", self.folder / f"{name}.update"
+            np.full(COLUMNS, 0.1, dtype=np.float32).tofile(plain)
+            attempt = silo.find(self.step)
+            assert attempt is not None
+            attempt.mask(plain, out, 5, {"loss": (5.0, 5)})
+            silo.keep(self.step)
+            self.server.fold(attempt.client.masked(), out.read_bytes())
+
+
+def test_a_substituted_identity_is_refused(folder: Path) -> None:
+    create_ca(folder / "evil")
+    issue(folder / "evil", "cedar", "agent", folder / "false")
+    shown = [*certificates(folder, "alder", "birch"), certificate_of(folder / "false")]
+    with pytest.raises(WorkFailed, match=r"a peer cannot be trusted.*not issued by the authority"):
+        SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, shown)
+
+
+def test_two_identities_of_one_silo_are_refused(folder: Path) -> None:
+    issue(folder / "ca", "cedar", "agent", folder / "again")
+    shown = [*certificates(folder), certificate_of(folder / "again")]
+    with pytest.raises(WorkFailed, match="announces two identities for cedar"):
+        SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, shown)
+
+
+def test_a_silo_hides_only_among_as_many_as_it_demands(folder: Path) -> None:
+    with pytest.raises(WorkFailed, match=r"3 silos take part.*at least 5 \(\[policy\] minimum_cohort\)"):
+        SecureAttempts(config(folder, "alder", least=5), "alder").begin(
+            STEP, job(), COLUMNS, certificates(folder)
+        )
+    with pytest.raises(WorkFailed, match="another identity for this silo"):
+        SecureAttempts(config(folder, "alder"), "alder").begin(
+            STEP, job(), COLUMNS, certificates(folder, "birch", "cedar")
+        )
+
+
+def test_a_job_without_secure_aggregation_is_refused_where_it_is_demanded(folder: Path) -> None:
+    demanding = replace(config(folder, "alder"), policy=PolicyTable(secure_aggregation=True))
+    SecureAttempts(demanding, "alder").check(job())
+    with pytest.raises(WorkFailed, match="only with secure aggregation") as refused:
+        SecureAttempts(demanding, "alder").check(parse_job('task = "t"'))
+    assert refused.value.kind == "refused"
+
+
+def test_the_policy_is_read_from_agent_toml(tmp_path: Path) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text('coordinator = "c:1"\n[policy]\nsecure_aggregation = true\nminimum_cohort = 7\n')
+    assert load_agent_config(path).policy == PolicyTable(secure_aggregation=True, minimum_cohort=7)
+
+
+def test_a_round_is_unmasked_once_also_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "releases.json"
+    assert FileReleases(path).claim("j", 3, 2)
+    again = FileReleases(path)
+    assert again.claim("j", 3, 2)
+    assert not again.claim("j", 3, 3)
+    assert not again.claim("j", 2, 1)
+    assert again.claim("j", 4, 1)
+    assert again.claim("other", 1, 1)
+    path.write_text("{")
+    with pytest.raises(ProtocolError, match="is damaged: without it a round could be unmasked twice"):
+        FileReleases(path)
+
+
+def test_restarts_after_masking_and_after_giving_out_shares_lose_nothing(folder: Path) -> None:
+    coordinator = Coordinator(folder)
+    coordinator.masked()
+    sealed = folder / "state" / "alder" / "secure" / "job-1.1.1.secure.sealed"
+    assert b"job-1" not in sealed.read_bytes()
+    coordinator.silos["alder"] = SecureAttempts(config(folder, "alder"), "alder")
+    coordinator.silos["alder"].recover()
+    coordinator.take(coordinator.exchange())
+    evidence = coordinator.server.advance()
+    coordinator.silos["alder"] = SecureAttempts(config(folder, "alder"), "alder")
+    coordinator.silos["alder"].recover()
+    answers = {n: coordinator.silos[n].handle(coordinator.step, evidence[n]) for n in NAMES}
+    assert not sealed.exists()
+    restarted = SecureAttempts(config(folder, "alder"), "alder")
+    restarted.recover()
+    assert restarted.handle(coordinator.step, evidence["alder"]) == answers["alder"]
+    coordinator.take(answers)
+    coordinator.server.advance()
+    mean = coordinator.round.decode(coordinator.server.total, 3, 3)
+    assert mean.vector.numpy() == pytest.approx(0.1, abs=1e-4)
+
+
+def test_another_attempt_of_an_unmasked_round_gets_no_shares(folder: Path) -> None:
+    first = Coordinator(folder)
+    first.masked()
+    first.take(first.exchange())
+    first.take(first.exchange())
+    second = Coordinator(folder, attempt=2)
+    second.masked()
+    second.take(second.exchange())
+    for message in second.exchange().values():
+        assert message is not None
+        second.server.receive(message)
+    assert set(second.server.aborted) == set(NAMES)
+    assert "was unmasked already" in second.server.aborted["alder"]
+
+
+def test_before_masking_a_restart_loses_the_keys(folder: Path) -> None:
+    coordinator = Coordinator(folder)
+    message = coordinator.server.advance()["alder"]
+    restarted = SecureAttempts(config(folder, "alder"), "alder")
+    restarted.recover()
+    with pytest.raises(WorkFailed, match="keys of this attempt are gone"):
+        restarted.handle(coordinator.step, message)
+
+
+def test_a_sealed_attempt_opens_only_under_the_silos_own_identity(folder: Path) -> None:
+    Coordinator(folder).masked()
+    stolen = folder / "state" / "birch" / "secure"
+    source = folder / "state" / "alder" / "secure" / "job-1.1.1.secure.sealed"
+    (stolen / source.name).write_bytes(source.read_bytes())
+    thief = SecureAttempts(config(folder, "birch"), "birch")
+    thief.recover()
+    assert thief.find(STEP) is None
+
+
+async def test_a_refused_message_ends_the_attempt_and_says_why(folder: Path) -> None:
+    coordinator = Coordinator(folder)
+    silo = coordinator.silos["alder"]
+    attempt = silo.find(coordinator.step)
+    assert attempt is not None
+    answer = silo.handle(coordinator.step, b"RTSA nonsense" * 10)
+    assert answer is not None
+    coordinator.server.receive(answer)
+    assert "alder" in coordinator.server.aborted
+    with pytest.raises(WorkFailed, match="secure aggregation was given up"):
+        await attempt.ready()
