@@ -28,7 +28,7 @@ from roundtable.core.models import Model
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.messages import Update
 from roundtable.engine.plan import Plan, PrivacyPlan
-from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource
+from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource, local_gaussian_charge
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,15 @@ def _noise_of_silos(plan: Plan, noise: NoiseSource | None) -> Mapping[str, Any]:
     if privacy.level not in ("client_local", "example"):
         return {}
     guarantee = noise is None or noise.guarantee
-    return {"level": privacy.level, "clip_norm": privacy.clip_norm, "guarantee": guarantee}
+    account: dict[str, Any] = {
+        "level": privacy.level,
+        "clip_norm": privacy.clip_norm,
+        "guarantee": guarantee,
+    }
+    if plan.silo_noise is not None:
+        account["noise_multiplier"] = plan.silo_noise
+        account["silo_charge"] = local_gaussian_charge(plan.silo_noise).to_json()
+    return account
 
 
 def _starts_from_previous(config: AggregationConfig) -> bool:

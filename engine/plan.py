@@ -22,6 +22,7 @@ from roundtable.privacy import (
     PrivacyConfig,
     accountant_for,
     check_delta,
+    distributed_noise,
     gaussian_charge,
     noise_for,
     solve_noise,
@@ -46,7 +47,7 @@ class PrivacyPlan:
         return self.ftrl.noise_multiplier if self.ftrl else self.mechanism.noise_multiplier
 
     def charge_of(self, round: int) -> Charge:
-        """What publishing round `round` (from 1) costs."""
+        """What publishing a round (from 1) costs."""
         return self.ftrl.charge(round) if self.ftrl else self.charge
 
     def at(self, clip_norm: float | None) -> CentralDP:
@@ -59,12 +60,20 @@ class PrivacyPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job that makes sense. `central` is there where the coordinator adds the noise: client and dp_ftrl."""
+    """A job that makes sense. `central` is there where the coordinator adds the noise: client and dp_ftrl.
+    `silo_noise` is the noise multiplier of each silo's own noise at level client_local, `shares` what a
+    sum with noise in shares costs at level distributed."""
 
     aggregation: AggregationConfig
     optimizer: ServerOptimizer
     privacy: PrivacyConfig
     central: PrivacyPlan | None
+    silo_noise: float | None = None
+    shares: Charge | None = None
+
+    def charge_of(self, round: int) -> Charge | None:
+        """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
+        return self.central.charge_of(round) if self.central else self.shares
 
     @property
     def separation(self) -> int:
@@ -87,14 +96,17 @@ def make_plan(
     check_soundness(job, aggregation, privacy)
     if privacy.secure_aggregation:
         check_secure(job, aggregation, privacy)
-    central = None
+    central, silo_noise = None, None
     if privacy.level == "client":
         central = _central(job, privacy, population, slices, spent)
     elif privacy.level == "dp_ftrl":
         central = _correlated(job, privacy, population, spent)
     elif privacy.level == "client_local":
-        _check_local(job, privacy, population)
-    return Plan(aggregation, optimizer, privacy, central)
+        silo_noise = _local(job, privacy, population)
+    shares = None
+    if privacy.level == "distributed" and slices:
+        shares = distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
+    return Plan(aggregation, optimizer, privacy, central, silo_noise, shares)
 
 
 def aggregation_config(table: AggregationTable) -> AggregationConfig:
@@ -181,11 +193,11 @@ def _correlated(
     return PrivacyPlan(ftrl.central(cohort), ftrl.charge(1), sentence, ftrl)
 
 
-def _check_local(job: JobConfig, privacy: PrivacyConfig, population: int) -> None:
+def _local(job: JobConfig, privacy: PrivacyConfig, population: int) -> float:
     assert privacy.delta is not None
     check_delta(privacy.delta, privacy.population or population)
-    # Refuses a budget that no noise keeps; each silo computes the same again.
-    noise_for(privacy, accountant_for("none", 1, 1), 1, max(1, job.rounds))
+    # Each silo computes the same again: the sampling makes no difference to it.
+    return noise_for(privacy, accountant_for("none", 1, 1), 1, max(1, job.rounds))
 
 
 def _adaptive(privacy: PrivacyConfig, cohort: float) -> AdaptiveClip | None:

@@ -31,7 +31,7 @@ from roundtable.server.store.ledger import entries
 log = logging.getLogger("roundtable.server.jobs")
 
 MAX_CONFIG_BYTES = 1 << 20
-LEVELS = ("none", "client", "dp_ftrl", "client_local", "example")
+LEVELS = ("none", "client", "dp_ftrl", "client_local", "example", "distributed")
 
 
 @dataclass(frozen=True)

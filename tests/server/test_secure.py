@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,16 @@ async def updates_received(operator: Operator, job: str, count: int) -> None:
             call.cancel()
             return
     raise AssertionError(f"the job ended after {seen} updates")
+
+
+async def shown(operator: Operator, job: str, words: str) -> None:
+    """Returns once people see this."""
+    call = operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job), timeout=60)
+    async for update in call:
+        if words in update.detail.waiting_for:
+            call.cancel()
+            return
+    raise AssertionError(f"{words!r} was never shown")
 
 
 async def last_record(operator: Operator, job: str) -> dict[str, Any]:
@@ -175,6 +186,28 @@ async def test_a_restarted_coordinator_goes_on_with_the_same_attempt(federation:
             pass
 
 
+async def test_a_coordinator_restarted_before_the_survivors_agree(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with AsyncExitStack() as stack:
+        async with federation.coordinator():
+            running = {
+                name: await stack.enter_async_context(federation.agent(name, trainer))
+                for name, trainer in trainers.items()
+            }
+            async with federation.operator() as operator:
+                job = await submit(operator, "[cohort]\nsize = 3")
+                await updates_received(operator, job, 2)
+                await federation.kill(running["alder"])
+                trainers["cedar"].gate.set()
+                await shown(operator, job, "agreeing on the survivors")
+        async with federation.coordinator(), federation.operator() as operator:
+            await stack.enter_async_context(federation.agent("alder", trainers["alder"]))
+            await operator.watch_until(job, "finished")
+            assert (await last_record(operator, job))["attempt"] == 1
+            await check_mean(federation, operator, job, (0, 1, 2))
+
+
 async def test_a_silo_restarted_in_training_waits_for_fresh_keys(federation: Federation) -> None:
     trainers = federation.trainers(COLUMNS)
     trainers["cedar"].gate.clear()
@@ -266,13 +299,7 @@ async def test_people_see_what_the_protocol_waits_for(federation: Federation) ->
         await updates_received(operator, job, 2)
         await federation.kill(running["alder"])
         trainers["cedar"].gate.set()
-        call = operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job), timeout=60)
-        async for update in call:
-            if "agreeing on the survivors: 2 of 3" in update.detail.waiting_for:
-                call.cancel()
-                break
-        else:
-            raise AssertionError("the phase was never shown")
+        await shown(operator, job, "secure aggregation, agreeing on the survivors: 2 of 3")
         await stack.enter_async_context(federation.agent("alder", trainers["alder"]))
         await operator.watch_until(job, "finished")
 
@@ -291,3 +318,32 @@ async def test_a_job_that_makes_no_sense_is_refused_at_once(federation: Federati
     async with federation.coordinator(), federation.operator() as operator:
         with pytest.raises(grpc.aio.AioRpcError, match="only their mean can be had"):
             await operator.submit(SECURE + '[aggregation]\nrule = "median"')
+
+
+async def test_noise_in_shares_is_charged_and_hides_even_the_sum(federation: Federation) -> None:
+    text = (
+        QUIET
+        + """
+[cohort]
+size = 3
+[aggregation]
+weighting = "uniform"
+[privacy]
+level = "distributed"
+secure_aggregation = true
+clip_norm = 2.0
+noise_multiplier = 0.5
+epsilon = 60.0
+delta = 1e-3
+"""
+    )
+    async with federation.coordinator(), federation.agents(federation.trainers(COLUMNS)):
+        noisy, history = await finished_model(federation, text, "noisy")
+    assert [record["charge"]["level"] for record in history] == ["distributed", "distributed"]
+    assert history[0]["training"] == {}
+    mean = torch.stack([unit(place, r, COLUMNS) for place in range(3) for r in (1, 2)]).sum(0) / 3
+    # Two rounds; each sum has the noise of three shares of (0.5 · 2)² / 2, divided by three.
+    expected = (2 * 3 / 2) ** 0.5 / 3
+    assert (noisy - mean).std().item() == pytest.approx(expected, rel=0.15)
+    with sqlite3.connect(federation.folder / "coordinator.db") as database:
+        assert database.execute("SELECT count(*) FROM ledger WHERE released").fetchone() == (2,)
