@@ -158,8 +158,12 @@ class Processes:
             for answer in self._run_here(order, mine):
                 order.left -= 1
                 yield answer
-            for worker in self._readable(wait=not mine):
-                yield from self._read(worker, order)
+            ready = self._readable(wait=not mine)
+            while ready:
+                for worker in ready:
+                    yield from self._read(worker, order)
+                # All that has come: a worker whose answers wait here is given nothing new.
+                ready = self._readable(wait=False)
 
     def _shares(self, work: Sequence[Work]) -> list[deque[int]]:
         """Places for each process: where the client's data is, or would be, unless that is out of balance."""
@@ -175,14 +179,15 @@ class Processes:
         return queues
 
     def _take(self, number: int, order: _Order, most: int) -> list[int]:
-        """The next places for a process: its own, or from the end of the longest queue of another.
+        """The next places for a process: its own, or else up to half of the longest queue, from its end.
 
         What a worker died of is never tried in this process.
         """
+        own = order.queues[number]
+        queue = own or max(order.queues, key=len)
+        most = min(most, len(own) or -(-len(queue) // 2))
         taken: list[int] = []
         while len(taken) < most:
-            own = order.queues[number]
-            queue = own or max(order.queues, key=len)
             place = self._next(queue, not own, here=number == 0, order=order)
             if place is None:
                 break

@@ -52,7 +52,7 @@ class Vectorised:
     """The backend `vectorised` in one process, on one device."""
 
     name = "vectorised"
-    chunk = 8
+    chunk = 4
 
     def __init__(self, world: World, clients: Clients | None = None, device: str | None = None) -> None:
         self.world = world
@@ -122,7 +122,7 @@ class Vectorised:
         torch.sub(steps.weights, steps.anchor, out=row) if row.device == steps.weights.device else row.copy_(
             steps.weights - steps.anchor
         )
-        if not math.isfinite(row.sum(dtype=torch.float64).item()):
+        if not math.isfinite(row.sum().item()) and not bool(torch.isfinite(row).all()):
             raise InvalidUpdate(
                 "non_finite",
                 "training ended with weights that are not finite; lower [algorithm] learning_rate",
