@@ -1,0 +1,174 @@
+"""An attempt's journal: whatever moment the coordinator dies at, the attempt goes on to the same sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from roundtable.core import parse_job
+from roundtable.core.errors import ProtocolError, StorageError
+from roundtable.engine.messages import Step
+from roundtable.privacy import SecureRound
+from roundtable.privacy.secagg import Ed25519Signer, MemoryReleases, SecAggClient, ServerPhase
+from roundtable.server.journal import Journal
+from roundtable.server.secure_attempt import SecureAttempt
+from roundtable.server.sessions import Identity
+
+NAMES = ("alder", "birch", "cedar", "dogwood")
+COLUMNS = 60
+STEP = Step(2, 1, "train")
+JOB = parse_job('task = "t"\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0')
+
+
+class Silos:
+    """Silos that always answer the same, as real ones do."""
+
+    def __init__(self, folder: Path, lost: str = "") -> None:
+        self.folder, self.lost = folder, lost
+        self.signers = {name: Ed25519Signer() for name in NAMES}
+        self.round = SecureRound.of(JOB, COLUMNS, len(NAMES), STEP.round)
+        directory = {name: signer.public for name, signer in self.signers.items()}
+        session = self.round.session("job", STEP.round, STEP.attempt)
+        self.clients = {
+            name: SecAggClient(session, self.round.parameters, name, signer, directory, MemoryReleases())
+            for name, signer in self.signers.items()
+        }
+        self.adverts = {name: client.advertise() for name, client in self.clients.items()}
+        self.uploads: dict[str, bytes] = {}
+
+    def identities(self) -> dict[str, Identity]:
+        return {name: Identity(b"pem", signer.public) for name, signer in self.signers.items()}
+
+    def body(self, digest: str) -> Path:
+        return self.folder / digest
+
+    def mask(self) -> dict[str, Path]:
+        """The masked vectors of those who deliver one."""
+        for place, (name, client) in enumerate(self.clients.items()):
+            if name not in self.uploads and name != self.lost:
+                source = self.round.encode(np.full(COLUMNS, 0.02 * place, dtype=np.float32), 10, 1.0)
+                data = b"".join(bytes(chunk) for chunk in client.masked_chunks(source))
+                self.uploads[name] = data
+                self.body(blake3(data).hexdigest()).write_bytes(data)
+        return {name: self.body(blake3(data).hexdigest()) for name, data in self.uploads.items()}
+
+
+def go_on(attempt: SecureAttempt, silos: Silos) -> bool:
+    """One step that the coordinator and the silos take next; False at the end."""
+    if attempt.phase is ServerPhase.DONE:
+        return False
+    if attempt.phase is ServerPhase.MASKED:
+        for name, message in attempt.told.items():
+            silos.clients[name].handle(message) if name not in silos.uploads else None
+        bodies = silos.mask()
+        for name in bodies:
+            attempt.announce(name, silos.clients[name].masked())
+        attempt.fold(bodies)
+    elif attempt.phase is ServerPhase.ADVERTISE:
+        for advert in silos.adverts.values():
+            attempt.receive(advert)
+    else:
+        for name, message in attempt.told.items():
+            answer = silos.clients[name].handle(message)
+            assert answer is not None
+            attempt.receive(answer)
+    attempt.advance()
+    return True
+
+
+def begin(folder: Path, silos: Silos) -> SecureAttempt:
+    return SecureAttempt.begin("job", JOB, COLUMNS, STEP, folder / "journal", silos.identities())
+
+
+def resume(folder: Path, silos: Silos) -> SecureAttempt:
+    return SecureAttempt.resume("job", JOB, COLUMNS, STEP, folder / "journal", silos.body)
+
+
+@pytest.mark.parametrize("lost", ["", "birch"])
+def test_an_attempt_can_be_taken_up_in_every_phase(tmp_path: Path, lost: str) -> None:
+    silos = Silos(tmp_path, lost)
+    attempt = begin(tmp_path, silos)
+    while True:
+        phase, told = attempt.phase, attempt.told
+        attempt.journal.close(forget=False)
+        attempt = resume(tmp_path, silos)
+        assert (attempt.phase, attempt.told) == (phase, told)
+        if not go_on(attempt, silos):
+            break
+    survivors = [place for place, name in enumerate(NAMES) if name != lost]
+    mean = attempt.decode()
+    assert (mean.silos, mean.account["weight"]) == (len(survivors), 10 * len(survivors))
+    assert mean.vector.numpy() == pytest.approx(0.02 * np.mean(survivors), abs=1e-4)
+
+
+def test_half_a_line_at_the_end_is_as_if_it_had_not_been_written(tmp_path: Path) -> None:
+    silos = Silos(tmp_path)
+    attempt = begin(tmp_path, silos)
+    go_on(attempt, silos)
+    attempt.journal.close(forget=False)
+    path = tmp_path / "journal"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rindex(b'["advance"') + 6])
+    attempt = resume(tmp_path, silos)
+    assert attempt.phase is ServerPhase.ADVERTISE
+    while go_on(attempt, silos):
+        pass
+    assert attempt.decode().silos == 4
+
+
+def test_folding_again_after_a_crash_counts_nobody_twice(tmp_path: Path) -> None:
+    silos = Silos(tmp_path)
+    attempt = begin(tmp_path, silos)
+    while attempt.phase is not ServerPhase.MASKED:
+        go_on(attempt, silos)
+    for name, message in attempt.told.items():
+        silos.clients[name].handle(message)
+    bodies = silos.mask()
+    for name in bodies:
+        attempt.announce(name, silos.clients[name].masked())
+    attempt.fold({name: bodies[name] for name in ("alder", "birch")})
+    attempt.journal.close(forget=False)
+    attempt = resume(tmp_path, silos)
+    while go_on(attempt, silos):
+        pass
+    assert attempt.decode().account["weight"] == 40
+
+
+def test_a_journal_without_a_beginning_is_no_attempt(tmp_path: Path) -> None:
+    silos = Silos(tmp_path)
+    (tmp_path / "journal").write_text('["silos", "e30')
+    with pytest.raises(StorageError, match="has no beginning"):
+        resume(tmp_path, silos)
+    assert not (tmp_path / "journal").exists()
+
+
+def test_a_false_upload_is_not_added(tmp_path: Path) -> None:
+    silos = Silos(tmp_path)
+    attempt = begin(tmp_path, silos)
+    while attempt.phase is not ServerPhase.MASKED:
+        go_on(attempt, silos)
+    for name, message in attempt.told.items():
+        silos.clients[name].handle(message)
+    bodies = silos.mask()
+    announcement = silos.clients["alder"].masked()
+    digest = bodies["alder"].name
+    assert attempt.problem("alder", digest, announcement) == ""
+    assert "not the one that the silo signed" in attempt.problem("alder", "0" * 64, announcement)
+    assert "not the one that the silo signed" in attempt.problem("birch", digest, announcement)
+    assert "has no part" in attempt.problem("mallory", digest, announcement)
+    attempt.announce("alder", announcement)
+    bodies["alder"].write_bytes(bytes(len(bodies["alder"].read_bytes())))
+    with pytest.raises(ProtocolError, match="not the one that it signed for"):
+        attempt.fold({"alder": bodies["alder"]})
+
+
+def test_a_closed_journal_takes_nothing_more(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.add("message", b"one")
+    journal.close(forget=False)
+    journal.add("message", b"two")
+    journal.sync()
+    assert Journal(tmp_path / "journal").entries == [("message", b"one")]
