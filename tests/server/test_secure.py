@@ -17,7 +17,7 @@ from service import Operator
 
 from roundtable.client.config import PolicyTable
 from roundtable.core.models import open_model
-from roundtable.proto import operator_pb2
+from roundtable.proto import agent_pb2, common_pb2, operator_pb2
 
 COLUMNS = 1500
 
@@ -117,6 +117,54 @@ async def test_a_silo_that_comes_back_after_its_upload_helps_to_unmask(federatio
         assert (await last_record(operator, job))["attempt"] == 1
         assert len(trainers["alder"].steps) == 1
         await check_mean(federation, operator, job, (0, 1, 2))
+
+
+async def test_a_silo_that_stays_away_after_its_upload_costs_the_attempt(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        running = {
+            name: await stack.enter_async_context(federation.agent(name, trainer))
+            for name, trainer in trainers.items()
+        }
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, '[cohort]\nsize = 3\ndeadline = "5s"')
+        await updates_received(operator, job, 2)
+        await federation.kill(running["alder"])
+        trainers["cedar"].gate.set()
+        failed = await operator.watch_for(job, "attempt_failed")
+        assert "secure aggregation: 2 silos confirmed the survivor set, 3 must" in failed.message
+        await stack.enter_async_context(federation.agent("alder", trainers["alder"]))
+        await operator.watch_until(job, "finished")
+        assert (await last_record(operator, job))["attempt"] > 1
+        await check_mean(federation, operator, job, (0, 1, 2))
+
+
+async def test_counts_beside_a_masked_update_are_refused(federation: Federation) -> None:
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with AsyncExitStack() as stack:
+        coordinator = await stack.enter_async_context(federation.coordinator())
+        await stack.enter_async_context(federation.agents(trainers))
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, "[cohort]\nsize = 3")
+        await updates_received(operator, job, 2)
+        runner = coordinator.jobs.runner(job)
+        assert runner is not None
+        assert runner.effects.secure is not None
+        step = common_pb2.Step(job=job, round=1, attempt=1, phase="train")
+        content = common_pb2.Artifact(digest="0" * 64, size=4 * (COLUMNS + 10))
+        for changes, reason in (
+            ({"encoding": "float32"}, "takes masked ones only"),
+            ({"examples": 5}, "travel inside a masked update"),
+            ({"metrics": [common_pb2.Metric(name="loss", sum=1.0, count=1)]}, "travel inside"),
+            ({"content": common_pb2.Artifact(digest="0" * 64, size=8)}, "has 8 bytes, not 6040"),
+            ({"announcement": b"nonsense"}, "cannot be one of this protocol"),
+            ({"step": common_pb2.Step(job=job, round=1, attempt=9, phase="train")}, "is not known here"),
+        ):
+            header = {"step": step, "content": content, "encoding": "masked", **changes}
+            assert reason in runner.effects.secure.problem("cedar", agent_pb2.UploadHeader(**header))
 
 
 async def test_below_three_survivors_the_attempt_fails_and_new_keys_are_made(
