@@ -7,15 +7,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
+import pytest
 import torch
 from scripted_agent import ScriptedAgent
 from service import Operator, running
 
-from roundtable.privacy import Charge, compose
+from roundtable.core.models import open_model
+from roundtable.privacy import Budget, Charge, compose
 from roundtable.proto import operator_pb2
 from roundtable.server import ServerConfig
 from roundtable.server.store import Database
-from roundtable.server.store.ledger import entries
+from roundtable.server.store.ledger import entries, set_budget
 
 TABLE = """
 [cohort]
@@ -48,7 +51,7 @@ async def test_the_budget_ends_the_job(settings: Callable[..., ServerConfig], ce
     rounds = detail.job.rounds_done
     assert rounds == 2
     database = Database.open(config.database)
-    rows = await database.read(lambda connection: entries(connection, job.id))
+    rows = await database.read(lambda connection: entries(connection, "t"))
     database.close()
     assert [(row.round, row.attempt, row.released) for row in rows] == [
         (number, 1, True) for number in range(1, rounds + 1)
@@ -72,5 +75,83 @@ async def test_what_an_attempt_reserved_is_given_back(
         await agent.expect("instruction")
         await operator.stub.CancelJob(operator_pb2.JobRequest(job=job.id))
     database = Database.open(config.database)
-    assert await database.read(lambda connection: entries(connection, job.id)) == []
+    assert await database.read(lambda connection: entries(connection, "t")) == []
     database.close()
+
+
+async def test_jobs_of_one_population_share_its_account(
+    settings: Callable[..., ServerConfig], certificates: Path, tmp_path: Path
+) -> None:
+    config = settings()
+    noisy = TABLE + "noise_multiplier = 0.6\nepsilon = 18.0"
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as agent,
+    ):
+        work = asyncio.create_task(agent.take_part(torch.ones(4)))
+        first = await operator.submit(noisy, rounds=2)
+        await operator.watch_until(first.id, "finished")
+        done = await operator.job(first.id)
+        (tmp_path / "model").write_bytes(await operator.fetch(done.job.model.digest))
+        with pytest.raises(grpc.aio.AioRpcError, match="above its budget of 18") as refused:
+            await operator.submit(noisy, rounds=2, request="r2")
+        other = await operator.submit(noisy + '\npopulation_name = "others"', rounds=1, request="r3")
+        await operator.watch_until(other.id, "finished")
+        work.cancel()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    text = open_model(tmp_path / "model").metadata["privacy"]
+    assert "over 2 releases of 1 job" in text
+    assert "The coordinator sees each silo's clipped update" in text
+    database = Database.open(config.database)
+    populations = [row.population for row in await database.read(entries)]
+    database.close()
+    assert populations == ["t", "t", "others"]
+
+
+async def test_an_operators_budget_binds_every_job(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    config = settings()
+    database = Database.open(config.database)
+    await database.write(lambda connection: set_budget(connection, Budget("t", 14.0, 1e-3), "olga", 0.0))
+    database.close()
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as agent,
+    ):
+        work = asyncio.create_task(agent.take_part(torch.ones(4)))
+        job = await operator.submit(TABLE + "noise_multiplier = 0.6", rounds=9)
+        await operator.watch_until(job.id, "finished")
+        work.cancel()
+        detail = await operator.job(job.id)
+    assert detail.job.rounds_done == 1
+    assert "above its budget of 14" in detail.job.reason
+
+
+async def test_correlated_noise_survives_a_restart(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    config = settings()
+    table = TABLE.replace('"client"', '"dp_ftrl"') + "noise_multiplier = 1.0\nbands = 3\nseparation = 1"
+    async with running(config) as coordinator, Operator(coordinator.port, certificates / "olga") as operator:
+        async with ScriptedAgent(coordinator.port, certificates / "alder") as agent:
+            work = asyncio.create_task(agent.take_part(torch.ones(4)))
+            job = await operator.submit(table, rounds=4)
+            await operator.watch_for(job.id, "round_committed")
+            work.cancel()
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as agent,
+    ):
+        work = asyncio.create_task(agent.take_part(torch.ones(4)))
+        await operator.watch_until(job.id, "finished")
+        work.cancel()
+        detail = await operator.job(job.id)
+    assert detail.job.rounds_done == 4
+    database = Database.open(config.database)
+    rows = await database.read(lambda connection: entries(connection, "t"))
+    database.close()
+    assert [row.round for row in rows if row.released] == [1, 2, 3, 4]
