@@ -46,6 +46,12 @@ class PolicyTable(Table):
     """`[policy]`: the least that this silo asks of a job."""
 
     secure_aggregation: bool = Field(False, description="refuse jobs without secure aggregation")
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        description="most that the silo's own account may spend over all jobs",
+    )
+    delta: float | None = Field(None, gt=0, lt=1, description="of epsilon; default: each job's")
     minimum_cohort: int = Field(
         MINIMUM_COHORT, ge=MINIMUM_COHORT, description="secure aggregation: silos among which this one hides"
     )

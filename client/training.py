@@ -20,7 +20,9 @@ from roundtable.client.arrays import arrays_of, fit_result, state_of
 from roundtable.client.batches import Batch, count_examples, ordered_batches, training_batches
 from roundtable.client.borrowing import borrowed, isolated_randomness, outside
 from roundtable.client.metrics import Metrics, add, checked
+from roundtable.client.private_training import add_own_noise, fit_privately, only_parameters
 from roundtable.client.sgd import SGD
+from roundtable.client.silo_account import Payment
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
@@ -31,6 +33,9 @@ Progress = Callable[[int, int, float], None]
 
 # Reading a loss back waits for the device, so losses are looked at so many at a time.
 _CHECK_EVERY = 16
+
+# Levels at which the silo itself makes its update private.
+SILO_LEVELS = ("example", "client_local")
 
 
 @dataclass(frozen=True)
@@ -76,23 +81,28 @@ def train(
     local: Mapping[str, Tensor] | None = None,
     progress: Progress | None = None,
     out: Tensor | None = None,
+    pay: Payment | None = None,
 ) -> LocalUpdate:
     """Trains from the global `vector` on the training data of one client.
 
     `local` are the client's own tensors with rule `local`; where it has none yet, those in `model`
     serve. `progress` is called with (examples seen, examples to see, recent loss). `out`, if given,
     receives the delta: float32 on CPU of shape [layout.size]. The order of batches comes from the
-    stream (job.seed, round, client, "batches"), everything else random from (…, "training").
+    stream (job.seed, round, client, "batches"), everything else random from (…, "training"). `pay`
+    charges the silo's account where the silo itself makes the update private (levels example and
+    client_local); such an update tells neither loss nor metrics nor its number of examples.
 
     Raises NoExamples for an empty data set, InvalidUpdate for a loss or weights that are not
     finite, LayoutError for a model that is not the layout's, PrivacyError for a protection that is
     asked of the silo and not there, and whatever the task raises.
     """
-    check_privacy(job)
+    level = check_privacy(job, pay is not None)
     device = torch.device(device)
     seed = derive_seed(job.seed, round, client, "training")
     with isolated_randomness(seed, device):
         if isinstance(task, ArrayTask):
+            if pay is not None and level in SILO_LEVELS:
+                raise PrivacyError(f"privacy.level = {level!r} needs a Task; this is an ArrayTask")
             local = {**_local_of(model, layout), **(local or {})}
             return _fit_arrays(task, data, job, layout, vector, round, seed, local, out)
         module = _module(model).to(device)
@@ -100,21 +110,31 @@ def train(
             start = vector if _is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
             parameters = [p for p in module.parameters() if p.requires_grad]
             correction = make_algorithm(job.algorithm).begin(parameters)
-            run = _Run(task, module, parameters, job, round, progress)
-            batches = training_batches(
-                data,
-                batch_size=job.algorithm.batch_size,
-                generator=torch_generator(job.seed, round, client, "batches"),
-                epochs=job.algorithm.epochs,
-                steps=job.algorithm.steps,
-                device=device,
-            )
+            # A loss on its way is as exact as one that arrives.
+            run = _Run(task, module, parameters, job, round, progress if level == "none" else None)
             module.train()
-            run.fit(batches, correction, _total(data, job))
+            if pay is not None and level == "example":
+                run.steps = fit_privately(task, module, run.optimizer, data, job, correction, device, pay)
+            else:
+                batches = training_batches(
+                    data,
+                    batch_size=job.algorithm.batch_size,
+                    generator=torch_generator(job.seed, round, client, "batches"),
+                    epochs=job.algorithm.epochs,
+                    steps=job.algorithm.steps,
+                    device=device,
+                )
+                run.fit(batches, correction, _total(data, job))
             delta = torch.empty(layout.size) if out is None else out
             layout.flatten(module, delta).sub_(start)
+            if level == "example":
+                only_parameters(delta, module, layout)
             mine = outside(module, layout, "local")
     _check_finite(delta, job)
+    if pay is not None and level in SILO_LEVELS:
+        if level == "client_local":
+            delta.copy_(add_own_noise(delta, job, pay))
+        return LocalUpdate(delta, 1, run.steps, math.nan, {}, mine)
     return LocalUpdate(delta, run.examples(data), run.steps, run.loss, run.metrics(), mine)
 
 
@@ -172,7 +192,7 @@ class _Run:
         self._module = module
         self._parameters = parameters
         self._max_norm = job.algorithm.max_gradient_norm
-        self._optimizer = _make_optimizer(task, parameters, job, round)
+        self.optimizer = _make_optimizer(task, parameters, job, round)
         self._place = f"round {round}"
         self._progress = progress
         self._pending: list[tuple[Tensor, int, int]] = []
@@ -182,7 +202,7 @@ class _Run:
 
     def fit(self, batches: Iterator[Batch], correction: Correction | None, total: int) -> None:
         """Takes one optimizer step for each batch."""
-        task, module, optimizer, pending = self._task, self._module, self._optimizer, self._pending
+        task, module, optimizer, pending = self._task, self._module, self.optimizer, self._pending
         for batch in batches:
             optimizer.zero_grad()
             loss = task.loss(module, batch.data)
@@ -295,18 +315,29 @@ def _module(model: nn.Module | Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def check_privacy(job: JobConfig) -> None:
-    """Raises PrivacyError for a job whose guarantee the silo itself would have to keep, and nobody here does.
+def check_privacy(job: JobConfig, paid: bool = False) -> str:
+    """The job's level. Raises PrivacyError where the silo must keep the guarantee and nobody here does.
 
+    `paid` says that there is an account of the silo's to charge.
     Client-level privacy is kept where updates are combined, which bounds each of them and adds the noise.
     """
-    level = job.privacy.get("level", "none")
+    level = str(job.privacy.get("level", "none"))
     if level == "distributed" and job.privacy.get("secure_aggregation"):
-        return  # The agent adds the silo's share of the noise when it masks.
-    if level not in ("none", "client", "dp_ftrl"):
+        return level  # The agent adds the silo's share of the noise when it masks.
+    if level not in ("none", "client", "dp_ftrl", *(SILO_LEVELS if paid else ())):
         raise PrivacyError(
-            f"privacy.level = {level!r} is work of the silo, which this version does not do: "
+            f"privacy.level = {level!r} is work of the silo's agent with a Task, and nobody does it here: "
             "nothing leaves without the protection that the job promises"
+        )
+    return level
+
+
+def check_evaluation(job: JobConfig) -> None:
+    """Raises PrivacyError where metrics would tell exactly what the job promises to blur."""
+    if job.privacy.get("level", "none") != "none" and not job.privacy.get("public_evaluation"):
+        raise PrivacyError(
+            "evaluation: metrics on private test data leave no silo under differential privacy; where the "
+            "test data are public, the job says so by privacy.public_evaluation = true"
         )
 
 

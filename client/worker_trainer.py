@@ -38,6 +38,8 @@ class WorkerTrainer:
             device=config.device,
             threads=config.threads,
             data=dict(config.data),
+            epsilon=config.policy.epsilon,
+            delta=config.policy.delta,
         )
         self._settings = asdict(settings)
         self._turn = asyncio.Lock()
@@ -204,6 +206,7 @@ def _order(work: Work) -> Order:
         model=str(work.model),
         layout=work.layout,
         output=str(work.output),
+        attempt=work.step.attempt,
     )
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.metrics import Metrics
+from roundtable.client.silo_account import Payment, payment
 from roundtable.client.silo_state import SiloState
 from roundtable.client.trainer import Trained, write_update
-from roundtable.client.training import evaluate, split_data, train
+from roundtable.client.training import check_evaluation, evaluate, split_data, train
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import LayoutError, ResourceError
 from roundtable.core.layout import Layout
@@ -35,6 +36,8 @@ class Settings:
     device: str
     threads: int | None
     data: dict[str, Any]
+    epsilon: float | None = None
+    delta: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Order:
     model: str
     layout: str
     output: str
+    attempt: int = 1
 
 
 @dataclass
@@ -93,14 +97,20 @@ class Workshop:
             local=start.local if local is None else local,
             progress=progress,
             out=bench.out,
+            pay=self._payment(order),
         )
         digest, size = write_update(Path(order.output), update.delta, bench.config.transfer.encoding)
         self._state.save(order.job, order.round, update.local)
         return Trained(digest, size, update.examples, update.metrics)
 
+    def _payment(self, order: Order) -> Payment:
+        settings, folder = self._settings, Path(self._settings.jobs).parent / "privacy"
+        return payment(folder, order.job, order.round, order.attempt, settings.epsilon, settings.delta)
+
     def evaluate(self, order: Order, progress: Progress) -> Metrics:
         """Evaluates the model, with the silo's own tensors in it, on the silo's test data."""
         bench, start = self._prepare(order)
+        check_evaluation(bench.config)
         _, data = self._data_of(order.task, bench.task)
         local = self._state.load(order.job, before=order.round + 1)
         return evaluate(

@@ -206,6 +206,10 @@ def model(
         print_json({**values, "round": found.rounds_done})
         return
     click.echo(f"Wrote {path}: {found.name} after round {found.rounds_done} of {found.rounds}, verified.")
+    if json.loads(detail.job_config).get("privacy"):
+        from roundtable.core.models import open_model
+
+        click.echo(open_model(path).metadata.get("privacy", ""))
     click.echo("Load it with:")
     for line in loading_lines(json.loads(detail.job_config).get("task", ""), path):
         click.echo(f"  {line}")

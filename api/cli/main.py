@@ -19,6 +19,7 @@ from roundtable.cli.completion import completion
 from roundtable.cli.demo import demo
 from roundtable.cli.doctor import doctor
 from roundtable.cli.job import job
+from roundtable.cli.privacy import privacy
 from roundtable.cli.server import server
 from roundtable.cli.simulate import simulate
 from roundtable.cli.sweep import compare, sweep
@@ -56,6 +57,7 @@ for command in (
     demo,
     doctor,
     job,
+    privacy,
     server,
     simulate,
     sweep,

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from roundtable.cli.main import cli
 from roundtable.core import load_job, parse_job
 
 Command = Any
@@ -28,6 +30,7 @@ def test_help_lists_every_command(roundtable: Command) -> None:
         "demo",
         "doctor",
         "job",
+        "privacy",
         "server",
         "simulate",
         "sweep",
@@ -295,3 +298,14 @@ def test_sweep_and_compare(roundtable: Command, job_file: Path, tmp_path: Path) 
     assert [row["rounds"] for row in json.loads(single.out)] == [1]
     assert roundtable("sweep", job_file, "--out", folder).code == 2
     assert roundtable("compare", tmp_path).code == 1
+
+
+def test_privacy_plan_compares_before_anything_runs() -> None:
+    example = Path(__file__).parents[2] / "examples" / "digits" / "job.toml"
+    table = 'privacy={level="client",clip_norm=1.0,delta=1e-3,noise_multiplier=9.0,accountant="rdp"}'
+    given = ["--set", table, "--set", "evaluation.every=0", "--set", "aggregation.weighting=uniform"]
+    found = CliRunner().invoke(cli, ["privacy", "plan", str(example), *given, "--json"])
+    assert found.exit_code == 0, found.output
+    values = json.loads(found.stdout)
+    assert values["rows"][-1]["round"] == 20
+    assert {each["name"].split()[0] for each in values["alternatives"]} >= {"DP-FTRL"}

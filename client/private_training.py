@@ -1,0 +1,100 @@
+"""What a silo does so that what leaves it is private already: DP-SGD, or noise on its update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from roundtable.client.batches import NoExamples, as_tensors, count_examples
+from roundtable.client.silo_account import Payment
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import PrivacyError
+from roundtable.core.layout import Layout
+from roundtable.core.task import Task
+from roundtable.privacy import (
+    PrivacyConfig,
+    SecureNoise,
+    accountant_for,
+    local_gaussian,
+    local_gaussian_charge,
+    noise_for,
+)
+from roundtable.privacy.example_level import make_private
+
+
+def fit_privately(
+    task: Task,
+    module: nn.Module,
+    optimizer: Any,
+    data: Any,
+    job: JobConfig,
+    correct: Callable[[], None] | None,
+    device: torch.device,
+    pay: Payment,
+) -> int:
+    """One round of DP-SGD, paid for before its first step; gives the number of steps.
+
+    `correct` changes the noisy gradients: a proximal term depends on no example.
+    Raises PrivacyError for a model, a loss or data that cannot be made private, BudgetExceeded for
+    what the silo's account does not hold.
+    """
+    privacy = PrivacyConfig.from_table(job.privacy)
+    examples = count_examples(data)
+    if examples is None:
+        raise PrivacyError("a data set that can only be iterated cannot be sampled; return a map-style one")
+    if examples == 0:
+        raise NoExamples("the training data set is empty: there are zero examples to learn from")
+    batch = privacy.batch_size or job.algorithm.batch_size
+    steps = privacy.local_steps or job.algorithm.steps or job.algorithm.epochs * math.ceil(examples / batch)
+    config = replace(privacy, batch_size=batch)
+    total = steps * job.rounds
+    with make_private(
+        module, optimizer, task.loss, _fetch(data, device), examples, config, total_steps=total
+    ) as training:
+        pay(privacy, training.charge(steps))
+        for indices in training.batches(steps):
+            training.step(indices, correct)
+    return steps
+
+
+def only_parameters(delta: Tensor, module: nn.Module, layout: Layout) -> None:
+    """Buffers that training may have filled from examples stay as they were: no noise covers them."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for spec in layout.averaged:
+        if spec.name not in trained:
+            delta[spec.offset : spec.offset + spec.size] = 0.0
+
+
+def add_own_noise(delta: Tensor, job: JobConfig, pay: Payment) -> Tensor:
+    """The update clipped, with the silo's own noise, paid for before."""
+    privacy = PrivacyConfig.from_table(job.privacy)
+    assert privacy.clip_norm is not None
+    # How cohorts are drawn makes no difference to noise that hides the silo from everybody.
+    noise = noise_for(privacy, accountant_for("none", 1, 1), 1, job.rounds)
+    pay(privacy, local_gaussian_charge(noise))
+    return local_gaussian(delta, privacy.clip_norm, noise, SecureNoise()).vector
+
+
+def _fetch(data: Any, device: torch.device) -> Callable[[Tensor], Any]:
+    tensors = as_tensors(data)
+    if tensors is not None:
+        return lambda indices: tuple(tensor[indices].to(device) for tensor in tensors)
+
+    def collate(indices: Tensor) -> Any:
+        return _moved(default_collate([data[int(index)] for index in indices]), device)
+
+    return collate
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    return type(batch)(_moved(value, device) for value in batch)

@@ -1,0 +1,56 @@
+"""What a silo's own data has spent, over all jobs: charged, durably, before anything leaves.
+
+A crash after the charge costs privacy that was not spent; one before it sent nothing. Work that is
+done again draws new noise and is charged again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from roundtable.client.files import replace_synced
+from roundtable.core.errors import PrivacyError
+from roundtable.privacy import Budget, Charge, PrivacyConfig
+from roundtable.privacy.example_level import SiloAccount
+
+Payment = Callable[[PrivacyConfig, Charge], None]
+_WHOSE = "this silo's data"
+
+
+def payment(
+    folder: Path, job: str, round: int, attempt: int, epsilon: float | None, delta: float | None
+) -> Payment:
+    """Pays for one step from the account in `folder`; `epsilon` at `delta` is the silo's own limit.
+
+    What it gives raises BudgetExceeded where the job's budget or the silo's own does not hold the charge.
+    """
+
+    def pay(privacy: PrivacyConfig, charge: Charge) -> None:
+        assert privacy.delta is not None
+        path = folder / f"{charge.unit}.json"
+        budget = Budget(_WHOSE, privacy.epsilon or math.inf, privacy.delta, privacy.accountant)
+        account = _read(path, budget)
+        if epsilon is not None:
+            own = Budget(_WHOSE, epsilon, delta or privacy.delta, privacy.accountant)
+            replace(account, budget=own).check(charge)
+        name = job
+        while any((e.job, e.round, e.attempt) == (name, round, attempt) for e in account.entries):
+            name += " (again)"
+        account = account.charged(name, round, attempt, charge)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_synced(path, [account.to_json().encode()])
+
+    return pay
+
+
+def _read(path: Path, budget: Budget) -> SiloAccount:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return SiloAccount(budget)
+    except OSError as error:
+        raise PrivacyError(f"this silo's privacy account cannot be read ({error.strerror})") from error
+    return replace(SiloAccount.from_json(text), budget=budget)
