@@ -302,10 +302,10 @@ def test_sweep_and_compare(roundtable: Command, job_file: Path, tmp_path: Path) 
 
 def test_privacy_plan_compares_before_anything_runs() -> None:
     example = Path(__file__).parents[2] / "examples" / "digits" / "job.toml"
-    table = 'privacy={level="client",clip_norm=1.0,delta=1e-3,noise_multiplier=9.0,accountant="rdp"}'
+    table = 'privacy={level="client",clip_norm=1.0,delta=1e-3,noise_multiplier=30.0,accountant="rdp"}'
     given = ["--set", table, "--set", "evaluation.every=0", "--set", "aggregation.weighting=uniform"]
     found = CliRunner().invoke(cli, ["privacy", "plan", str(example), *given, "--json"])
     assert found.exit_code == 0, found.output
     values = json.loads(found.stdout)
     assert values["rows"][-1]["round"] == 20
-    assert {each["name"].split()[0] for each in values["alternatives"]} >= {"DP-FTRL"}
+    assert any(each["name"].startswith("DP-FTRL") for each in values["alternatives"])
