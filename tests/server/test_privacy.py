@@ -135,12 +135,15 @@ async def test_correlated_noise_survives_a_restart(
 ) -> None:
     config = settings()
     table = TABLE.replace('"client"', '"dp_ftrl"') + "noise_multiplier = 1.0\nbands = 3\nseparation = 1"
-    async with running(config) as coordinator, Operator(coordinator.port, certificates / "olga") as operator:
-        async with ScriptedAgent(coordinator.port, certificates / "alder") as agent:
-            work = asyncio.create_task(agent.take_part(torch.ones(4)))
-            job = await operator.submit(table, rounds=4)
-            await operator.watch_for(job.id, "round_committed")
-            work.cancel()
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as agent,
+    ):
+        work = asyncio.create_task(agent.take_part(torch.ones(4)))
+        job = await operator.submit(table, rounds=4)
+        await operator.watch_for(job.id, "round_committed")
+        work.cancel()
     async with (
         running(config) as coordinator,
         Operator(coordinator.port, certificates / "olga") as operator,
