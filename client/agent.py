@@ -21,6 +21,7 @@ from roundtable.client.worker_trainer import WorkerTrainer
 from roundtable.client.workshop import choose_device, list_devices
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity import Credentials, load_credentials
+from roundtable.core.memory import tune_for_transfers
 from roundtable.proto import agent_pb2, agent_pb2_grpc
 
 _log = logging.getLogger("roundtable.agent")
@@ -61,6 +62,7 @@ class Agent:
         Raises IdentityError for credentials that cannot be used, ResourceError for a state folder
         that is in use or a device that is missing, Refused if the coordinator does not want the agent.
         """
+        tune_for_transfers()
         identity = load_credentials(self._config.credentials)
         _check_role(identity)
         choose_device(self._config.device)

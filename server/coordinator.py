@@ -20,6 +20,7 @@ import grpc
 
 from roundtable.core.errors import IdentityError, ResourceError, RoundtableError, StorageError
 from roundtable.core.identity import Credentials, load_credentials
+from roundtable.core.memory import tune_for_transfers
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.server.access import Access
@@ -28,7 +29,6 @@ from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.config import ServerConfig
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
-from roundtable.server.memory import give_back_large_blocks
 from roundtable.server.operators import OperatorService
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ClientRow, Database
@@ -150,7 +150,7 @@ class Coordinator:
 
 def run_server(config: ServerConfig) -> int:
     """Runs until SIGTERM or SIGINT; the exit code is 0, or 1 with one line about what is wrong."""
-    give_back_large_blocks()
+    tune_for_transfers()
     try:
         asyncio.run(_until_signal(config))
     except RoundtableError as error:

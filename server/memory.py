@@ -17,19 +17,6 @@ from torch import Tensor
 from roundtable.aggregation import OptimizerState, ServerOptimizer
 
 SLICE = 1 << 22
-MMAP_THRESHOLD = 4 << 20
-_M_MMAP_THRESHOLD = -3
-
-
-def give_back_large_blocks() -> None:
-    """Blocks of 4 MiB and more are mapped one by one from now on, and unmapped when they are freed.
-
-    Otherwise glibc raises that limit as it goes, and every thread keeps what it once needed.
-    """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 def give_back_free_memory() -> None:
