@@ -149,7 +149,7 @@ def _central(
     population = privacy.population or population
     check_delta(privacy.delta, population)
     cohort = _expected_cohort(job.cohort, population)
-    sampling = accountant_for(job.cohort.strategy, population, max(1, round(cohort)))
+    sampling = accountant_for(job.cohort.strategy, population, cohort)
     adaptive = _adaptive(privacy, cohort)
     layers = slices if privacy.clipping == "per_layer" else ()
     mechanism = CentralDP(privacy.clip_norm, privacy.noise_multiplier or 1.0, cohort, layers, adaptive)

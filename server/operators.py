@@ -19,7 +19,7 @@ from roundtable.server.artifacts import DIGEST
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs, Submission
 from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, tables
-from roundtable.server.store.artifacts import note_artifact
+from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
 from roundtable.server.store.clients import all_clients
 from roundtable.server.store.jobs import UnknownJob, history
 from roundtable.server.watching import detail_of, updates
@@ -93,6 +93,12 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             raise Refusal(
                 grpc.StatusCode.NOT_FOUND,
                 f"there is no artifact {request.digest[:64]!r} here; older models are not kept for ever",
+            )
+        kind = await self._services.database.read(lambda connection: kind_of(connection, request.digest))
+        if kind in SECRET_KINDS:
+            raise Refusal(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "updates of silos and the state of noise and server optimizers do not leave the coordinator",
             )
         path = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._services.artifacts.path, request.digest

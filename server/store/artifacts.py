@@ -11,6 +11,7 @@ from sqlalchemy.engine import Connection
 from roundtable.server.store import tables
 from roundtable.server.store.rows import ArtifactRow
 
+SECRET_KINDS = ("update", "optimizer")
 LIVE = ("waiting", "running", "paused")
 
 
@@ -19,6 +20,12 @@ def note_artifact(connection: Connection, artifact: ArtifactRow) -> None:
     known = sa.select(sa.literal(1)).where(tables.artifacts.c.digest == artifact.digest)
     if connection.execute(known).first() is None:
         connection.execute(sa.insert(tables.artifacts).values(asdict(artifact)))
+
+
+def kind_of(connection: Connection, digest: str) -> str | None:
+    """What an artifact is; None for one that the database does not mention."""
+    query = sa.select(tables.artifacts.c.kind).where(tables.artifacts.c.digest == digest)
+    return connection.execute(query).scalar()
 
 
 def spent_updates(connection: Connection, job: str, round_number: int) -> list[str]:

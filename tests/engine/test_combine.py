@@ -284,3 +284,11 @@ def test_secure_aggregation_needs_little() -> None:
 def test_secure_aggregation_refuses_what_makes_no_sense_with_it(text: str, message: str) -> None:
     with pytest.raises(PrivacyError, match=message):
         make_plan(job(text), population=5)
+
+
+@pytest.mark.parametrize("probability", [0.0005, 0.0015, 0.01234])
+def test_the_charge_states_the_rate_that_the_sampler_uses(probability: float) -> None:
+    table = private(noise="noise_multiplier = 1.0", cohort=f"probability = {probability}")
+    central = make_plan(table, population=1000).central
+    assert central is not None
+    assert central.charge_of(1).rate == pytest.approx(probability, rel=1e-12)

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from blake3 import blake3
 from scripted_agent import ScriptedAgent
 from service import Operator, running
 
@@ -158,3 +159,27 @@ async def test_correlated_noise_survives_a_restart(
     rows = await database.read(lambda connection: entries(connection, "t"))
     database.close()
     assert [row.round for row in rows if row.released] == [1, 2, 3, 4]
+
+
+async def test_an_operator_cannot_fetch_what_a_single_silo_sent(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    config = settings()
+    table = "[cohort]\nsize = 2\nminimum = 2\ndeadline = 60\n[evaluation]\nevery = 0"
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as alder,
+        ScriptedAgent(coordinator.port, certificates / "birch"),
+    ):
+        await operator.submit(table, rounds=1)
+        update = torch.arange(4.0)
+        instruction = await alder.expect("instruction")
+        receipt = await alder.answer(instruction, update)
+        assert receipt.status == receipt.ACCEPTED
+        digest = blake3(update.numpy().tobytes()).hexdigest()
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await operator.fetch(digest)
+        assert refusal.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert "do not leave the coordinator" in str(refusal.value.details())
+        assert await operator.fetch(instruction.train.model.digest)
