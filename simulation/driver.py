@@ -79,7 +79,8 @@ class Driver:
         self.server = initial_server_state(plan, world.layout.size)
         self._workshop = Workshop(world, backend)
         self._faults = Faults.of(world.job)
-        self._engine = RoundEngine(world.job, model_digest(world.initial), world.job.seed, fleet)
+        start = model_digest(world.initial)
+        self._engine = RoundEngine(world.job, start, world.job.seed, fleet, separation=plan.separation)
         self._heap: list[tuple[float, int, m.Event | Arrived]] = []
         self._sequence = itertools.count()
         self._timers: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 import json
 
 import pytest
@@ -92,6 +93,14 @@ def test_correlated_noise_over_rounds(run):
     assert one.status == "finished"
     assert torch.equal(one.model.vector, two.model.vector)
     assert one.history.records[0].charge["level"] == "dp_ftrl"
+
+
+def test_correlated_noise_keeps_a_client_from_rounds_too_close_together(run):
+    table = {"level": "dp_ftrl", "clip_norm": 1.0, "delta": 1e-3, "noise_multiplier": 0.5, "separation": 2}
+    settings = {**UNIFORM, "privacy": table, "cohort__strategy": "uniform", "cohort__size": 4}
+    cohorts = [set(record.cohort) for record in run(**settings).history.records]
+    assert len(cohorts) > 1
+    assert all(before.isdisjoint(after) for before, after in pairwise(cohorts))
 
 
 @pytest.mark.parametrize(
