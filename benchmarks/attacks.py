@@ -11,8 +11,9 @@ and know all honest updates. The tuned attacks choose their strength in every ro
 rule itself. Printed is the accuracy on the 10 000 test images, mean of the last five rounds, in percent.
 
 The silos are trained at once, as one batch of networks, so that a cell takes seconds; the way of the updates
-is the one that a coordinator uses, `roundtable.aggregation.aggregate`. `--check FILE` compares with a table
-of least accuracies.
+is the one that a coordinator uses, `roundtable.aggregation.aggregate`. `--check FILE` compares the worst
+seed of each cell with a table of least accuracies. `--results FILE` keeps each training that ends as a line
+of JSON and runs none again that the file holds: the whole table takes hours, and processes can share it.
 
 With `--simulate` the same cells run through `roundtable.simulation.simulate` instead, as a job with
 `[simulation.attack]` would: the whole round engine, slower, with hostile silos drawn by the seed; the tuned
@@ -26,70 +27,34 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from attacks_cases import (
+    ATTACKS,
+    BATCH,
+    HOSTILE,
+    NOT_SIMULATED,
+    RATE,
+    ROUNDS,
+    RULES,
+    SILOS,
+    SIMULATED,
+    SIZES,
+    STEPS,
+    Results,
+    least,
+)
 
 import roundtable as rt
 from roundtable.aggregation import AggregationConfig, ClientRow, Context, TensorMatrix, aggregate, attacks
 from roundtable.core.config import JobConfig
 from roundtable.simulation import simulate
-
-SILOS, HOSTILE, ROUNDS, STEPS, BATCH, RATE = 20, 4, 40, 10, 32, 0.1
-SIZES = ((784, 100), (100, 10))
-F = {"f": HOSTILE}
-
-RULES: dict[str, AggregationConfig] = {
-    "mean": AggregationConfig("mean"),
-    "median": AggregationConfig("median"),
-    "trimmed_mean": AggregationConfig("trimmed_mean", F),
-    "meamed": AggregationConfig("mean_around_median", F),
-    "krum": AggregationConfig("krum", F),
-    "multi_krum": AggregationConfig("multi_krum", F),
-    "geomed": AggregationConfig("geometric_median"),
-    "cclip_tau1_L3": AggregationConfig("centred_clipping", {"tau": 1.0, "iterations": 3}),
-    "mda": AggregationConfig("minimum_diameter_averaging", F),
-    "caf": AggregationConfig("caf", F),
-    "bulyan": AggregationConfig("bulyan", F),
-    "clip_median_norm+mean": AggregationConfig("mean", pre=(("clip", {}),)),
-    "bucketing2+median": AggregationConfig("median", pre=(("bucketing", {"size": 2}),)),
-    "nnm+median": AggregationConfig("median", pre=(("nnm", F),)),
-    "nnm+trimmed_mean": AggregationConfig("trimmed_mean", F, pre=(("nnm", F),)),
-    "nnm+krum": AggregationConfig("krum", F, pre=(("nnm", F),)),
-    "nnm+geomed": AggregationConfig("geometric_median", pre=(("nnm", F),)),
-    "arc+nnm+trimmed_mean": AggregationConfig("trimmed_mean", F, pre=(("arc", F), ("nnm", F))),
-    "arc+nnm+geomed": AggregationConfig("geometric_median", pre=(("arc", F), ("nnm", F))),
-    "fltrust_root100": AggregationConfig("fltrust"),
-    "dnc": AggregationConfig("dnc", F),
-}
-RULES = {
-    name: AggregationConfig(rule.rule, rule.parameters, rule.pre, weighting="uniform")
-    for name, rule in RULES.items()
-}
-
-Attack = Callable[[torch.Tensor, attacks.Defence, int], torch.Tensor]
-
-ATTACKS: dict[str, Attack | None] = {
-    "none": None,
-    "sign_flip": lambda honest, _, __: attacks.sign_flip(honest, HOSTILE),
-    "sign_flip_x10": lambda honest, _, __: attacks.sign_flip(honest, HOSTILE, 10.0),
-    "alie_z1.5": lambda honest, _, __: attacks.a_little_is_enough(honest, HOSTILE, -1.5),
-    "alie_zmax0.16_neg": lambda honest, _, __: attacks.a_little_is_enough(honest, HOSTILE),
-    "ipm_0.5": lambda honest, _, __: attacks.inner_product_manipulation(honest, HOSTILE, 0.5),
-    "ipm_2": lambda honest, _, __: attacks.inner_product_manipulation(honest, HOSTILE, 2.0),
-    "label_flip": None,
-    "gaussian_s1": lambda honest, _, round: attacks.gaussian(honest, HOSTILE, seed=round),
-    "inf": lambda honest, _, __: attacks.infinities(honest, HOSTILE),
-    "nan": lambda honest, _, __: attacks.not_a_number(honest, HOSTILE),
-    "alie_opt": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "alie"),
-    "ipm_opt": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "ipm"),
-    "mimic": lambda honest, _, __: attacks.mimic(honest, HOSTILE),
-}
 
 
 @dataclass(frozen=True)
@@ -184,6 +149,7 @@ def run(rule: str, attack: str, data: Data, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     model = initial_model(generator)
     previous, scores = torch.zeros_like(model), []
+    past = torch.zeros(SILOS, len(model))
     honest_silos = SILOS if hostile is None else SILOS - HOSTILE
     for round in range(ROUNDS):
         batches = [
@@ -197,14 +163,25 @@ def run(rule: str, attack: str, data: Data, seed: int) -> float:
         rows = train(model, data.images[chosen], labels)
         if not torch.isfinite(rows).all():
             return accuracy(model, data)  # The attack has won: training has diverged, the model guesses.
-        context = Context(previous=previous, root_update=root_update(config, model, data, generator))
+        root = root_update(config, model, data, generator)
 
-        def defence(rows: torch.Tensor, round: int = round, context: Context = context) -> torch.Tensor:
+        def defence(
+            rows: torch.Tensor,
+            round: int = round,
+            previous: torch.Tensor = previous,
+            root: torch.Tensor | None = root,
+            past: torch.Tensor = past,
+        ) -> torch.Tensor:
+            if rule == "mean_nofilter":
+                return rows.mean(dim=0)
+            history = TensorMatrix(past + rows) if rule == "foolsgold" else None
+            context = Context(previous, root, history)
             return aggregate(TensorMatrix(rows), clients, config, seed + round, context=context).vector
 
         if hostile is not None:
             rows = torch.cat([rows, hostile(rows, defence, seed * ROUNDS + round)])
         previous = defence(rows)
+        past = past + rows
         model = model + previous
         if round >= ROUNDS - 5:
             scores.append(accuracy(model, data))
@@ -219,23 +196,6 @@ def root_update(
         return None
     chosen = data.root[torch.randint(len(data.root), (STEPS, 1, BATCH), generator=generator)]
     return train(model, data.images[chosen], data.labels[chosen])[0]
-
-
-SIMULATED: dict[str, dict[str, object] | None] = {
-    "none": None,
-    "sign_flip": {"name": "sign_flip", "scale": 1.0},
-    "sign_flip_x10": {"name": "sign_flip", "scale": 10.0},
-    "alie_z1.5": {"name": "alie", "z": -1.5},
-    "alie_zmax0.16_neg": {"name": "alie"},
-    "ipm_0.5": {"name": "ipm", "tau": 0.5},
-    "ipm_2": {"name": "ipm", "tau": 2.0},
-    "label_flip": {"name": "label_flip", "classes": 10},
-    "gaussian_s1": {"name": "gaussian", "scale": 1.0},
-    "inf": {"name": "infinities"},
-    "nan": {"name": "nan"},
-    "mimic": {"name": "mimic"},
-}
-"""The attacks that a job file can ask for."""
 
 
 class Digits(rt.Task):
@@ -291,29 +251,27 @@ def simulated(rule: str, attack: str, data: Path, alpha: float, seed: int) -> fl
     return sum(float(score) for score in scores) / len(scores)
 
 
-def least(table: dict[str, Any], rule: str, attack: str) -> float | None:
-    """The accuracy that a reference table asks for, where it has this cell."""
-    for part in ("fixed_attacks_dirichlet1", "adaptive_attacks_dirichlet1"):
-        found = table.get(part, {}).get(rule, {}).get(attack)
-        if found:
-            return float(found["at_least"])
-    return None
-
-
 def report(rules: Sequence[str], names: Sequence[str], options: argparse.Namespace) -> int:
     """Prints the table, one line a rule; returns the number of cells below the reference."""
     table = json.loads(options.check.read_text()) if options.check else {}
-    sets = {} if options.simulate else {s: load(options.data, options.alpha, s) for s in options.seeds}
+    results, load_once = Results(options.results), lru_cache(maxsize=None)(load)
     print(f"{'rule':24}" + "".join(f"{name:>18}" for name in names), flush=True)
     failures = 0
+
+    def train_once(rule: str, attack: str, seed: int) -> float:
+        if options.simulate:
+            return simulated(rule, attack, options.data, options.alpha, seed)
+        return run(rule, attack, load_once(options.data, options.alpha, seed), seed)
+
     for rule in rules:
         print(f"{rule:24}", end="", flush=True)
         for name in names:
-            if options.simulate:
-                found = [simulated(rule, name, options.data, options.alpha, s) for s in options.seeds]
-            else:
-                found = [run(rule, name, data, seed) for seed, data in sets.items()]
-            worst = min(found)
+            worst = min(
+                results.get(
+                    partial(train_once, rule, name, s), rule, name, options.alpha, s, options.simulate
+                )
+                for s in options.seeds
+            )
             wanted = least(table, rule, name)
             missed = wanted is not None and worst < wanted
             failures += missed
@@ -333,6 +291,7 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--check", type=Path, help="JSON with the least accuracy of each cell")
+    parser.add_argument("--results", type=Path, help="keep what has been run in this file, and read it first")
     parser.add_argument(
         "--data",
         type=Path,
@@ -344,7 +303,7 @@ def main() -> None:
     started = time.perf_counter()
     rules, names = options.rule or list(RULES), options.attack or list(ATTACKS)
     if options.simulate:
-        rules = [rule for rule in rules if rule != "fltrust_root100"]
+        rules = [rule for rule in rules if rule not in NOT_SIMULATED]
         names = [name for name in names if name in SIMULATED]
     failures = report(rules, names, options)
     print(f"{time.perf_counter() - started:.0f} s")

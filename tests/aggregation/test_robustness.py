@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -13,13 +13,8 @@ import pytest
 
 @pytest.fixture(scope="module")
 def benchmark(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("attacks_benchmark", root / "benchmarks" / "attacks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(root / "benchmarks"))
+    return importlib.import_module("attacks")
 
 
 @pytest.mark.slow
