@@ -455,3 +455,169 @@ class ListClientsReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["clients", b"clients"]) -> None: ...
 
 global___ListClientsReply = ListClientsReply
+
+@typing.final
+class PrivacyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: builtins.int
+    DELTA_FIELD_NUMBER: builtins.int
+    population: builtins.str
+    """Empty for all."""
+    delta: builtins.float
+    """Epsilon is computed at this delta; 0 for the budget's, or else the least of the jobs'."""
+    def __init__(
+        self,
+        *,
+        population: builtins.str = ...,
+        delta: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["delta", b"delta", "population", b"population"]) -> None: ...
+
+global___PrivacyRequest = PrivacyRequest
+
+@typing.final
+class PrivacyBudget(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: builtins.int
+    EPSILON_FIELD_NUMBER: builtins.int
+    DELTA_FIELD_NUMBER: builtins.int
+    ACCOUNTANT_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    population: builtins.str
+    epsilon: builtins.float
+    delta: builtins.float
+    accountant: builtins.str
+    """"pld" (default), "rdp" or "prv"."""
+    author: builtins.str
+    """Who set it, and when (Unix time); ignored when it is set."""
+    time: builtins.float
+    def __init__(
+        self,
+        *,
+        population: builtins.str = ...,
+        epsilon: builtins.float = ...,
+        delta: builtins.float = ...,
+        accountant: builtins.str = ...,
+        author: builtins.str = ...,
+        time: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accountant", b"accountant", "author", b"author", "delta", b"delta", "epsilon", b"epsilon", "population", b"population", "time", b"time"]) -> None: ...
+
+global___PrivacyBudget = PrivacyBudget
+
+@typing.final
+class PrivacyAccount(google.protobuf.message.Message):
+    """What is known to have been released about all silos of a population, or about one of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: builtins.int
+    SILO_FIELD_NUMBER: builtins.int
+    EPSILON_FIELD_NUMBER: builtins.int
+    DELTA_FIELD_NUMBER: builtins.int
+    ACCOUNTANT_FIELD_NUMBER: builtins.int
+    RELATION_FIELD_NUMBER: builtins.int
+    RELEASES_FIELD_NUMBER: builtins.int
+    RESERVED_EPSILON_FIELD_NUMBER: builtins.int
+    JOBS_FIELD_NUMBER: builtins.int
+    STATEMENT_FIELD_NUMBER: builtins.int
+    population: builtins.str
+    silo: builtins.str
+    """Empty for what concerns every silo."""
+    epsilon: builtins.float
+    delta: builtins.float
+    accountant: builtins.str
+    relation: builtins.str
+    """"add_remove" or "replace_one"."""
+    releases: builtins.int
+    reserved_epsilon: builtins.float
+    """Epsilon if rounds in flight release what they have reserved."""
+    statement: builtins.str
+    """In words for lawyers."""
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        population: builtins.str = ...,
+        silo: builtins.str = ...,
+        epsilon: builtins.float = ...,
+        delta: builtins.float = ...,
+        accountant: builtins.str = ...,
+        relation: builtins.str = ...,
+        releases: builtins.int = ...,
+        reserved_epsilon: builtins.float = ...,
+        jobs: collections.abc.Iterable[builtins.str] | None = ...,
+        statement: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accountant", b"accountant", "delta", b"delta", "epsilon", b"epsilon", "jobs", b"jobs", "population", b"population", "relation", b"relation", "releases", b"releases", "reserved_epsilon", b"reserved_epsilon", "silo", b"silo", "statement", b"statement"]) -> None: ...
+
+global___PrivacyAccount = PrivacyAccount
+
+@typing.final
+class PrivacyReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACCOUNTS_FIELD_NUMBER: builtins.int
+    BUDGETS_FIELD_NUMBER: builtins.int
+    KEPT_BY_SILOS_FIELD_NUMBER: builtins.int
+    @property
+    def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PrivacyAccount]: ...
+    @property
+    def budgets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PrivacyBudget]: ...
+    @property
+    def kept_by_silos(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Jobs whose accounts no one but the silos keeps."""
+
+    def __init__(
+        self,
+        *,
+        accounts: collections.abc.Iterable[global___PrivacyAccount] | None = ...,
+        budgets: collections.abc.Iterable[global___PrivacyBudget] | None = ...,
+        kept_by_silos: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "budgets", b"budgets", "kept_by_silos", b"kept_by_silos"]) -> None: ...
+
+global___PrivacyReply = PrivacyReply
+
+@typing.final
+class PrivacyCharge(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: builtins.int
+    SILO_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    CHARGE_FIELD_NUMBER: builtins.int
+    RELEASED_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    population: builtins.str
+    silo: builtins.str
+    """Empty where all silos bear it, "*" for a reservation against each of them."""
+    job: builtins.str
+    round: builtins.int
+    attempt: builtins.int
+    charge: builtins.str
+    """The charge as canonical JSON."""
+    released: builtins.bool
+    """False while the round is in flight."""
+    time: builtins.float
+    def __init__(
+        self,
+        *,
+        population: builtins.str = ...,
+        silo: builtins.str = ...,
+        job: builtins.str = ...,
+        round: builtins.int = ...,
+        attempt: builtins.int = ...,
+        charge: builtins.str = ...,
+        released: builtins.bool = ...,
+        time: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "charge", b"charge", "job", b"job", "population", b"population", "released", b"released", "round", b"round", "silo", b"silo", "time", b"time"]) -> None: ...
+
+global___PrivacyCharge = PrivacyCharge

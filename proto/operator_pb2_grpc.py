@@ -71,6 +71,21 @@ class OperatorsStub(object):
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.ListClientsRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.ListClientsReply.FromString,
                 )
+        self.ShowPrivacy = channel.unary_unary(
+                '/roundtable.v1.Operators/ShowPrivacy',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyReply.FromString,
+                )
+        self.SetPrivacyBudget = channel.unary_unary(
+                '/roundtable.v1.Operators/SetPrivacyBudget',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.FromString,
+                )
+        self.ExportPrivacy = channel.unary_stream(
+                '/roundtable.v1.Operators/ExportPrivacy',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyCharge.FromString,
+                )
 
 
 class OperatorsServicer(object):
@@ -149,6 +164,27 @@ class OperatorsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShowPrivacy(self, request, context):
+        """What has been spent on the privacy of populations and of their silos, over all jobs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPrivacyBudget(self, request, context):
+        """Sets the most that all jobs together may spend on a population; gives what is in force then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportPrivacy(self, request, context):
+        """The ledger itself, oldest charge first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -206,6 +242,21 @@ def add_OperatorsServicer_to_server(servicer, server):
                     servicer.ListClients,
                     request_deserializer=roundtable_dot_proto_dot_operator__pb2.ListClientsRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.ListClientsReply.SerializeToString,
+            ),
+            'ShowPrivacy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowPrivacy,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyReply.SerializeToString,
+            ),
+            'SetPrivacyBudget': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPrivacyBudget,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.SerializeToString,
+            ),
+            'ExportPrivacy': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportPrivacy,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyCharge.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -402,5 +453,56 @@ class Operators(object):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ListClients',
             roundtable_dot_proto_dot_operator__pb2.ListClientsRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.ListClientsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ShowPrivacy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ShowPrivacy',
+            roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.PrivacyReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def SetPrivacyBudget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/SetPrivacyBudget',
+            roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ExportPrivacy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/roundtable.v1.Operators/ExportPrivacy',
+            roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.PrivacyCharge.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

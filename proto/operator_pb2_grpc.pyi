@@ -83,6 +83,24 @@ class OperatorsStub:
     ]
     """Every agent that the coordinator knows."""
 
+    ShowPrivacy: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.PrivacyRequest,
+        roundtable.proto.operator_pb2.PrivacyReply,
+    ]
+    """What has been spent on the privacy of populations and of their silos, over all jobs."""
+
+    SetPrivacyBudget: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.PrivacyBudget,
+        roundtable.proto.operator_pb2.PrivacyBudget,
+    ]
+    """Sets the most that all jobs together may spend on a population; gives what is in force then."""
+
+    ExportPrivacy: grpc.UnaryStreamMultiCallable[
+        roundtable.proto.operator_pb2.PrivacyRequest,
+        roundtable.proto.operator_pb2.PrivacyCharge,
+    ]
+    """The ledger itself, oldest charge first."""
+
 class OperatorsAsyncStub:
     """The operator-facing service. The caller is known by its client certificate."""
 
@@ -146,6 +164,24 @@ class OperatorsAsyncStub:
         roundtable.proto.operator_pb2.ListClientsReply,
     ]
     """Every agent that the coordinator knows."""
+
+    ShowPrivacy: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.PrivacyRequest,
+        roundtable.proto.operator_pb2.PrivacyReply,
+    ]
+    """What has been spent on the privacy of populations and of their silos, over all jobs."""
+
+    SetPrivacyBudget: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.PrivacyBudget,
+        roundtable.proto.operator_pb2.PrivacyBudget,
+    ]
+    """Sets the most that all jobs together may spend on a population; gives what is in force then."""
+
+    ExportPrivacy: grpc.aio.UnaryStreamMultiCallable[
+        roundtable.proto.operator_pb2.PrivacyRequest,
+        roundtable.proto.operator_pb2.PrivacyCharge,
+    ]
+    """The ledger itself, oldest charge first."""
 
 class OperatorsServicer(metaclass=abc.ABCMeta):
     """The operator-facing service. The caller is known by its client certificate."""
@@ -232,5 +268,29 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.operator_pb2.ListClientsReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.ListClientsReply]]:
         """Every agent that the coordinator knows."""
+
+    @abc.abstractmethod
+    def ShowPrivacy(
+        self,
+        request: roundtable.proto.operator_pb2.PrivacyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.PrivacyReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.PrivacyReply]]:
+        """What has been spent on the privacy of populations and of their silos, over all jobs."""
+
+    @abc.abstractmethod
+    def SetPrivacyBudget(
+        self,
+        request: roundtable.proto.operator_pb2.PrivacyBudget,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.PrivacyBudget, collections.abc.Awaitable[roundtable.proto.operator_pb2.PrivacyBudget]]:
+        """Sets the most that all jobs together may spend on a population; gives what is in force then."""
+
+    @abc.abstractmethod
+    def ExportPrivacy(
+        self,
+        request: roundtable.proto.operator_pb2.PrivacyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[roundtable.proto.operator_pb2.PrivacyCharge], collections.abc.AsyncIterator[roundtable.proto.operator_pb2.PrivacyCharge]]:
+        """The ledger itself, oldest charge first."""
 
 def add_OperatorsServicer_to_server(servicer: OperatorsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
