@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from roundtable.proto import common_pb2 as roundtable_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1croundtable/proto/agent.proto\x12\rroundtable.v1\x1a\x1droundtable/proto/common.proto\"\xf2\x02\n\tFromAgent\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.roundtable.v1.HelloH\x00\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.HeartbeatH\x00\x12+\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x17.roundtable.v1.AcceptedH\x00\x12+\n\x08progress\x18\x04 \x01(\x0b\x32\x17.roundtable.v1.ProgressH\x00\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.roundtable.v1.FailureH\x00\x12-\n\tevaluated\x18\x06 \x01(\x0b\x32\x18.roundtable.v1.EvaluatedH\x00\x12%\n\x05reply\x18\x07 \x01(\x0b\x32\x14.roundtable.v1.ReplyH\x00\x12)\n\x07goodbye\x18\x08 \x01(\x0b\x32\x16.roundtable.v1.GoodbyeH\x00\x42\t\n\x07message\"\xf9\x01\n\x07ToAgent\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.roundtable.v1.WelcomeH\x00\x12\x31\n\x0binstruction\x18\x02 \x01(\x0b\x32\x1a.roundtable.v1.InstructionH\x00\x12+\n\x08withdraw\x18\x03 \x01(\x0b\x32\x17.roundtable.v1.WithdrawH\x00\x12)\n\x07refused\x18\x04 \x01(\x0b\x32\x16.roundtable.v1.RefusedH\x00\x12-\n\theartbeat\x18\x05 \x01(\x0b\x32\x18.roundtable.v1.HeartbeatH\x00\x42\t\n\x07message\"\xf8\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\r\n\x05tasks\x18\x03 \x03(\t\x12\x34\n\x08metadata\x18\x04 \x03(\x0b\x32\".roundtable.v1.Hello.MetadataEntry\x12\x0f\n\x07\x64\x65vices\x18\x05 \x03(\t\x12\r\n\x05\x63lock\x18\x06 \x01(\x01\x12$\n\x07spooled\x18\x07 \x03(\x0b\x32\x13.roundtable.v1.Step\x12\x10\n\x08identity\x18\x08 \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Y\n\x07Welcome\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\r\n\x05\x63lock\x18\x04 \x01(\x01\"\x1a\n\tHeartbeat\x12\r\n\x05state\x18\x01 \x01(\t\"-\n\x08\x41\x63\x63\x65pted\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\"j\n\x08Progress\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0c\n\x04loss\x18\x04 \x01(\x01\x12\x10\n\x08\x61\x63tivity\x18\x05 \x01(\t\"J\n\x07\x46\x61ilure\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"V\n\tEvaluated\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12&\n\x07metrics\x18\x02 \x03(\x0b\x32\x15.roundtable.v1.Metric\";\n\x05Reply\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"=\n\x08Withdraw\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xe7\x01\n\x0bInstruction\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x02 \x01(\x01\x12\x12\n\njob_config\x18\x03 \x01(\t\x12%\n\x05train\x18\x04 \x01(\x0b\x32\x14.roundtable.v1.TrainH\x00\x12+\n\x08\x65valuate\x18\x05 \x01(\x0b\x32\x17.roundtable.v1.EvaluateH\x00\x12+\n\x08\x65xchange\x18\x06 \x01(\x0b\x32\x17.roundtable.v1.ExchangeH\x00\x42\x06\n\x04work\"S\n\x05Train\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x12\n\nidentities\x18\x03 \x03(\x0c\"B\n\x08\x45valuate\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x0e\n\x06layout\x18\x02 \x01(\t\"\x1b\n\x08\x45xchange\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\xdd\x01\n\x0cUploadHeader\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12(\n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x10\n\x08\x65ncoding\x18\x04 \x01(\t\x12\x10\n\x08\x65xamples\x18\x05 \x01(\x04\x12&\n\x07metrics\x18\x06 \x03(\x0b\x32\x15.roundtable.v1.Metric\x12\x0e\n\x06offset\x18\x07 \x01(\x04\x12\x14\n\x0c\x61nnouncement\x18\x08 \x01(\x0c\"j\n\nUploadPart\x12-\n\x06header\x18\x01 \x01(\x0b\x32\x1b.roundtable.v1.UploadHeaderH\x00\x12%\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x14.roundtable.v1.ChunkH\x00\x42\x06\n\x04part\"\\\n\x0bUploadState\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06wanted\x18\x02 \x01(\x08\x12-\n\x07receipt\x18\x03 \x01(\x0b\x32\x1c.roundtable.v1.UploadReceipt\"\xac\x01\n\rUploadReceipt\x12\x33\n\x06status\x18\x01 \x01(\x0e\x32#.roundtable.v1.UploadReceipt.Status\x12\x0e\n\x06reason\x18\x02 \x01(\t\"V\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\r\n\tDUPLICATE\x10\x02\x12\t\n\x05STALE\x10\x03\x12\x0c\n\x08REJECTED\x10\x04\x32\x9b\x02\n\x06\x41gents\x12?\n\x07\x43onnect\x12\x18.roundtable.v1.FromAgent\x1a\x16.roundtable.v1.ToAgent(\x01\x30\x01\x12\x42\n\x08\x44ownload\x12\x1e.roundtable.v1.DownloadRequest\x1a\x14.roundtable.v1.Chunk0\x01\x12G\n\x0cUploadStatus\x12\x1b.roundtable.v1.UploadHeader\x1a\x1a.roundtable.v1.UploadState\x12\x43\n\x06Upload\x12\x19.roundtable.v1.UploadPart\x1a\x1c.roundtable.v1.UploadReceipt(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1croundtable/proto/agent.proto\x12\rroundtable.v1\x1a\x1droundtable/proto/common.proto\"\xf2\x02\n\tFromAgent\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.roundtable.v1.HelloH\x00\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.HeartbeatH\x00\x12+\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x17.roundtable.v1.AcceptedH\x00\x12+\n\x08progress\x18\x04 \x01(\x0b\x32\x17.roundtable.v1.ProgressH\x00\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.roundtable.v1.FailureH\x00\x12-\n\tevaluated\x18\x06 \x01(\x0b\x32\x18.roundtable.v1.EvaluatedH\x00\x12%\n\x05reply\x18\x07 \x01(\x0b\x32\x14.roundtable.v1.ReplyH\x00\x12)\n\x07goodbye\x18\x08 \x01(\x0b\x32\x16.roundtable.v1.GoodbyeH\x00\x42\t\n\x07message\"\xf9\x01\n\x07ToAgent\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.roundtable.v1.WelcomeH\x00\x12\x31\n\x0binstruction\x18\x02 \x01(\x0b\x32\x1a.roundtable.v1.InstructionH\x00\x12+\n\x08withdraw\x18\x03 \x01(\x0b\x32\x17.roundtable.v1.WithdrawH\x00\x12)\n\x07refused\x18\x04 \x01(\x0b\x32\x16.roundtable.v1.RefusedH\x00\x12-\n\theartbeat\x18\x05 \x01(\x0b\x32\x18.roundtable.v1.HeartbeatH\x00\x42\t\n\x07message\"\xf8\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\r\n\x05tasks\x18\x03 \x03(\t\x12\x34\n\x08metadata\x18\x04 \x03(\x0b\x32\".roundtable.v1.Hello.MetadataEntry\x12\x0f\n\x07\x64\x65vices\x18\x05 \x03(\t\x12\r\n\x05\x63lock\x18\x06 \x01(\x01\x12$\n\x07spooled\x18\x07 \x03(\x0b\x32\x13.roundtable.v1.Step\x12\x10\n\x08identity\x18\x08 \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"k\n\x07Welcome\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\r\n\x05\x63lock\x18\x04 \x01(\x01\x12\x10\n\x08identity\x18\x05 \x01(\x0c\"\x1a\n\tHeartbeat\x12\r\n\x05state\x18\x01 \x01(\t\"-\n\x08\x41\x63\x63\x65pted\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\"j\n\x08Progress\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0c\n\x04loss\x18\x04 \x01(\x01\x12\x10\n\x08\x61\x63tivity\x18\x05 \x01(\t\"J\n\x07\x46\x61ilure\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"V\n\tEvaluated\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12&\n\x07metrics\x18\x02 \x03(\x0b\x32\x15.roundtable.v1.Metric\";\n\x05Reply\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"=\n\x08Withdraw\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x96\x02\n\x0bInstruction\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x02 \x01(\x01\x12\x12\n\njob_config\x18\x03 \x01(\t\x12%\n\x05train\x18\x04 \x01(\x0b\x32\x14.roundtable.v1.TrainH\x00\x12+\n\x08\x65valuate\x18\x05 \x01(\x0b\x32\x17.roundtable.v1.EvaluateH\x00\x12+\n\x08\x65xchange\x18\x06 \x01(\x0b\x32\x17.roundtable.v1.ExchangeH\x00\x12-\n\nsubmission\x18\x07 \x01(\x0b\x32\x19.roundtable.v1.SubmissionB\x06\n\x04work\"S\n\x05Train\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x12\n\nidentities\x18\x03 \x03(\x0c\"B\n\x08\x45valuate\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x0e\n\x06layout\x18\x02 \x01(\t\"\x1b\n\x08\x45xchange\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\xdd\x01\n\x0cUploadHeader\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12(\n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x10\n\x08\x65ncoding\x18\x04 \x01(\t\x12\x10\n\x08\x65xamples\x18\x05 \x01(\x04\x12&\n\x07metrics\x18\x06 \x03(\x0b\x32\x15.roundtable.v1.Metric\x12\x0e\n\x06offset\x18\x07 \x01(\x04\x12\x14\n\x0c\x61nnouncement\x18\x08 \x01(\x0c\"j\n\nUploadPart\x12-\n\x06header\x18\x01 \x01(\x0b\x32\x1b.roundtable.v1.UploadHeaderH\x00\x12%\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x14.roundtable.v1.ChunkH\x00\x42\x06\n\x04part\"\\\n\x0bUploadState\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06wanted\x18\x02 \x01(\x08\x12-\n\x07receipt\x18\x03 \x01(\x0b\x32\x1c.roundtable.v1.UploadReceipt\"\xcd\x01\n\rUploadReceipt\x12\x33\n\x06status\x18\x01 \x01(\x0e\x32#.roundtable.v1.UploadReceipt.Status\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04time\x18\x03 \x01(\x01\x12\x11\n\tsignature\x18\x04 \x01(\x0c\"V\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\r\n\tDUPLICATE\x10\x02\x12\t\n\x05STALE\x10\x03\x12\x0c\n\x08REJECTED\x10\x04\x32\xe5\x02\n\x06\x41gents\x12?\n\x07\x43onnect\x12\x18.roundtable.v1.FromAgent\x1a\x16.roundtable.v1.ToAgent(\x01\x30\x01\x12\x42\n\x08\x44ownload\x12\x1e.roundtable.v1.DownloadRequest\x1a\x14.roundtable.v1.Chunk0\x01\x12G\n\x0cUploadStatus\x12\x1b.roundtable.v1.UploadHeader\x1a\x1a.roundtable.v1.UploadState\x12\x43\n\x06Upload\x12\x19.roundtable.v1.UploadPart\x1a\x1c.roundtable.v1.UploadReceipt(\x01\x12H\n\x05Renew\x12\".roundtable.v1.CertificateRequests\x1a\x1b.roundtable.v1.Certificatesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,43 +33,43 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_HELLO_METADATAENTRY']._serialized_start=905
   _globals['_HELLO_METADATAENTRY']._serialized_end=952
   _globals['_WELCOME']._serialized_start=954
-  _globals['_WELCOME']._serialized_end=1043
-  _globals['_HEARTBEAT']._serialized_start=1045
-  _globals['_HEARTBEAT']._serialized_end=1071
-  _globals['_ACCEPTED']._serialized_start=1073
-  _globals['_ACCEPTED']._serialized_end=1118
-  _globals['_PROGRESS']._serialized_start=1120
-  _globals['_PROGRESS']._serialized_end=1226
-  _globals['_FAILURE']._serialized_start=1228
-  _globals['_FAILURE']._serialized_end=1302
-  _globals['_EVALUATED']._serialized_start=1304
-  _globals['_EVALUATED']._serialized_end=1390
-  _globals['_REPLY']._serialized_start=1392
-  _globals['_REPLY']._serialized_end=1451
-  _globals['_GOODBYE']._serialized_start=1453
-  _globals['_GOODBYE']._serialized_end=1478
-  _globals['_REFUSED']._serialized_start=1480
-  _globals['_REFUSED']._serialized_end=1505
-  _globals['_WITHDRAW']._serialized_start=1507
-  _globals['_WITHDRAW']._serialized_end=1568
-  _globals['_INSTRUCTION']._serialized_start=1571
-  _globals['_INSTRUCTION']._serialized_end=1802
-  _globals['_TRAIN']._serialized_start=1804
-  _globals['_TRAIN']._serialized_end=1887
-  _globals['_EVALUATE']._serialized_start=1889
-  _globals['_EVALUATE']._serialized_end=1955
-  _globals['_EXCHANGE']._serialized_start=1957
-  _globals['_EXCHANGE']._serialized_end=1984
-  _globals['_UPLOADHEADER']._serialized_start=1987
-  _globals['_UPLOADHEADER']._serialized_end=2208
-  _globals['_UPLOADPART']._serialized_start=2210
-  _globals['_UPLOADPART']._serialized_end=2316
-  _globals['_UPLOADSTATE']._serialized_start=2318
-  _globals['_UPLOADSTATE']._serialized_end=2410
-  _globals['_UPLOADRECEIPT']._serialized_start=2413
-  _globals['_UPLOADRECEIPT']._serialized_end=2585
-  _globals['_UPLOADRECEIPT_STATUS']._serialized_start=2499
-  _globals['_UPLOADRECEIPT_STATUS']._serialized_end=2585
-  _globals['_AGENTS']._serialized_start=2588
-  _globals['_AGENTS']._serialized_end=2871
+  _globals['_WELCOME']._serialized_end=1061
+  _globals['_HEARTBEAT']._serialized_start=1063
+  _globals['_HEARTBEAT']._serialized_end=1089
+  _globals['_ACCEPTED']._serialized_start=1091
+  _globals['_ACCEPTED']._serialized_end=1136
+  _globals['_PROGRESS']._serialized_start=1138
+  _globals['_PROGRESS']._serialized_end=1244
+  _globals['_FAILURE']._serialized_start=1246
+  _globals['_FAILURE']._serialized_end=1320
+  _globals['_EVALUATED']._serialized_start=1322
+  _globals['_EVALUATED']._serialized_end=1408
+  _globals['_REPLY']._serialized_start=1410
+  _globals['_REPLY']._serialized_end=1469
+  _globals['_GOODBYE']._serialized_start=1471
+  _globals['_GOODBYE']._serialized_end=1496
+  _globals['_REFUSED']._serialized_start=1498
+  _globals['_REFUSED']._serialized_end=1523
+  _globals['_WITHDRAW']._serialized_start=1525
+  _globals['_WITHDRAW']._serialized_end=1586
+  _globals['_INSTRUCTION']._serialized_start=1589
+  _globals['_INSTRUCTION']._serialized_end=1867
+  _globals['_TRAIN']._serialized_start=1869
+  _globals['_TRAIN']._serialized_end=1952
+  _globals['_EVALUATE']._serialized_start=1954
+  _globals['_EVALUATE']._serialized_end=2020
+  _globals['_EXCHANGE']._serialized_start=2022
+  _globals['_EXCHANGE']._serialized_end=2049
+  _globals['_UPLOADHEADER']._serialized_start=2052
+  _globals['_UPLOADHEADER']._serialized_end=2273
+  _globals['_UPLOADPART']._serialized_start=2275
+  _globals['_UPLOADPART']._serialized_end=2381
+  _globals['_UPLOADSTATE']._serialized_start=2383
+  _globals['_UPLOADSTATE']._serialized_end=2475
+  _globals['_UPLOADRECEIPT']._serialized_start=2478
+  _globals['_UPLOADRECEIPT']._serialized_end=2683
+  _globals['_UPLOADRECEIPT_STATUS']._serialized_start=2597
+  _globals['_UPLOADRECEIPT_STATUS']._serialized_end=2683
+  _globals['_AGENTS']._serialized_start=2686
+  _globals['_AGENTS']._serialized_end=3043
 # @@protoc_insertion_point(module_scope)

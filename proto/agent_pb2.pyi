@@ -208,6 +208,7 @@ class Welcome(google.protobuf.message.Message):
     COORDINATOR_FIELD_NUMBER: builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
     CLOCK_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The coordinator's software version."""
     coordinator: builtins.str
@@ -216,6 +217,8 @@ class Welcome(google.protobuf.message.Message):
     """Seconds between heartbeats; three missing ones end the session."""
     clock: builtins.float
     """Unix time at the coordinator."""
+    identity: builtins.bytes
+    """The coordinator's identity certificate (PEM), with which it signs receipts; empty if it has none."""
     def __init__(
         self,
         *,
@@ -223,8 +226,9 @@ class Welcome(google.protobuf.message.Message):
         coordinator: builtins.str = ...,
         heartbeat_seconds: builtins.float = ...,
         clock: builtins.float = ...,
+        identity: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "identity", b"identity", "version", b"version"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -423,6 +427,7 @@ class Instruction(google.protobuf.message.Message):
     TRAIN_FIELD_NUMBER: builtins.int
     EVALUATE_FIELD_NUMBER: builtins.int
     EXCHANGE_FIELD_NUMBER: builtins.int
+    SUBMISSION_FIELD_NUMBER: builtins.int
     deadline_seconds: builtins.float
     """Seconds from now until the answer is worthless."""
     job_config: builtins.str
@@ -435,6 +440,10 @@ class Instruction(google.protobuf.message.Message):
     def evaluate(self) -> global___Evaluate: ...
     @property
     def exchange(self) -> global___Exchange: ...
+    @property
+    def submission(self) -> roundtable.proto.common_pb2.Submission:
+        """Who asked for the job, and the proof of it."""
+
     def __init__(
         self,
         *,
@@ -444,9 +453,10 @@ class Instruction(google.protobuf.message.Message):
         train: global___Train | None = ...,
         evaluate: global___Evaluate | None = ...,
         exchange: global___Exchange | None = ...,
+        submission: roundtable.proto.common_pb2.Submission | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["evaluate", b"evaluate", "exchange", b"exchange", "step", b"step", "train", b"train", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline_seconds", b"deadline_seconds", "evaluate", b"evaluate", "exchange", b"exchange", "job_config", b"job_config", "step", b"step", "train", b"train", "work", b"work"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["evaluate", b"evaluate", "exchange", b"exchange", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deadline_seconds", b"deadline_seconds", "evaluate", b"evaluate", "exchange", b"exchange", "job_config", b"job_config", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["work", b"work"]) -> typing.Literal["train", "evaluate", "exchange"] | None: ...
 
 global___Instruction = Instruction
@@ -650,14 +660,22 @@ class UploadReceipt(google.protobuf.message.Message):
 
     STATUS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
     status: global___UploadReceipt.Status.ValueType
     reason: builtins.str
+    time: builtins.float
+    """Unix time at the coordinator."""
+    signature: builtins.bytes
+    """The coordinator's Ed25519 signature over core.signing's statement of this receipt; empty if it has no key."""
     def __init__(
         self,
         *,
         status: global___UploadReceipt.Status.ValueType = ...,
         reason: builtins.str = ...,
+        time: builtins.float = ...,
+        signature: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "status", b"status"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "signature", b"signature", "status", b"status", "time", b"time"]) -> None: ...
 
 global___UploadReceipt = UploadReceipt

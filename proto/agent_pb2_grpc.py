@@ -36,6 +36,11 @@ class AgentsStub(object):
                 request_serializer=roundtable_dot_proto_dot_agent__pb2.UploadPart.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_agent__pb2.UploadReceipt.FromString,
                 )
+        self.Renew = channel.unary_unary(
+                '/roundtable.v1.Agents/Renew',
+                request_serializer=roundtable_dot_proto_dot_common__pb2.CertificateRequests.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_common__pb2.Certificates.FromString,
+                )
 
 
 class AgentsServicer(object):
@@ -70,6 +75,13 @@ class AgentsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Renew(self, request, context):
+        """New certificates for the same keys, before the old ones expire.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AgentsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_AgentsServicer_to_server(servicer, server):
                     servicer.Upload,
                     request_deserializer=roundtable_dot_proto_dot_agent__pb2.UploadPart.FromString,
                     response_serializer=roundtable_dot_proto_dot_agent__pb2.UploadReceipt.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=roundtable_dot_proto_dot_common__pb2.CertificateRequests.FromString,
+                    response_serializer=roundtable_dot_proto_dot_common__pb2.Certificates.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -169,5 +186,22 @@ class Agents(object):
         return grpc.experimental.stream_unary(request_iterator, target, '/roundtable.v1.Agents/Upload',
             roundtable_dot_proto_dot_agent__pb2.UploadPart.SerializeToString,
             roundtable_dot_proto_dot_agent__pb2.UploadReceipt.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Agents/Renew',
+            roundtable_dot_proto_dot_common__pb2.CertificateRequests.SerializeToString,
+            roundtable_dot_proto_dot_common__pb2.Certificates.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -46,6 +46,12 @@ class AgentsStub:
     ]
     """An update's bytes: a header, then chunks from the header's offset onwards."""
 
+    Renew: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.common_pb2.CertificateRequests,
+        roundtable.proto.common_pb2.Certificates,
+    ]
+    """New certificates for the same keys, before the old ones expire."""
+
 class AgentsAsyncStub:
     """The agent-facing service. The caller is known by its client certificate."""
 
@@ -72,6 +78,12 @@ class AgentsAsyncStub:
         roundtable.proto.agent_pb2.UploadReceipt,
     ]
     """An update's bytes: a header, then chunks from the header's offset onwards."""
+
+    Renew: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.common_pb2.CertificateRequests,
+        roundtable.proto.common_pb2.Certificates,
+    ]
+    """New certificates for the same keys, before the old ones expire."""
 
 class AgentsServicer(metaclass=abc.ABCMeta):
     """The agent-facing service. The caller is known by its client certificate."""
@@ -107,5 +119,13 @@ class AgentsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.agent_pb2.UploadReceipt, collections.abc.Awaitable[roundtable.proto.agent_pb2.UploadReceipt]]:
         """An update's bytes: a header, then chunks from the header's offset onwards."""
+
+    @abc.abstractmethod
+    def Renew(
+        self,
+        request: roundtable.proto.common_pb2.CertificateRequests,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.common_pb2.Certificates, collections.abc.Awaitable[roundtable.proto.common_pb2.Certificates]]:
+        """New certificates for the same keys, before the old ones expire."""
 
 def add_AgentsServicer_to_server(servicer: AgentsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

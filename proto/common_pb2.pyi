@@ -171,3 +171,75 @@ class Event(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "client", b"client", "detail", b"detail", "kind", b"kind", "message", b"message", "round", b"round", "sequence", b"sequence", "time", b"time"]) -> None: ...
 
 global___Event = Event
+
+@typing.final
+class Submission(google.protobuf.message.Message):
+    """A job as somebody asked for it. The signature is the submitter's own: the coordinator cannot invent jobs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUBMITTER_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    CERTIFICATE_FIELD_NUMBER: builtins.int
+    submitter: builtins.str
+    """The submitter's name, as the coordinator knows it."""
+    request_id: builtins.str
+    signature: builtins.bytes
+    """Ed25519 over core.signing's statement of the job; empty for a submitter without a certificate."""
+    certificate: builtins.bytes
+    """The submitter's identity certificate (PEM)."""
+    def __init__(
+        self,
+        *,
+        submitter: builtins.str = ...,
+        request_id: builtins.str = ...,
+        signature: builtins.bytes = ...,
+        certificate: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "request_id", b"request_id", "signature", b"signature", "submitter", b"submitter"]) -> None: ...
+
+global___Submission = Submission
+
+@typing.final
+class CertificateRequests(google.protobuf.message.Message):
+    """PKCS #10 requests (PEM), each signed with the key that it is for. Keys never leave the silo."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
+    node: builtins.bytes
+    identity: builtins.bytes
+    def __init__(
+        self,
+        *,
+        node: builtins.bytes = ...,
+        identity: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "node", b"node"]) -> None: ...
+
+global___CertificateRequests = CertificateRequests
+
+@typing.final
+class Certificates(google.protobuf.message.Message):
+    """Certificates (PEM), each followed by the authority between it and the root."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    node: builtins.bytes
+    identity: builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        node: builtins.bytes = ...,
+        identity: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "name", b"name", "node", b"node"]) -> None: ...
+
+global___Certificates = Certificates

@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from roundtable.proto import common_pb2 as roundtable_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1froundtable/proto/operator.proto\x12\rroundtable.v1\x1a\x1droundtable/proto/common.proto\"\x0f\n\rStatusRequest\"\xad\x01\n\x0bStatusReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\r\n\x05\x63lock\x18\x03 \x01(\x01\x12\x16\n\x0euptime_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x63lients_online\x18\x05 \x01(\r\x12\x14\n\x0cjobs_running\x18\x06 \x01(\r\x12\x10\n\x08\x64\x61tabase\x18\x07 \x01(\t\x12\x11\n\tdisk_free\x18\x08 \x01(\x04\"E\n\tPutHeader\x12(\n\x07\x63ontent\x18\x01 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"d\n\x07PutPart\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.roundtable.v1.PutHeaderH\x00\x12%\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x14.roundtable.v1.ChunkH\x00\x42\x06\n\x04part\",\n\x08PutReply\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\"b\n\x10SubmitJobRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\njob_config\x18\x02 \x01(\t\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.roundtable.v1.Artifact\"\xc3\x01\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0brounds_done\x18\x05 \x01(\r\x12\x0e\n\x06rounds\x18\x06 \x01(\r\x12&\n\x05model\x18\x07 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x11\n\tsubmitted\x18\x08 \x01(\x01\x12\x0f\n\x07updated\x18\t \x01(\x01\x12\x11\n\tsubmitter\x18\n \x01(\t\"\x11\n\x0fListJobsRequest\"1\n\rListJobsReply\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.roundtable.v1.Job\"\x19\n\nJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"w\n\x0e\x43lientActivity\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05since\x18\x03 \x01(\x01\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\r\n\x05total\x18\x05 \x01(\x04\x12\x0c\n\x04loss\x18\x06 \x01(\x01\x12\x0c\n\x04note\x18\x07 \x01(\t\"\xd7\x01\n\tJobDetail\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.roundtable.v1.Job\x12\x12\n\njob_config\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x10\n\x08\x64\x65\x61\x64line\x18\x06 \x01(\x01\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\x12.\n\x07\x63lients\x18\x08 \x03(\x0b\x32\x1d.roundtable.v1.ClientActivity\x12\x0f\n\x07history\x18\t \x03(\t\"5\n\x0fWatchJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rfrom_sequence\x18\x02 \x01(\x04\"[\n\tJobUpdate\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.roundtable.v1.Event\x12(\n\x06\x64\x65tail\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.JobDetail\"\x14\n\x12ListClientsRequest\"\x86\x02\n\x06\x43lient\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06online\x18\x02 \x01(\x08\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\r\n\x05tasks\x18\x05 \x03(\t\x12\x35\n\x08metadata\x18\x06 \x03(\x0b\x32#.roundtable.v1.Client.MetadataEntry\x12\x0f\n\x07\x64\x65vices\x18\x07 \x03(\t\x12\x11\n\tlast_seen\x18\x08 \x01(\x01\x12\x10\n\x08selected\x18\t \x01(\r\x12\x11\n\tcompleted\x18\n \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\":\n\x10ListClientsReply\x12&\n\x07\x63lients\x18\x01 \x03(\x0b\x32\x15.roundtable.v1.Client\"3\n\x0ePrivacyRequest\x12\x12\n\npopulation\x18\x01 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x01\"u\n\rPrivacyBudget\x12\x12\n\npopulation\x18\x01 \x01(\t\x12\x0f\n\x07\x65psilon\x18\x02 \x01(\x01\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\x01\x12\x12\n\naccountant\x18\x04 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x05 \x01(\t\x12\x0c\n\x04time\x18\x06 \x01(\x01\"\xc5\x01\n\x0ePrivacyAccount\x12\x12\n\npopulation\x18\x01 \x01(\t\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\x0f\n\x07\x65psilon\x18\x03 \x01(\x01\x12\r\n\x05\x64\x65lta\x18\x04 \x01(\x01\x12\x12\n\naccountant\x18\x05 \x01(\t\x12\x10\n\x08relation\x18\x06 \x01(\t\x12\x10\n\x08releases\x18\x07 \x01(\x04\x12\x18\n\x10reserved_epsilon\x18\x08 \x01(\x01\x12\x0c\n\x04jobs\x18\t \x03(\t\x12\x11\n\tstatement\x18\n \x01(\t\"\x85\x01\n\x0cPrivacyReply\x12/\n\x08\x61\x63\x63ounts\x18\x01 \x03(\x0b\x32\x1d.roundtable.v1.PrivacyAccount\x12-\n\x07\x62udgets\x18\x02 \x03(\x0b\x32\x1c.roundtable.v1.PrivacyBudget\x12\x15\n\rkept_by_silos\x18\x03 \x03(\t\"\x8e\x01\n\rPrivacyCharge\x12\x12\n\npopulation\x18\x01 \x01(\t\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0e\n\x06\x63harge\x18\x06 \x01(\t\x12\x10\n\x08released\x18\x07 \x01(\x08\x12\x0c\n\x04time\x18\x08 \x01(\x01\x32\xdc\x07\n\tOperators\x12\x42\n\x06Status\x12\x1c.roundtable.v1.StatusRequest\x1a\x1a.roundtable.v1.StatusReply\x12@\n\x0bPutArtifact\x12\x16.roundtable.v1.PutPart\x1a\x17.roundtable.v1.PutReply(\x01\x12\x45\n\x0bGetArtifact\x12\x1e.roundtable.v1.DownloadRequest\x1a\x14.roundtable.v1.Chunk0\x01\x12@\n\tSubmitJob\x12\x1f.roundtable.v1.SubmitJobRequest\x1a\x12.roundtable.v1.Job\x12H\n\x08ListJobs\x12\x1e.roundtable.v1.ListJobsRequest\x1a\x1c.roundtable.v1.ListJobsReply\x12=\n\x06GetJob\x12\x19.roundtable.v1.JobRequest\x1a\x18.roundtable.v1.JobDetail\x12\x46\n\x08WatchJob\x12\x1e.roundtable.v1.WatchJobRequest\x1a\x18.roundtable.v1.JobUpdate0\x01\x12:\n\tCancelJob\x12\x19.roundtable.v1.JobRequest\x1a\x12.roundtable.v1.Job\x12\x39\n\x08PauseJob\x12\x19.roundtable.v1.JobRequest\x1a\x12.roundtable.v1.Job\x12:\n\tResumeJob\x12\x19.roundtable.v1.JobRequest\x1a\x12.roundtable.v1.Job\x12Q\n\x0bListClients\x12!.roundtable.v1.ListClientsRequest\x1a\x1f.roundtable.v1.ListClientsReply\x12I\n\x0bShowPrivacy\x12\x1d.roundtable.v1.PrivacyRequest\x1a\x1b.roundtable.v1.PrivacyReply\x12N\n\x10SetPrivacyBudget\x12\x1c.roundtable.v1.PrivacyBudget\x1a\x1c.roundtable.v1.PrivacyBudget\x12N\n\rExportPrivacy\x12\x1d.roundtable.v1.PrivacyRequest\x1a\x1c.roundtable.v1.PrivacyCharge0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1froundtable/proto/operator.proto\x12\rroundtable.v1\x1a\x1droundtable/proto/common.proto\"\x0f\n\rStatusRequest\"\xad\x01\n\x0bStatusReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\r\n\x05\x63lock\x18\x03 \x01(\x01\x12\x16\n\x0euptime_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x63lients_online\x18\x05 \x01(\r\x12\x14\n\x0cjobs_running\x18\x06 \x01(\r\x12\x10\n\x08\x64\x61tabase\x18\x07 \x01(\t\x12\x11\n\tdisk_free\x18\x08 \x01(\x04\"E\n\tPutHeader\x12(\n\x07\x63ontent\x18\x01 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"d\n\x07PutPart\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.roundtable.v1.PutHeaderH\x00\x12%\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x14.roundtable.v1.ChunkH\x00\x42\x06\n\x04part\",\n\x08PutReply\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\"\x8a\x01\n\x10SubmitJobRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\njob_config\x18\x02 \x01(\t\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x11\n\tsignature\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x05 \x01(\x0c\"\xc3\x01\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0brounds_done\x18\x05 \x01(\r\x12\x0e\n\x06rounds\x18\x06 \x01(\r\x12&\n\x05model\x18\x07 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12\x11\n\tsubmitted\x18\x08 \x01(\x01\x12\x0f\n\x07updated\x18\t \x01(\x01\x12\x11\n\tsubmitter\x18\n \x01(\t\"\x11\n\x0fListJobsRequest\"1\n\rListJobsReply\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.roundtable.v1.Job\"\x19\n\nJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"w\n\x0e\x43lientActivity\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05since\x18\x03 \x01(\x01\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\r\n\x05total\x18\x05 \x01(\x04\x12\x0c\n\x04loss\x18\x06 \x01(\x01\x12\x0c\n\x04note\x18\x07 \x01(\t\"\xd7\x01\n\tJobDetail\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.roundtable.v1.Job\x12\x12\n\njob_config\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x10\n\x08\x64\x65\x61\x64line\x18\x06 \x01(\x01\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\x12.\n\x07\x63lients\x18\x08 \x03(\x0b\x32\x1d.roundtable.v1.ClientActivity\x12\x0f\n\x07history\x18\t \x03(\t\"5\n\x0fWatchJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rfrom_sequence\x18\x02 \x01(\x04\"[\n\tJobUpdate\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.roundtable.v1.Event\x12(\n\x06\x64\x65tail\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.JobDetail\"\x14\n\x12ListClientsRequest\"\x86\x02\n\x06\x43lient\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06online\x18\x02 \x01(\x08\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\r\n\x05tasks\x18\x05 \x03(\t\x12\x35\n\x08metadata\x18\x06 \x03(\x0b\x32#.roundtable.v1.Client.MetadataEntry\x12\x0f\n\x07\x64\x65vices\x18\x07 \x03(\t\x12\x11\n\tlast_seen\x18\x08 \x01(\x01\x12\x10\n\x08selected\x18\t \x01(\r\x12\x11\n\tcompleted\x18\n \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\":\n\x10ListClientsReply\x12&\n\x07\x63lients\x18\x01 \x03(\x0b\x32\x15.roundtable.v1.Client\"3\n\x0ePrivacyRequest\x12\x12\n\npopulation\x18\x01 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x01\"u\n\rPrivacyBudget\x12\x12\n\npopulation\x18\x01 \x01(\t\x12\x0f\n\x07\x65psilon\x18\x02 \x01(\x01\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\x01\x12\x12\n\naccountant\x18\x04 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x05 \x01(\t\x12\x0c\n\x04time\x18\x06 \x01(\x01\"\xc5\x01\n\x0ePrivacyAccount\x12\x12\n\npopulation\x18\x01 \x01(\t\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\x0f\n\x07\x65psilon\x18\x03 \x01(\x01\x12\r\n\x05\x64\x65lta\x18\x04 \x01(\x01\x12\x12\n\naccountant\x18\x05 \x01(\t\x12\x10\n\x08relation\x18\x06 \x01(\t\x12\x10\n\x08releases\x18\x07 \x01(\x04\x12\x18\n\x10reserved_epsilon\x18\x08 \x01(\x01\x12\x0c\n\x04jobs\x18\t \x03(\t\x12\x11\n\tstatement\x18\n \x01(\t\"\x85\x01\n\x0cPrivacyReply\x12/\n\x08\x61\x63\x63ounts\x18\x01 \x03(\x0b\x32\x1d.roundtable.v1.PrivacyAccount\x12-\n\x07\x62udgets\x18\x02 \x03(\x0b\x32\x1c.roundtable.v1.PrivacyBudget\x12\x15\n\rkept_by_silos\x18\x03 \x03(\t\"\x8e\x01\n\rPrivacyCharge\x12\x12\n\npopulation\x18\x01 \x01(\t\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0e\n\x06\x63harge\x18\x06 \x01(\t\x12\x10\n\x08released\x18\x07 \x01(\x08\x12\x0c\n\x04time\x18\x08 \x01(\x01\x32\xdc\x07\n\tOperators\x12\x42\n\x06Status\x12\x1c.roundtable.v1.StatusRequest\x1a\x1a.roundtable.v1.StatusReply\x12@\n\x0bPutArtifact\x12\x16.roundtable.v1.PutPart\x1a\x17.roundtable.v1.PutReply(\x01\x12\x45\n\x0bGetArtifact\x12\x1e.roundtable.v1.DownloadRequest\x1a\x14.roundtable.v1.Chunk0\x01\x12@\n\tSubmitJob\x12\x1f.roundtable.v1.SubmitJobRequest\x1a\x12.roundtable.v1.Job\x12H\n\x08ListJobs\x12\x1e.roundtable.v1.ListJobsRequest\x1a\x1c.roundtable.v1.ListJobsReply\x12=\n\x06GetJob\x12\x19.roundtable.v1.JobRequest\x1a\x18.roundtable.v1.JobDetail\x12\x46\n\x08WatchJob\x12\x1e.roundtable.v1.WatchJobRequest\x1a\x18.roundtable.v1.JobUpdate0\x01\x12:\n\tCancelJob\x12\x19.roundtable.v1.JobRequest\x1a\x12.roundtable.v1.Job\x12\x39\n\x08PauseJob\x12\x19.roundtable.v1.JobRequest\x1a\x12.roundtable.v1.Job\x12:\n\tResumeJob\x12\x19.roundtable.v1.JobRequest\x1a\x12.roundtable.v1.Job\x12Q\n\x0bListClients\x12!.roundtable.v1.ListClientsRequest\x1a\x1f.roundtable.v1.ListClientsReply\x12I\n\x0bShowPrivacy\x12\x1d.roundtable.v1.PrivacyRequest\x1a\x1b.roundtable.v1.PrivacyReply\x12N\n\x10SetPrivacyBudget\x12\x1c.roundtable.v1.PrivacyBudget\x1a\x1c.roundtable.v1.PrivacyBudget\x12N\n\rExportPrivacy\x12\x1d.roundtable.v1.PrivacyRequest\x1a\x1c.roundtable.v1.PrivacyCharge0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,42 +34,42 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_PUTPART']._serialized_end=445
   _globals['_PUTREPLY']._serialized_start=447
   _globals['_PUTREPLY']._serialized_end=491
-  _globals['_SUBMITJOBREQUEST']._serialized_start=493
-  _globals['_SUBMITJOBREQUEST']._serialized_end=591
-  _globals['_JOB']._serialized_start=594
-  _globals['_JOB']._serialized_end=789
-  _globals['_LISTJOBSREQUEST']._serialized_start=791
-  _globals['_LISTJOBSREQUEST']._serialized_end=808
-  _globals['_LISTJOBSREPLY']._serialized_start=810
-  _globals['_LISTJOBSREPLY']._serialized_end=859
-  _globals['_JOBREQUEST']._serialized_start=861
-  _globals['_JOBREQUEST']._serialized_end=886
-  _globals['_CLIENTACTIVITY']._serialized_start=888
-  _globals['_CLIENTACTIVITY']._serialized_end=1007
-  _globals['_JOBDETAIL']._serialized_start=1010
-  _globals['_JOBDETAIL']._serialized_end=1225
-  _globals['_WATCHJOBREQUEST']._serialized_start=1227
-  _globals['_WATCHJOBREQUEST']._serialized_end=1280
-  _globals['_JOBUPDATE']._serialized_start=1282
-  _globals['_JOBUPDATE']._serialized_end=1373
-  _globals['_LISTCLIENTSREQUEST']._serialized_start=1375
-  _globals['_LISTCLIENTSREQUEST']._serialized_end=1395
-  _globals['_CLIENT']._serialized_start=1398
-  _globals['_CLIENT']._serialized_end=1660
-  _globals['_CLIENT_METADATAENTRY']._serialized_start=1613
-  _globals['_CLIENT_METADATAENTRY']._serialized_end=1660
-  _globals['_LISTCLIENTSREPLY']._serialized_start=1662
-  _globals['_LISTCLIENTSREPLY']._serialized_end=1720
-  _globals['_PRIVACYREQUEST']._serialized_start=1722
-  _globals['_PRIVACYREQUEST']._serialized_end=1773
-  _globals['_PRIVACYBUDGET']._serialized_start=1775
-  _globals['_PRIVACYBUDGET']._serialized_end=1892
-  _globals['_PRIVACYACCOUNT']._serialized_start=1895
-  _globals['_PRIVACYACCOUNT']._serialized_end=2092
-  _globals['_PRIVACYREPLY']._serialized_start=2095
-  _globals['_PRIVACYREPLY']._serialized_end=2228
-  _globals['_PRIVACYCHARGE']._serialized_start=2231
-  _globals['_PRIVACYCHARGE']._serialized_end=2373
-  _globals['_OPERATORS']._serialized_start=2376
-  _globals['_OPERATORS']._serialized_end=3364
+  _globals['_SUBMITJOBREQUEST']._serialized_start=494
+  _globals['_SUBMITJOBREQUEST']._serialized_end=632
+  _globals['_JOB']._serialized_start=635
+  _globals['_JOB']._serialized_end=830
+  _globals['_LISTJOBSREQUEST']._serialized_start=832
+  _globals['_LISTJOBSREQUEST']._serialized_end=849
+  _globals['_LISTJOBSREPLY']._serialized_start=851
+  _globals['_LISTJOBSREPLY']._serialized_end=900
+  _globals['_JOBREQUEST']._serialized_start=902
+  _globals['_JOBREQUEST']._serialized_end=927
+  _globals['_CLIENTACTIVITY']._serialized_start=929
+  _globals['_CLIENTACTIVITY']._serialized_end=1048
+  _globals['_JOBDETAIL']._serialized_start=1051
+  _globals['_JOBDETAIL']._serialized_end=1266
+  _globals['_WATCHJOBREQUEST']._serialized_start=1268
+  _globals['_WATCHJOBREQUEST']._serialized_end=1321
+  _globals['_JOBUPDATE']._serialized_start=1323
+  _globals['_JOBUPDATE']._serialized_end=1414
+  _globals['_LISTCLIENTSREQUEST']._serialized_start=1416
+  _globals['_LISTCLIENTSREQUEST']._serialized_end=1436
+  _globals['_CLIENT']._serialized_start=1439
+  _globals['_CLIENT']._serialized_end=1701
+  _globals['_CLIENT_METADATAENTRY']._serialized_start=1654
+  _globals['_CLIENT_METADATAENTRY']._serialized_end=1701
+  _globals['_LISTCLIENTSREPLY']._serialized_start=1703
+  _globals['_LISTCLIENTSREPLY']._serialized_end=1761
+  _globals['_PRIVACYREQUEST']._serialized_start=1763
+  _globals['_PRIVACYREQUEST']._serialized_end=1814
+  _globals['_PRIVACYBUDGET']._serialized_start=1816
+  _globals['_PRIVACYBUDGET']._serialized_end=1933
+  _globals['_PRIVACYACCOUNT']._serialized_start=1936
+  _globals['_PRIVACYACCOUNT']._serialized_end=2133
+  _globals['_PRIVACYREPLY']._serialized_start=2136
+  _globals['_PRIVACYREPLY']._serialized_end=2269
+  _globals['_PRIVACYCHARGE']._serialized_start=2272
+  _globals['_PRIVACYCHARGE']._serialized_end=2414
+  _globals['_OPERATORS']._serialized_start=2417
+  _globals['_OPERATORS']._serialized_end=3405
 # @@protoc_insertion_point(module_scope)

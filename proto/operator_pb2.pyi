@@ -128,10 +128,17 @@ class SubmitJobRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     JOB_CONFIG_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    CERTIFICATE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller; makes a repeated submission harmless."""
     job_config: builtins.str
     """The job as canonical JSON."""
+    signature: builtins.bytes
+    """Ed25519 over core.signing's statement of the job, and the identity certificate (PEM) of who signed;
+    empty where the caller has none.
+    """
+    certificate: builtins.bytes
     @property
     def model(self) -> roundtable.proto.common_pb2.Artifact:
         """The initial model, stored before by PutArtifact."""
@@ -142,9 +149,11 @@ class SubmitJobRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         job_config: builtins.str = ...,
         model: roundtable.proto.common_pb2.Artifact | None = ...,
+        signature: builtins.bytes = ...,
+        certificate: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job_config", b"job_config", "model", b"model", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "job_config", b"job_config", "model", b"model", "request_id", b"request_id", "signature", b"signature"]) -> None: ...
 
 global___SubmitJobRequest = SubmitJobRequest
 
