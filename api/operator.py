@@ -88,6 +88,27 @@ class OperatorClient:
         with self._translated():
             return self._stub.GetJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
 
+    def privacy(self, population: str = "", delta: float = 0.0) -> operator_pb2.PrivacyReply:
+        """What has been spent on a population and its silos, over all jobs; on all of them by default."""
+        request = operator_pb2.PrivacyRequest(population=population, delta=delta)
+        with self._translated():
+            return self._stub.ShowPrivacy(request, timeout=_CALL_SECONDS)
+
+    def set_privacy_budget(
+        self, population: str, epsilon: float, delta: float, accountant: str = "pld"
+    ) -> operator_pb2.PrivacyBudget:
+        """Limits what all jobs together may spend on a population, from the next round on."""
+        wanted = operator_pb2.PrivacyBudget(
+            population=population, epsilon=epsilon, delta=delta, accountant=accountant
+        )
+        with self._translated():
+            return self._stub.SetPrivacyBudget(wanted, timeout=_CALL_SECONDS)
+
+    def privacy_charges(self, population: str = "") -> Iterator[operator_pb2.PrivacyCharge]:
+        """The ledger itself, oldest charge first."""
+        with self._translated():
+            yield from self._stub.ExportPrivacy(operator_pb2.PrivacyRequest(population=population))
+
     def cancel(self, job: str) -> operator_pb2.Job:
         """Stops a job for good."""
         with self._translated():

@@ -24,6 +24,7 @@ from roundtable.privacy import (
     check_delta,
     distributed_noise,
     gaussian_charge,
+    local_gaussian_charge,
     noise_for,
     solve_noise,
 )
@@ -74,6 +75,11 @@ class Plan:
     def charge_of(self, round: int) -> Charge | None:
         """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
         return self.central.charge_of(round) if self.central else self.shares
+
+    @property
+    def silo_charge(self) -> Charge | None:
+        """What a round costs each silo that answers it, where its own noise hides its update."""
+        return None if self.silo_noise is None else local_gaussian_charge(self.silo_noise)
 
     @property
     def separation(self) -> int:

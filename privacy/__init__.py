@@ -14,14 +14,14 @@ from roundtable.privacy.config import PrivacyConfig, check_delta
 from roundtable.privacy.discrete import discrete_gaussian, skellam
 from roundtable.privacy.distributed import DistributedDP, decode, encode
 from roundtable.privacy.ftrl import BandedFTRL, CorrelatedNoise, best_bands, eligible, prefix_error
-from roundtable.privacy.ledger import Budget, Entry, Spent, check, reserved, spent
+from roundtable.privacy.ledger import Budget, Entry, Spent, check, hold, reserved, spent
 from roundtable.privacy.levels import charges, ftrl_plan, noise_for
 from roundtable.privacy.mechanisms import NoisyVector, add_gaussian, local_gaussian
 from roundtable.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render
 from roundtable.privacy.sampling import SamplingModel, accountant_for
 from roundtable.privacy.secure_round import SecureMean, SecureRound, distributed_noise
-from roundtable.privacy.statement import statement
+from roundtable.privacy.statement import account_statement, statement
 from roundtable.privacy.tree import TreeFTRL
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "SeededNoise",
     "Spent",
     "TreeFTRL",
+    "account_statement",
     "accountant_for",
     "add_gaussian",
     "best_bands",
@@ -64,6 +65,7 @@ __all__ = [
     "encode",
     "ftrl_plan",
     "gaussian_charge",
+    "hold",
     "l2_norm",
     "local_gaussian",
     "local_gaussian_charge",

@@ -88,10 +88,14 @@ def check(budget: Budget, entries: Iterable[Entry], next_charge: Charge, silo: s
 
     Raises `BudgetExceeded` where that would pass the budget.
     """
-    own = _of(entries, budget.population, silo)
-    after = compose([*(e.charge for e in own), next_charge], budget.delta, budget.accountant)
+    return hold(budget, [e.charge for e in _of(entries, budget.population, silo)], next_charge, silo)
+
+
+def hold(budget: Budget, before: Sequence[Charge], next_charge: Charge, silo: str | None = None) -> float:
+    """`check` over charges that are all the budget's: what is spent, or may still be, `before` the next."""
+    after = compose([*before, next_charge], budget.delta, budget.accountant)
     if after > budget.epsilon:
-        now = compose([e.charge for e in own], budget.delta, budget.accountant)
+        now = compose(before, budget.delta, budget.accountant)
         whose = f"{budget.population!r}" + (f", silo {silo!r}" if silo else "")
         raise BudgetExceeded(
             f"the next round would bring the privacy spent on {whose} from epsilon = {now:.4g} to "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from roundtable.privacy.charge import Charge
 from roundtable.privacy.config import PrivacyConfig
 from roundtable.privacy.ledger import Spent
 
@@ -45,6 +48,19 @@ _TRUST = {
     ),
 }
 
+_NO_GUARANTEE = (
+    "NO GUARANTEE: the noise came from a seeded generator, as simulations do, and could be reproduced by "
+    "anyone who knows the seed. The figures below describe what a real run with the same settings would have."
+)
+_NOT_COVERED = (
+    "What it does not cover: facts about the whole population that the model is meant to learn, other uses "
+    "of the same data outside this ledger, and figures published from the data without noise."
+)
+_SAMPLED = {
+    "poisson": "The figure relies on each participant of a round being drawn by a secret coin of its own.",
+    "fixed_size": "The figure relies on the participants of a round being drawn secretly, all sets alike.",
+}
+
 
 def statement(config: PrivacyConfig, spent: Spent, sampling: str = "", guarantee: bool = True) -> str:
     """A paragraph in plain words. `sampling` is `SamplingModel.sentence`.
@@ -57,38 +73,38 @@ def statement(config: PrivacyConfig, spent: Spent, sampling: str = "", guarantee
             "No differential privacy was used: this model carries no mathematical guarantee about any "
             "person or silo."
         )
-    unit = _UNIT[config.unit]
-    parts = []
-    if not guarantee:
-        parts.append(
-            "NO GUARANTEE: the noise came from a seeded generator, as simulations do, and could be "
-            "reproduced by "
-            "anyone who knows the seed. The figures below describe what a real run with the same "
-            "settings would have."
-        )
-    parts += [
-        f"Privacy spent: epsilon = {spent.epsilon:.3f} at delta = {spent.delta:g} (differential privacy), "
-        "over "
-        f"{_count(spent.releases, 'release')} of {_count(len(spent.jobs), 'job')} that used this data.",
-        f"What it means: {_RELATION[spent.relation].format(unit=unit)}, any outcome published would have "
-        "been at most "
-        f"{_times(spent.epsilon)} times as likely as it was, or as unlikely, up to a probability of "
-        f"{spent.delta:g} in which "
-        "this may fail. Whoever studies the results can therefore learn little about that unit that "
-        "could not be "
-        "learnt without it.",
-        _TRUST[config.level],
-    ]
+    parts = [] if guarantee else [_NO_GUARANTEE]
+    parts += [*_figures(spent, _UNIT[config.unit]), _TRUST[config.level]]
     if sampling and config.level == "client":
         parts.append(sampling)
     elif config.level == "distributed":
         parts.append("No amplification by sampling is claimed, since the coordinator knows who takes part.")
-    parts.append(
-        "What it does not cover: facts about the whole population that the model is meant to learn, "
-        "other uses of "
-        "the same data outside this ledger, and figures published from the data without noise."
-    )
-    return " ".join(parts)
+    return " ".join([*parts, _NOT_COVERED])
+
+
+def account_statement(
+    spent: Spent, levels: Iterable[str], charges: Sequence[Charge], silo: str | None = None
+) -> str:
+    """The same about an account that jobs of several `levels` have charged; with `silo`, about that one."""
+    unit = _UNIT[charges[0].unit if charges else "client"]
+    if silo:
+        unit = f"all data of the silo {silo}"
+    if not charges:
+        return f"Nothing has been released yet that depends on {unit}."
+    sampling = sorted({_SAMPLED[charge.sampling] for charge in charges if charge.sampling != "none"})
+    trust = [_TRUST[level] for level in sorted(set(levels)) if level in _TRUST]
+    return " ".join([*_figures(spent, unit), *trust, *sampling, _NOT_COVERED])
+
+
+def _figures(spent: Spent, unit: str) -> list[str]:
+    return [
+        f"Privacy spent: epsilon = {spent.epsilon:.3f} at delta = {spent.delta:g} (differential privacy), "
+        f"over {_count(spent.releases, 'release')} of {_count(len(spent.jobs), 'job')} that used this data.",
+        f"What it means: {_RELATION[spent.relation].format(unit=unit)}, any outcome published would have "
+        f"been at most {_times(spent.epsilon)} times as likely as it was, or as unlikely, up to a "
+        f"probability of {spent.delta:g} in which this may fail. Whoever studies the results can therefore "
+        "learn little about that unit that could not be learnt without it.",
+    ]
 
 
 def _times(epsilon: float) -> str:

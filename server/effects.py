@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from roundtable.server.combining import Combiner
 from roundtable.server.ledger import Account
 from roundtable.server.secure import SecureRounds
 from roundtable.server.sessions import Sessions
-from roundtable.server.store import ArtifactRow, Database
+from roundtable.server.store import ArtifactRow, Database, LedgerRow, UpdateRow
 from roundtable.server.store.artifacts import forget_unused, old_models, spent_updates
 
 log = logging.getLogger("roundtable.server.effects")
@@ -168,6 +168,10 @@ class Effects:
         """The silo is connected again."""
         if self.secure is not None:
             self.secure.rejoined(client)
+
+    def charges(self, updates: Sequence[UpdateRow]) -> list[LedgerRow]:
+        """What silos have spent by sending these updates: due when they become durable, used or not."""
+        return self._account.of_updates(updates) if self._account is not None else []
 
     def failed(self, failure: SiteFailure) -> None:
         """A silo will not answer its step: secure aggregation need not wait for it either."""

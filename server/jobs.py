@@ -17,16 +17,17 @@ from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
+from roundtable.privacy import PrivacyConfig
 from roundtable.server import wire
 from roundtable.server.combining import Combiner
 from roundtable.server.effects import Effects, Services
-from roundtable.server.ledger import Account, budgets_of, check_all, entry_of, population_of
+from roundtable.server.ledger import Account, budgets_of, check_all, population_of, worst_charges
 from roundtable.server.runner import JobRunner
 from roundtable.server.secure import SecureRounds
-from roundtable.server.store import ArtifactRow, ClientRow, EventRow, JobRow, LedgerRow
+from roundtable.server.store import ArtifactRow, ClientRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.clients import all_clients
-from roundtable.server.store.ledger import entries
+from roundtable.server.store.ledger import Total, totals
 
 log = logging.getLogger("roundtable.server.jobs")
 
@@ -153,16 +154,15 @@ class Jobs:
         known = await self._services.database.read(all_clients)
         return max(1, sum(offers(client, job.task) for client in known))
 
-    async def _spent(self, job: JobConfig) -> list[LedgerRow]:
+    async def _spent(self, job: JobConfig) -> list[Total]:
         """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
         if not job.privacy:
             return []
         name = population_of(job)
-        rows = await self._services.database.read(lambda connection: entries(connection, name))
-        return [row for row in rows if not row.silo]
+        return await self._services.database.read(lambda connection: totals(connection, name))
 
     def _prepare(
-        self, wish: Submission, job: JobConfig, population: int, spent: list[LedgerRow]
+        self, wish: Submission, job: JobConfig, population: int, spent: list[Total]
     ) -> tuple[JobRow, ArtifactRow]:
         size = self._services.artifacts.size(wish.model)
         if size is None:
@@ -297,11 +297,12 @@ def _people(row: JobRow) -> int:
     return int(row.snapshot["population"])
 
 
-def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[LedgerRow] = ()) -> Plan:
+def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
     """The job's plan; refuses what only other drivers can do, and what a budget does not hold even once."""
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
-    plan = make_plan(job, population, slices, [entry_of(row).charge for row in spent])
-    if spent and (charge := plan.charge_of(1)) is not None:
+    bears = worst_charges(PrivacyConfig.from_table(job.privacy), spent)
+    plan = make_plan(job, population, slices, bears)
+    if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
         check_all(budgets_of(plan.privacy, population_of(job)), spent, charge)
     if plan.privacy.level not in LEVELS:
         raise ConfigError(

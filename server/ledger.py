@@ -1,13 +1,14 @@
 """The privacy ledger: what a job may spend is reserved before any silo is asked for anything.
 
-An account belongs to a population: the silos' data under one name, over all jobs that use it.
+An account belongs to a population: the silos' data under one name, over all jobs that use it. What every
+silo bears alike is charged once; where silos add their own noise, each silo that answered is charged.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from roundtable.core.config import JobConfig
@@ -16,30 +17,30 @@ from roundtable.engine import messages as m
 from roundtable.privacy import (
     Budget,
     Charge,
-    Entry,
     PrivacyConfig,
     Spent,
-    check,
     compose,
-    local_gaussian_charge,
+    hold,
+    merged,
     relation_of,
-    spent,
     statement,
 )
-from roundtable.server.store import Database, LedgerRow
-from roundtable.server.store.ledger import budget_of, entries, reserve
+from roundtable.server.store import Database, LedgerRow, UpdateRow
+from roundtable.server.store.ledger import (
+    EVERY_SILO,
+    Total,
+    budget_of,
+    is_released,
+    jobs_of,
+    reserve,
+    totals,
+)
 
 
 def population_of(job: JobConfig) -> str:
     """Whose privacy a job spends: `privacy.population_name`, or the task, which stands for its data."""
     named = job.privacy.get("population_name")
     return str(named) if named else Path(job.task.partition(":")[0]).stem
-
-
-def entry_of(row: LedgerRow) -> Entry:
-    """A stored row as the ledger's arithmetic takes it."""
-    charge = Charge.from_json(row.charge)
-    return Entry(row.population, row.silo, row.job, row.round, row.attempt, charge, row.released)
 
 
 class Account:
@@ -64,60 +65,49 @@ class Account:
 
     async def reserve(self, step: m.Step) -> None:
         """Writes the reservation of an attempt; BudgetExceeded where a budget does not hold it."""
-        charge = self._plan.charge_of(step.round)
+        charge = self._plan.charge_of(step.round) or self._plan.silo_charge
         if charge is None:
             return
         async with self._turn:
             # What this job has reserved for an earlier attempt and not released is replaced.
-            rows = [row for row in await self._rows() if row.released or row.job != self._job]
-            limit = await self._database.read(lambda connection: budget_of(connection, self.population))
+            known = await self._database.read(lambda c: totals(c, self.population, instead_of=self._job))
+            limit = await self._database.read(lambda c: budget_of(c, self.population))
             budgets = [*budgets_of(self._privacy, self.population), *([limit] if limit else [])]
-            await asyncio.to_thread(check_all, budgets, rows, charge)
-            row = LedgerRow(
-                self.population,
-                "",
-                self._job,
-                step.round,
-                step.attempt,
-                charge.to_json(),
-                False,
-                self._clock(),
-            )
+            await asyncio.to_thread(check_all, budgets, known, charge)
+            row = self._row(EVERY_SILO if self._plan.silo_charge else "", step, charge, released=False)
             await self._database.write(lambda connection: reserve(connection, row))
+
+    def of_updates(self, updates: Iterable[UpdateRow]) -> list[LedgerRow]:
+        """What silos have spent by sending these updates, where their own noise is all that hides them."""
+        charge = self._plan.silo_charge
+        if charge is None:
+            return []
+        return [
+            self._row(update.client, m.Step(update.round, update.attempt, m.TRAIN), charge, released=True)
+            for update in updates
+        ]
 
     async def statement(self, step: m.Step) -> str:
         """The guarantee, in words, of the model that this step publishes; its own charge is counted."""
-        rows = await self._rows()
-        return await asyncio.to_thread(self._statement, step, rows)
+        if self._privacy.level == "example":
+            return silo_statement(self._privacy)
+        known = await self._database.read(lambda connection: totals(connection, self.population))
+        jobs = await self._database.read(lambda connection: jobs_of(connection, self.population))
+        paid = [total for total in known if total.released]
+        charge = self._plan.charge_of(step.round)
+        at = (self._job, step.round, step.attempt)
+        if charge is not None and not await self._database.read(lambda c: is_released(c, *at)):
+            paid.append(Total("", charge.to_json(), True, 1))
+        return await asyncio.to_thread(self._statement, paid, tuple(sorted({*jobs, self._job})))
 
-    def _statement(self, step: m.Step, rows: Sequence[LedgerRow]) -> str:
-        privacy = self._privacy
-        assert privacy.delta is not None
-        if privacy.level == "example":
-            return silo_statement(privacy)
-        if privacy.level == "client_local":
-            return statement(privacy, self._local(step, privacy))
-        mine = (self._job, step.round, step.attempt)
-        paid = [
-            entry_of(replace(row, released=True))
-            for row in rows
-            if row.released or (row.job, row.round, row.attempt) == mine
-        ]
-        total = spent(paid, self.population, privacy.delta, privacy.accountant)
-        sampling = self._plan.central.sampling if self._plan.central else ""
-        return statement(privacy, total, sampling)
+    def _statement(self, paid: Sequence[Total], jobs: tuple[str, ...]) -> str:
+        assert self._privacy.delta is not None
+        spent = worst(paid, self.population, self._privacy.delta, self._privacy.accountant, jobs)
+        return statement(self._privacy, spent, self._plan.central.sampling if self._plan.central else "")
 
-    def _local(self, step: m.Step, privacy: PrivacyConfig) -> Spent:
-        """One silo that took part in every round of this job so far."""
-        assert privacy.delta is not None
-        assert self._plan.silo_noise is not None
-        charge = local_gaussian_charge(self._plan.silo_noise, step.round)
-        epsilon = compose([charge], privacy.delta, privacy.accountant)
-        return Spent(self.population, epsilon, privacy.delta, relation_of([charge]), step.round, (self._job,))
-
-    async def _rows(self) -> list[LedgerRow]:
-        rows = await self._database.read(lambda connection: entries(connection, self.population))
-        return [row for row in rows if not row.silo]
+    def _row(self, silo: str, step: m.Step, charge: Charge, released: bool) -> LedgerRow:
+        at = (self._job, step.round, step.attempt)
+        return LedgerRow(self.population, silo, *at, charge.to_json(), released, self._clock())
 
 
 def budgets_of(privacy: PrivacyConfig, population: str) -> list[Budget]:
@@ -127,11 +117,56 @@ def budgets_of(privacy: PrivacyConfig, population: str) -> list[Budget]:
     return [Budget(population, privacy.epsilon, privacy.delta, privacy.accountant, privacy.population)]
 
 
-def check_all(budgets: Iterable[Budget], rows: Iterable[LedgerRow], charge: Charge) -> None:
-    """BudgetExceeded where one of the budgets does not hold one more charge."""
-    known = [entry_of(row) for row in rows]
+def accounts(known: Iterable[Total]) -> Mapping[str, tuple[Charge, ...]]:
+    """What each silo bears, shared charges and its own; under "" what is shared, which every silo bears."""
+    own: dict[str, list[Charge]] = {"": []}
+    for total in known:
+        silo = "" if total.silo == EVERY_SILO else total.silo
+        own.setdefault(silo, []).append(_charge(total.charge).repeated_by(total.count))
+    shared = own.pop("")
+    found = {"": merged(shared)}
+    return found | {silo: merged([*shared, *charges]) for silo, charges in sorted(own.items())}
+
+
+def check_all(budgets: Iterable[Budget], known: Iterable[Total], charge: Charge) -> None:
+    """BudgetExceeded where one of the budgets does not hold one more charge to every silo."""
+    # Silos that have spent alike are one question.
+    distinct = {charges: silo for silo, charges in accounts(known).items()}
     for budget in budgets:
-        check(budget, known, charge)
+        for charges, silo in distinct.items():
+            hold(budget, charges, charge, silo or None)
+
+
+def worst_charges(privacy: PrivacyConfig, known: Iterable[Total]) -> tuple[Charge, ...]:
+    """What the silo bears that has spent most by the job's own measure."""
+    if privacy.delta is None:
+        return ()
+    measure = (privacy.delta, privacy.accountant)
+    return max(accounts(known).values(), key=lambda charges: compose(charges, *measure))
+
+
+def worst(
+    known: Sequence[Total], population: str, delta: float, accountant: str, jobs: tuple[str, ...]
+) -> Spent:
+    """The account of the silo that has spent most."""
+    found = accounts(known)
+    silo = max(found, key=lambda silo: (compose(found[silo], delta, accountant), silo))
+    return spent_of(known, silo, population, delta, accountant, jobs)
+
+
+def spent_of(
+    known: Sequence[Total], silo: str, population: str, delta: float, accountant: str, jobs: tuple[str, ...]
+) -> Spent:
+    """The account of one silo, or under "" of what all silos share."""
+    charges = accounts(known)[silo]
+    releases = sum(total.count for total in known if total.silo in ("", EVERY_SILO, silo))
+    return Spent(population, compose(charges, delta, accountant), delta, relation_of(charges), releases, jobs)
+
+
+@lru_cache(maxsize=4096)
+def _charge(text: str) -> Charge:
+    """Rounds of one job cost the same: their text is read once."""
+    return Charge.from_json(text)
 
 
 def silo_statement(privacy: PrivacyConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,9 @@ import sqlalchemy as sa
 
 from roundtable.core.errors import StorageError, TransferError
 from roundtable.engine import messages as m
+from roundtable.privacy import Budget
 from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
-from roundtable.server import transfer, wire
+from roundtable.server import accounts, transfer, wire
 from roundtable.server.access import Context, Refusal, caller
 from roundtable.server.artifacts import DIGEST
 from roundtable.server.effects import Services
@@ -22,7 +24,10 @@ from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, table
 from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
 from roundtable.server.store.clients import all_clients
 from roundtable.server.store.jobs import UnknownJob, history
+from roundtable.server.store.ledger import Limit, entries, set_budget
 from roundtable.server.watching import detail_of, updates
+
+log = logging.getLogger("roundtable.server.operators")
 
 MAX_HISTORY_BYTES = 3 << 20
 
@@ -142,6 +147,28 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     ) -> operator_pb2.ListClientsReply:
         rows = await self._services.database.read(all_clients)
         return operator_pb2.ListClientsReply(clients=[self._client(row) for row in rows])
+
+    async def ShowPrivacy(
+        self, request: operator_pb2.PrivacyRequest, context: Context
+    ) -> operator_pb2.PrivacyReply:
+        found, kept = await self._services.database.read(lambda c: accounts.books(c, request.population))
+        return await asyncio.to_thread(accounts.reply, found, request.delta, kept)
+
+    async def SetPrivacyBudget(
+        self, request: operator_pb2.PrivacyBudget, context: Context
+    ) -> operator_pb2.PrivacyBudget:
+        if not request.population:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a budget needs the name of its population")
+        accountant = request.accountant or "pld"
+        budget = Budget(request.population, request.epsilon, request.delta, accountant)
+        limit = Limit(budget, caller(context), self._services.clock())
+        await self._services.database.write(lambda c: set_budget(c, budget, limit.author, limit.time))
+        log.info("%s set the privacy budget of %r to %s", limit.author, budget.population, budget.epsilon)
+        return accounts.limit_to(limit)
+
+    async def ExportPrivacy(self, request: operator_pb2.PrivacyRequest, context: Context) -> None:  # type: ignore[override]
+        for row in await self._services.database.read(lambda c: entries(c, request.population or None)):
+            await context.write(accounts.charge_to(row))
 
     def _client(self, row: ClientRow) -> operator_pb2.Client:
         session = self._services.sessions.get(row.name)

@@ -19,8 +19,7 @@ from roundtable.core.layout import Layout
 from roundtable.engine import EngineView, RoundEngine, record_to_plain
 from roundtable.engine import messages as m
 from roundtable.server.effects import Effects, Services
-from roundtable.server.ledger import population_of
-from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, LedgerRow, Transition, UpdateRow
+from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
 from roundtable.server.store.jobs import apply
 
 log = logging.getLogger("roundtable.server.runner")
@@ -204,7 +203,7 @@ class JobRunner:
             artifacts=batch.artifacts,
             records=batch.records,
             released=_released(batch.effects),
-            charges=_silo_charges(self.job, self.row.id, batch.records, now),
+            charges=self.effects.charges(batch.updates),
         )
         await self._until_written(step)
         row = replace(self.row, version=step.version, status=step.status, reason=step.reason, updated=now)
@@ -245,21 +244,6 @@ def _released(effects: list[m.Action]) -> list[tuple[int, int]]:
     """(round, attempt) of new models that leave the coordinator before their round is committed."""
     steps = {action.step for action in effects if isinstance(action, m.Instruct)}
     return [(step.round, step.attempt) for step in steps if step.phase == m.EVALUATE]
-
-
-def _silo_charges(
-    job: JobConfig, identifier: str, records: list[dict[str, Any]], now: float
-) -> list[LedgerRow]:
-    """What each silo has spent where its own noise covers its update, one row a contributor.
-
-    The silo's own account counts more: what it sent for attempts that failed, and for other coordinators.
-    """
-    return [
-        LedgerRow(population_of(job), silo, identifier, record["round"], record["attempt"], charge, True, now)
-        for record in records
-        if (charge := record["charge"].get("silo_charge"))
-        for silo in record["contributors"]
-    ]
 
 
 def _answer(arrivals: list[Arrival]) -> None:

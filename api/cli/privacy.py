@@ -1,4 +1,4 @@
-"""`roundtable privacy`: what a job's differential privacy costs, before it runs."""
+"""`roundtable privacy`: what a job's differential privacy costs before it runs, and what has been spent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import click
 
 from roundtable.cli.options import json_option, set_option
 from roundtable.cli.output import print_json
+from roundtable.cli.privacy_ledger import budget, export, show
 
 
 @click.group()
 def privacy() -> None:
-    """Plan differential privacy."""
+    """Plan differential privacy, and see what has been spent."""
+
+
+for _command in (show, budget, export):
+    privacy.add_command(_command)
 
 
 @privacy.command("plan")

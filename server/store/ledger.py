@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -11,6 +13,68 @@ from sqlalchemy.engine import Connection
 from roundtable.privacy import Budget
 from roundtable.server.store import tables
 from roundtable.server.store.rows import LedgerRow
+
+# A reservation against each silo apart: none is released, each silo's own row takes its place.
+EVERY_SILO = "*"
+
+
+@dataclass(frozen=True)
+class Total:
+    """Equal charges to one account, added up; `silo` is empty for what all silos of a population bear."""
+
+    silo: str
+    charge: str
+    released: bool
+    count: int
+
+
+@dataclass(frozen=True)
+class Limit:
+    """An operator's limit with who set it and when (Unix time)."""
+
+    budget: Budget
+    author: str
+    time: float
+
+
+def totals(connection: Connection, population: str, instead_of: str = "") -> list[Total]:
+    """All charges of a population by account; without what the job `instead_of` has only reserved.
+
+    As long as the number of different charges, not as the number of rounds.
+    """
+    table = tables.ledger.c
+    columns = (table.silo, table.charge, table.released)
+    query = sa.select(*columns, sa.func.count()).where(table.population == population).group_by(*columns)
+    if instead_of:
+        query = query.where(sa.or_(table.released, table.job != instead_of))
+    return [Total(*row) for row in connection.execute(query.order_by(*columns))]
+
+
+def populations(connection: Connection) -> list[str]:
+    """Every population that has been charged or has a limit, by name."""
+    names = sa.union(sa.select(tables.ledger.c.population), sa.select(tables.budgets.c.population))
+    return sorted(connection.execute(names).scalars())
+
+
+def jobs_of(connection: Connection, population: str) -> list[str]:
+    """Identifiers of the jobs that have released anything about a population."""
+    table = tables.ledger.c
+    query = sa.select(table.job).where(table.population == population, table.released).distinct()
+    return sorted(connection.execute(query).scalars())
+
+
+def private_jobs(connection: Connection) -> dict[str, dict[str, Any]]:
+    """The `[privacy]` table of each job that has one, by identifier, oldest job first."""
+    query = sa.select(tables.jobs.c.id, tables.jobs.c.config).order_by(tables.jobs.c.submitted)
+    found = {row.id: json.loads(row.config).get("privacy") for row in connection.execute(query)}
+    return {job: table for job, table in found.items() if table}
+
+
+def is_released(connection: Connection, job: str, round: int, attempt: int) -> bool:
+    """Whether this attempt is charged for good."""
+    table = tables.ledger.c
+    step = sa.and_(table.job == job, table.round == round, table.attempt == attempt)
+    return connection.execute(sa.select(table.id).where(step, table.released)).first() is not None
 
 
 def entries(connection: Connection, population: str | None = None) -> list[LedgerRow]:
@@ -36,6 +100,7 @@ def settle(connection: Connection, job: str, released: Sequence[tuple[int, int]]
     table = tables.ledger.c
     for round_number, attempt in released:
         step = sa.and_(table.job == job, table.round == round_number, table.attempt == attempt)
+        connection.execute(sa.delete(tables.ledger).where(step, table.silo == EVERY_SILO))
         connection.execute(sa.update(tables.ledger).where(step).values(released=True))
     if over:
         connection.execute(sa.delete(tables.ledger).where(table.job == job, table.released.is_(False)))
@@ -49,14 +114,21 @@ def add(connection: Connection, rows: Sequence[LedgerRow]) -> None:
 
 def budget_of(connection: Connection, population: str) -> Budget | None:
     """The most that an operator lets all jobs together spend on a population."""
-    return budgets(connection).get(population)
+    found = limits(connection).get(population)
+    return found.budget if found else None
 
 
-def budgets(connection: Connection) -> dict[str, Budget]:
+def limits(connection: Connection) -> dict[str, Limit]:
     """Every such limit by population."""
     table = tables.budgets.c
-    rows = connection.execute(sa.select(table.population, table.epsilon, table.delta, table.accountant))
-    return {row.population: Budget(row.population, row.epsilon, row.delta, row.accountant) for row in rows}
+    columns = (table.population, table.epsilon, table.delta, table.accountant, table.author, table.time)
+    rows = connection.execute(sa.select(*columns).order_by(table.population))
+    return {
+        row.population: Limit(
+            Budget(row.population, row.epsilon, row.delta, row.accountant), row.author, row.time
+        )
+        for row in rows
+    }
 
 
 def set_budget(connection: Connection, budget: Budget, author: str, now: float) -> None:
