@@ -14,6 +14,8 @@ How a coordinator drives an attempt (deadlines, transport and storage are its ow
     messages = server.advance()         # at the deadline or when server.ready; send each to its silo
     server.total, server.survivors      # the sum; ProtocolError from advance() ends the attempt
 
+With a `group_size` in the plan, `GroupedServer` is driven alike and ends with one sum for each group.
+
 How an agent drives it (`plan` computed from the job as well, `directory` pinned by the site):
 
     client = SecAggClient(session, plan, name, signer, directory, releases, minimum_cohort)
@@ -29,10 +31,19 @@ it stored into a new `SecAggServer` or starts a new attempt. No mask is ever use
 """
 
 from roundtable.privacy.secagg.client import ClientPhase, SecAggClient
-from roundtable.privacy.secagg.graph import combine_beacon, commit, make_groups
+from roundtable.privacy.secagg.graph import combine_beacon, commit
+from roundtable.privacy.secagg.grouped import GroupedServer, Least
+from roundtable.privacy.secagg.groups import largest_group, make_groups, overrun
 from roundtable.privacy.secagg.keys import Ed25519Signer, MemoryReleases, Releases, Session, Signer
 from roundtable.privacy.secagg.masks import ArraySource, VectorSource
-from roundtable.privacy.secagg.memory import SecureSum, plain_sum, run_in_memory
+from roundtable.privacy.secagg.memory import (
+    GroupSums,
+    SecureSum,
+    plain_groups,
+    plain_sum,
+    run_groups_in_memory,
+    run_in_memory,
+)
 from roundtable.privacy.secagg.parameters import MINIMUM_COHORT, SecAggParameters, choose_parameters
 from roundtable.privacy.secagg.quantise import QuantisedUpdate, Quantiser
 from roundtable.privacy.secagg.server import SecAggServer, ServerPhase
@@ -43,6 +54,9 @@ __all__ = [
     "ArraySource",
     "ClientPhase",
     "Ed25519Signer",
+    "GroupSums",
+    "GroupedServer",
+    "Least",
     "MemoryReleases",
     "QuantisedUpdate",
     "Quantiser",
@@ -59,7 +73,11 @@ __all__ = [
     "choose_parameters",
     "combine_beacon",
     "commit",
+    "largest_group",
     "make_groups",
+    "overrun",
+    "plain_groups",
     "plain_sum",
+    "run_groups_in_memory",
     "run_in_memory",
 ]

@@ -1,7 +1,7 @@
 """The silo's side of one attempt: a state machine without I/O, from fresh keys to erased ones.
 
     advertise()               → ADVERTISE    fresh keys, signed
-    handle(PEERS)             → REVEAL       sparse graph: opens the nonce, now that the cohort is fixed
+    handle(PEERS)             → REVEAL       sparse graph, groups: opens the nonce for the now fixed cohort
                               → SHARES       full graph: straight on
     handle(BEACON)            → SHARES       shares of both secrets, sealed for each holder
     handle(INBOX)             → None         the others' shares are here: mask now
@@ -27,6 +27,7 @@ from roundtable.privacy.secagg import keys, shamir
 from roundtable.privacy.secagg.cohort import assemble
 from roundtable.privacy.secagg.custody import Cohort, Custody
 from roundtable.privacy.secagg.graph import NONCE_BYTES, combine_beacon, commit
+from roundtable.privacy.secagg.groups import split
 from roundtable.privacy.secagg.masks import MaskSum, VectorSource, pack, piece_length, reduce_ring, ring_dtype
 from roundtable.privacy.secagg.messages import (
     MAXIMUM_REASON,
@@ -64,7 +65,8 @@ class SecAggClient:
     `plan` is what the silo itself computes from the job with `choose_parameters`; anything weaker is
     refused. `directory` maps silo names to the Ed25519 keys that this silo has pinned, itself
     included. `releases` remembers durably which attempt of a round was unmasked. `minimum_cohort` is
-    the site's own demand.
+    the site's own demand: where the cohort is split into groups, of each group. `nonce` is given by
+    simulations alone, which draw the same groups again.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class SecAggClient:
         directory: Mapping[str, bytes],
         releases: keys.Releases,
         minimum_cohort: int = MINIMUM_COHORT,
+        nonce: bytes = b"",
     ) -> None:
         self.session, self.plan, self.name = session, plan, check_name(name)
         self.minimum_cohort = minimum_cohort
@@ -83,7 +86,7 @@ class SecAggClient:
         self._signer, self._directory, self._releases = signer, directory, releases
         self._box_keys, self._mask_keys = keys.KeyPair(), keys.KeyPair()
         self._seed = bytearray(os.urandom(keys.KEY_BYTES))
-        self._nonce = os.urandom(NONCE_BYTES)
+        self._nonce = nonce or os.urandom(NONCE_BYTES)
         self._cohort: Cohort | None = None
         self._adverts: tuple[Advert, ...] = ()
         self._index = -1
@@ -93,7 +96,7 @@ class SecAggClient:
 
     @property
     def cohort(self) -> Cohort:
-        """The silos of this attempt; known from PEERS on."""
+        """The silos of this attempt; known from PEERS on. After BEACON: those of the silo's own group."""
         if self._cohort is None:
             raise ProtocolError(f"{self.name} does not know its cohort yet")
         return self._cohort
@@ -135,7 +138,7 @@ class SecAggClient:
         if adverts[index] != self._advert():
             raise ProtocolError(f"the coordinator announces other keys for {self.name} than it advertised")
         self._cohort, self._adverts, self._index = cohort, adverts, index
-        if cohort.parameters.full_graph:
+        if cohort.parameters.full_graph and not cohort.parameters.group_size:
             return self._share()
         self.phase = ClientPhase.REVEALED
         return self._seal(Kind.REVEAL, cohort.sid, self._nonce)
@@ -147,8 +150,18 @@ class SecAggClient:
         for name, nonce, advert in zip(self.cohort.names, nonces, self._adverts, strict=True):
             if commit(nonce, name) != advert.commitment:
                 raise ProtocolError(f"the nonce opened for {name} is not the one it committed to")
-        self._cohort = self.cohort.with_beacon(combine_beacon(nonces))
+        whole = self.cohort.with_beacon(combine_beacon(nonces))
+        if whole.parameters.group_size:
+            whole = self._join_group(whole)
+        self._cohort = whole
         return self._share()
+
+    def _join_group(self, whole: Cohort) -> Cohort:
+        """From here on the silo's cohort is its own group, drawn by the beacon."""
+        group, places = next(pair for pair in split(whole) if self._index in pair[1])
+        self._adverts = tuple(self._adverts[place] for place in places)
+        self._index = places.index(self._index)
+        return group
 
     def _share(self) -> bytes:
         """Split the mask key and the self-mask seed among the holders."""

@@ -28,9 +28,11 @@ def assemble(
     parameters = SecAggParameters.from_bytes(offered.parameters)
     parameters.check_against(plan)
     names = tuple(check_name(peer.name) for peer in offered.peers)
-    if len(names) != parameters.n or len(names) < minimum_cohort:
+    right = len(names) >= parameters.n if parameters.group_size else len(names) == parameters.n
+    if not right or parameters.n < minimum_cohort:
+        kind = "groups of" if parameters.group_size else "n ="
         raise ProtocolError(
-            f"a cohort of {len(names)} silos was announced for n = {parameters.n}; "
+            f"a cohort of {len(names)} silos was announced for {kind} {parameters.n}; "
             f"this site demands at least {minimum_cohort}"
         )
     if list(names) != sorted(set(names)):

@@ -12,8 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from roundtable.core.errors import PrivacyError
-
 NONCE_BYTES = 32
 
 
@@ -61,23 +59,3 @@ class Graph:
         The full graph is Bonawitz et al.'s t of n, in which a silo keeps a share of its own.
         """
         return tuple(range(self.n)) if self.k == self.n - 1 else self.neighbours(index)
-
-
-def make_groups(names: Sequence[str], size: int, beacon: bytes) -> list[tuple[str, ...]]:
-    """Split a cohort into groups of at least `size` silos for one secure sum each.
-
-    The means of the groups go to a robust rule, which then sees no single silo. The split is a
-    function of the sorted names and a `beacon` that no single party chose, so that every silo can
-    recompute it; groups differ by at most one in length. PrivacyError for groups below 3 or a cohort
-    that fills none.
-    """
-    if size < 3:
-        raise PrivacyError(f"groups of {size} silos hide nothing; use at least 3")
-    cohort = sorted(set(names))
-    if len(cohort) != len(names):
-        raise PrivacyError("a silo is named twice in the cohort")
-    count = len(cohort) // size
-    if count == 0:
-        raise PrivacyError(f"{len(cohort)} silos do not fill one group of {size}")
-    shuffled = [cohort[index] for index in order(beacon, len(cohort))]
-    return [tuple(sorted(shuffled[start::count])) for start in range(count)]

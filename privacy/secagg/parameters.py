@@ -20,7 +20,7 @@ from roundtable.privacy.secagg.shamir import POINTS
 FULL_GRAPH_UP_TO = 50
 """Cohorts up to this size use the full graph: it is the stronger one, and cheap enough."""
 MINIMUM_COHORT = 3
-_ENCODING = struct.Struct("<8HB?Id")
+_ENCODING = struct.Struct("<8HB?IdH")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class SecAggParameters:
     were assumed. The ring has 2^`ring_bits` elements; an update has at most the L2 norm `clip_norm` and
     an integer weight from 1 to `weight_bound`; `capacity` is the number of silos invited, for which the
     ring has room, and no smaller than `n`.
+
+    With a `group_size` the cohort is split into groups of at least so many silos, each of which runs the
+    protocol on its own; `n`, `k`, `t` and so on are those of a group of that size, and `with_cohort`
+    gives those of a larger one.
     """
 
     n: int
@@ -47,6 +51,7 @@ class SecAggParameters:
     malicious: bool
     weight_bound: int
     clip_norm: float
+    group_size: int = 0
 
     def __post_init__(self) -> None:
         if self.ring_bits not in RING_BITS:
@@ -111,12 +116,20 @@ class SecAggParameters:
             return self._with_graph(n, dropped, graph)
         return self._with_graph(n, 0, _choose_graph(n, self.corrupt, 0, self.malicious))
 
+    def of_group(self, n: int) -> SecAggParameters:
+        """The parameters of a group of n silos, once the groups are drawn."""
+        return replace(self.with_cohort(n), group_size=0)
+
     def _with_graph(self, n: int, dropped: int, graph: tuple[int, int, int, int]) -> SecAggParameters:
         k, t, consents, survivors = graph
         return replace(self, n=n, k=k, t=t, consents=consents, minimum_survivors=survivors, dropped=dropped)
 
     def check_against(self, plan: SecAggParameters) -> None:
         """Refuse parameters offered by a coordinator that are weaker than this silo's own `plan`."""
+        if plan.group_size or self.group_size:
+            if self != plan:
+                raise ProtocolError(f"the coordinator offers {self}, and the job says {plan}")
+            return
         agreed = ("capacity", "ring_bits", "clip_norm", "weight_bound", "malicious")
         for name in agreed:
             if getattr(self, name) != getattr(plan, name):
@@ -140,8 +153,9 @@ class SecAggParameters:
         """One line for people: the graph, its threshold and both failure probabilities."""
         graph = "full graph" if self.full_graph else f"graph of degree {self.k}"
         kind = "malicious" if self.malicious else "semi-honest"
+        who = f"groups of {self.n} silos" if self.group_size else f"{self.n} silos"
         return (
-            f"{self.n} silos, {graph}, threshold {self.t}; against a {kind} coordinator with "
+            f"{who}, {graph}, threshold {self.t}; against a {kind} coordinator with "
             f"{self.corrupt} corrupt silos privacy fails with probability {_power(self.privacy_failure())}; "
             f"with {self.dropped} dropouts the sum is lost with probability "
             f"{_power(self.correctness_failure())}"

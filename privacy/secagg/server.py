@@ -76,7 +76,7 @@ class SecAggServer:
         directory: Mapping[str, bytes],
         workspace: Ring | None = None,
     ) -> None:
-        if len(directory) > plan.capacity:
+        if len(directory) > plan.capacity and not plan.group_size:
             raise PrivacyError(f"{len(directory)} silos invited where the ring has room for {plan.capacity}")
         self.session, self.plan = session, plan
         self.phase = ServerPhase.ADVERTISE
@@ -93,6 +93,17 @@ class SecAggServer:
         self._members: frozenset[int] = frozenset()
         self._survivors: frozenset[int] = frozenset()
         self._sum = self._checked(workspace)
+
+    @classmethod
+    def of_group(
+        cls, whole: SecAggServer, group: Cohort, places: tuple[int, ...], workspace: Ring | None
+    ) -> SecAggServer:
+        """The coordinator of one of the groups that `whole` has drawn: it goes on from SHARES."""
+        directory = dict(zip(group.names, group.identities, strict=True))
+        server = cls(whole.session, group.parameters, directory, workspace)
+        server._cohort, server._adverts = group, tuple(whole._adverts[place] for place in places)
+        server._open(ServerPhase.SHARES, group.names, group.binding)
+        return server
 
     def _checked(self, workspace: Ring | None) -> Ring:
         wanted = (self.session.length,), ring_dtype(self.plan.ring_bits)
@@ -142,6 +153,13 @@ class SecAggServer:
             raise ProtocolError("a masked vector comes with its header: use fold")
         self._admit(envelope)
         return envelope.sender
+
+    def lose(self, client: str, reason: str) -> bool:
+        """The silo will not answer any more; False where that was known."""
+        if client not in self._directory or client in self.aborted:
+            return False
+        self.aborted[client] = reason
+        return True
 
     def announced(self, message: bytes) -> tuple[str, str]:
         """The silo, and the BLAKE3 digest in hexadecimal, of the upload that a MASKED header announces."""
@@ -210,7 +228,7 @@ class SecAggServer:
 
     def _close_adverts(self) -> dict[str, bytes]:
         names = sorted(self._answers)
-        parameters = self.plan.with_cohort(len(names)).to_bytes()
+        parameters = self._parameters_for(len(names)).to_bytes()
         peers = tuple(
             Peer(name, self._answers[name].payload, self._answers[name].signature) for name in names
         )
@@ -222,11 +240,19 @@ class SecAggServer:
             self.session, SecAggParameters.from_bytes(parameters), tuple(names), identities, sid, b""
         )
         message = seal(Kind.PEERS, self._binding, Peers(parameters, peers).to_bytes())
-        if self._cohort.parameters.full_graph:
+        if self._cohort.parameters.full_graph and not self.plan.group_size:
             self._open(ServerPhase.SHARES, names, self._cohort.binding)
         else:
             self._open(ServerPhase.REVEAL, names, sid)
         return dict.fromkeys(names, message)
+
+    def _parameters_for(self, count: int) -> SecAggParameters:
+        """Of a cohort of so many silos; with groups they depend on the group, and each silo computes them."""
+        if not self.plan.group_size:
+            return self.plan.with_cohort(count)
+        if count < self.plan.group_size:
+            raise ProtocolError(f"{count} silos came, and groups take {self.plan.group_size} each")
+        return self.plan
 
     def _close_reveals(self) -> dict[str, bytes]:
         cohort = self.cohort
