@@ -10,6 +10,7 @@ import socket
 import ssl
 from pathlib import Path
 
+from roundtable.core.certificates import passphrase
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, UnavailableError
 from roundtable.core.identity import CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY
 
@@ -59,7 +60,11 @@ def check_connection(address: str, credentials: Path, timeout: float = 5.0) -> N
 
 def _handshake(raw: socket.socket, host: str, address: str, credentials: Path) -> None:
     context = ssl.create_default_context(cafile=str(credentials / CA_CERTIFICATE))
-    context.load_cert_chain(credentials / NODE_CERTIFICATE, credentials / NODE_KEY)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if (credentials / NODE_CERTIFICATE).exists():
+        # Without an answer of ours a sealed key would make OpenSSL ask at the terminal.
+        sealed = (credentials / NODE_CERTIFICATE, credentials / NODE_KEY)
+        context.load_cert_chain(*sealed, password=lambda: passphrase() or b"")
     context.set_alpn_protocols(["h2"])
     welcomed = False
     try:

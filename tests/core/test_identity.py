@@ -11,9 +11,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from hypothesis import given
+from hypothesis import strategies as st
 
-from roundtable.core.errors import IdentityError
+from roundtable.core.certificates import key_in_request, pem_of_key, public_bytes, signing_request
+from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.core.identity import (
+    ROLES,
+    Authority,
     create_ca,
     identity_of,
     issue,
@@ -21,6 +28,8 @@ from roundtable.core.identity import (
     load_silo_identity,
     verify_identity,
 )
+from roundtable.core.invitation import Invitation, Secret
+from roundtable.core.revocation import revoke, revoked_serials
 
 
 @pytest.fixture
@@ -141,7 +150,7 @@ def test_issue_refuses_what_could_not_be_used(ca: Path, tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match="cannot be a name"):
         issue(ca, "../escape", "agent", out)
     with pytest.raises(IdentityError, match="unknown role"):
-        issue(ca, "a", "admin", out)  # type: ignore[arg-type]
+        issue(ca, "a", "emperor", out)  # type: ignore[arg-type]
     with pytest.raises(IdentityError, match="neither an IP address nor"):
         issue(ca, "c", "coordinator", out, ["bücher.example"])
     with pytest.raises(IdentityError, match=r"ca\.crt"):
@@ -167,10 +176,10 @@ def test_an_agent_gets_a_signing_identity_that_others_can_check(ca: Path, agent:
     assert "key" not in repr(identity)
 
 
-def test_only_agents_sign(ca: Path, tmp_path: Path) -> None:
-    operator = issue(ca, "ada", "operator", tmp_path / "ada")
-    with pytest.raises(IdentityError, match="secure aggregation; issue the agent's credentials anew"):
-        load_silo_identity(operator)
+def test_older_credentials_without_a_signing_identity_are_named(agent: Path) -> None:
+    (agent / "identity.key").unlink()
+    with pytest.raises(IdentityError, match=r"secure aggregation.*issue the credentials anew"):
+        load_silo_identity(agent)
 
 
 def test_false_identities_are_refused(ca: Path, agent: Path, tmp_path: Path) -> None:
@@ -187,3 +196,109 @@ def test_false_identities_are_refused(ca: Path, agent: Path, tmp_path: Path) -> 
     shutil.copy(stranger / "identity.key", agent / "identity.key")
     with pytest.raises(IdentityError, match=r"identity\.key is not the key of identity\.crt"):
         load_silo_identity(agent)
+
+
+def test_the_issuing_key_certifies_agents_and_nobody_else(ca: Path, tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuing, root = Authority.issuing(ca), (ca / "ca.crt").read_bytes()
+    for role in ROLES:
+        folder = tmp_path / role
+        folder.mkdir()
+        (folder / "ca.crt").write_bytes(root)
+        (folder / "node.key").write_bytes(pem_of_key(key))
+        (folder / "node.crt").write_bytes(issuing.certify(key.public_key(), "x", role, ["localhost"]))
+        if role == "agent":
+            assert load_credentials(folder).name == "x"
+        else:
+            with pytest.raises(IdentityError, match="may certify agents only"):
+                load_credentials(folder)
+
+
+def test_a_server_below_the_issuing_key_is_refused_by_tls_itself(
+    ca: Path, agent: Path, tmp_path: Path
+) -> None:
+    false, key = tmp_path / "false", ec.generate_private_key(ec.SECP256R1())
+    false.mkdir()
+    (false / "ca.crt").write_bytes((ca / "ca.crt").read_bytes())
+    (false / "node.key").write_bytes(pem_of_key(key))
+    chain = Authority.issuing(ca).certify(key.public_key(), "coordinator", "coordinator", ["localhost"])
+    (false / "node.crt").write_bytes(chain)
+    with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
+        _handshake(false, agent, "localhost")
+
+
+def test_a_sealed_key_opens_with_its_passphrase_only(
+    ca: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROUNDTABLE_PASSPHRASE", "correct horse")
+    sealed = issue(ca, "hospital-b", "agent", tmp_path / "b")
+    assert b"ENCRYPTED" in (sealed / "node.key").read_bytes()
+    assert b"ENCRYPTED" in (sealed / "identity.key").read_bytes()
+    assert b"ENCRYPTED" not in load_credentials(sealed).key
+    monkeypatch.setenv("ROUNDTABLE_PASSPHRASE", "battery staple")
+    with pytest.raises(IdentityError, match=r"passphrase of .*node\.key is wrong") as caught:
+        load_credentials(sealed)
+    assert "battery staple" not in str(caught.value)
+    monkeypatch.delenv("ROUNDTABLE_PASSPHRASE")
+    with pytest.raises(IdentityError, match="is sealed"):
+        load_credentials(sealed)
+    (tmp_path / "passphrase").write_text("correct horse\n")
+    monkeypatch.setenv("ROUNDTABLE_PASSPHRASE_FILE", str(tmp_path / "passphrase"))
+    assert load_silo_identity(sealed).key
+
+
+def test_an_identity_that_the_root_must_vouch_for(ca: Path, agent: Path) -> None:
+    root, key = (ca / "ca.crt").read_bytes(), ed25519.Ed25519PrivateKey.generate().public_key()
+    online = Authority.issuing(ca).certify(key, "hospital-c", "agent")
+    assert verify_identity(online, root) == ("hospital-c", key.public_bytes_raw())
+    with pytest.raises(IdentityError, match="not from the root"):
+        verify_identity(online, root, from_root=True)
+    offline = (agent / "identity.crt").read_bytes()
+    assert verify_identity(offline, root, from_root=True)[0] == "hospital-a"
+
+
+def test_a_list_of_revoked_certificates_is_signed_by_the_root(ca: Path, agent: Path, tmp_path: Path) -> None:
+    path = revoke(ca, agent / "node.crt")
+    roots = x509.load_pem_x509_certificates((ca / "ca.crt").read_bytes())
+    own = x509.load_pem_x509_certificate((agent / "node.crt").read_bytes())
+    assert revoked_serials(path, roots) == {own.serial_number}
+    revoke(ca, agent / "identity.crt")
+    revoke(ca, agent / "node.crt")
+    assert len(revoked_serials(path, roots)) == 2
+    assert revoked_serials(tmp_path / "none", roots) == frozenset()
+    create_ca(tmp_path / "other")
+    strangers = x509.load_pem_x509_certificates((tmp_path / "other" / "ca.crt").read_bytes())
+    with pytest.raises(IdentityError, match="not signed by the authority"):
+        revoked_serials(path, strangers)
+    with pytest.raises(IdentityError, match="was not issued by the root"):
+        revoke(tmp_path / "other", agent / "node.crt")
+
+
+def test_requests_prove_the_possession_of_their_key() -> None:
+    for key in (ec.generate_private_key(ec.SECP256R1()), ed25519.Ed25519PrivateKey.generate()):
+        found = key_in_request(signing_request(key))
+        assert public_bytes(found) == public_bytes(key.public_key())
+    with pytest.raises(IdentityError, match="P-256"):
+        key_in_request(signing_request(ec.generate_private_key(ec.SECP384R1())))
+    with pytest.raises(IdentityError, match="cannot be read"):
+        key_in_request(b"nonsense")
+
+
+@given(raw=st.binary(max_size=120))
+def test_secrets_are_parsed_or_refused(raw: bytes) -> None:
+    text = raw.decode(errors="replace")
+    for prefix in ("rt-invite.", "rt-token.", ""):
+        with pytest.raises(ConfigError):
+            Invitation.parse(prefix + text)
+        with pytest.raises(IdentityError):
+            Secret.of_token(prefix + text)
+
+
+def test_invitations_and_tokens_come_back_whole() -> None:
+    secret = Secret.fresh()
+    invitation = Invitation(secret, bytes(range(32)))
+    assert Invitation.parse(f" {invitation}\n") == invitation
+    assert Secret.of_token(secret.to_token()) == secret
+    assert secret.fits(secret.digest)
+    assert not Secret.fresh().fits(secret.digest)
+    assert secret.secret.hex() not in repr(invitation)
