@@ -166,3 +166,76 @@ budgets = Table(
     Column("author", NAME, nullable=False),
     Column("time", Double, nullable=False),
 )
+
+invitations = Table(
+    "invitations",
+    metadata,
+    Column("identifier", String(32), primary_key=True),
+    Column("silo", NAME, nullable=False),
+    # SHA-256 of the secret; the secret itself is stored nowhere.
+    Column("digest", DIGEST, nullable=False),
+    Column("uses", Integer, nullable=False),
+    Column("used", Integer, nullable=False),
+    Column("author", NAME, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("expires", Double, nullable=False),
+)
+
+certificates = Table(
+    "certificates",
+    metadata,
+    # What this coordinator has issued itself. Serial number in hexadecimal.
+    Column("serial", String(40), primary_key=True),
+    Column("name", NAME, nullable=False, index=True),
+    # SHA-256 of the public key: a repeated enrolment with the same key is the same enrolment.
+    Column("key", DIGEST, nullable=False),
+    Column("invitation", String(32), nullable=False),
+    Column("issued", Double, nullable=False),
+    Column("expires", Double, nullable=False),
+)
+
+revocations = Table(
+    "revocations",
+    metadata,
+    # Every certificate of this name is void, except those that this coordinator has issued afterwards.
+    Column("name", NAME, primary_key=True),
+    Column("author", NAME, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("time", Double, nullable=False),
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("name", NAME, primary_key=True),
+    Column("identifier", String(32), nullable=False, unique=True),
+    Column("digest", DIGEST, nullable=False),
+    Column("role", String(20), nullable=False),
+    Column("author", NAME, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("expires", Double, nullable=False),
+    Column("revoked", Boolean, nullable=False),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    # Append-only: the database itself refuses to change or delete a row.
+    Column("sequence", Integer, primary_key=True, autoincrement=False),
+    Column("time", Double, nullable=False),
+    Column("actor", String(200), nullable=False),
+    Column("action", String(50), nullable=False, index=True),
+    Column("object", String(200), nullable=False),
+    Column("detail", Text, nullable=False),
+    Column("previous", DIGEST, nullable=False),
+    Column("hash", DIGEST, nullable=False),
+)
+
+seals = Table(
+    "seals",
+    metadata,
+    # A signature over the audit log up to an entry, as core.signing.envelope makes it.
+    Column("sequence", Integer, primary_key=True, autoincrement=False),
+    Column("document", Text, nullable=False),
+    Column("time", Double, nullable=False),
+)
