@@ -2,6 +2,7 @@
 
 from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.engine import RoundEngine
+from roundtable.engine.groups import GroupMean, GroupMeans, combine_groups
 from roundtable.engine.metrics import add_up, mean, means
 from roundtable.engine.plan import Plan, PrivacyPlan, make_plan
 from roundtable.engine.population import NumberedClients, NumberedNames, Population, Roster
@@ -15,6 +16,8 @@ __all__ = [
     "ClientView",
     "Combined",
     "EngineView",
+    "GroupMean",
+    "GroupMeans",
     "NumberedClients",
     "NumberedNames",
     "Plan",
@@ -25,6 +28,7 @@ __all__ = [
     "ServerState",
     "add_up",
     "combine",
+    "combine_groups",
     "combine_mean",
     "initial_server_state",
     "make_plan",

@@ -1,12 +1,16 @@
-"""Which jobs make sense under secure aggregation."""
+"""Which jobs make sense under secure aggregation, and how many silos they cannot do without."""
 
 from __future__ import annotations
 
-from roundtable.aggregation import AggregationConfig
+from roundtable.aggregation import AggregationConfig, find_rule
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy import PrivacyConfig
-from roundtable.privacy.secagg import MINIMUM_COHORT
+from roundtable.engine.selection import quorum
+from roundtable.privacy import DistributedDP, PrivacyConfig
+from roundtable.privacy.secagg import MINIMUM_COHORT, Least
+
+FEWEST_GROUPS = 3
+"""A rule over two means can outvote nobody."""
 
 
 def check_secure(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
@@ -22,11 +26,14 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig, privacy: Privac
             "privacy.clip_norm is missing: secure aggregation rounds updates of a bounded norm; "
             "a first guess is the median norm of an update"
         )
-    if aggregation.rule != "mean" or aggregation.pre:
+    if privacy.group_size is not None:
+        _check_groups(job, aggregation, privacy.group_size)
+    elif aggregation.rule != "mean" or aggregation.pre:
         raise PrivacyError(
             f"aggregation.rule = {aggregation.rule!r} with {len(aggregation.pre)} pre-aggregations: "
             f"{hidden}, "
-            'so that only their mean can be had; use rule = "mean" without pre'
+            'so that only their mean can be had; use rule = "mean" without pre, or give privacy.group_size '
+            "to let the rule see the means of groups"
         )
     if aggregation.weighting == "inverse_loss":
         raise PrivacyError(
@@ -47,12 +54,63 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig, privacy: Privac
 
 def fewest(job: JobConfig) -> int:
     """The clients below which a round need not begin: fewer hide nothing from each other."""
-    return MINIMUM_COHORT if job.privacy.get("secure_aggregation") else 0
+    if not job.privacy.get("secure_aggregation"):
+        return 0
+    return max(MINIMUM_COHORT, fewest_groups(job) * int(job.privacy.get("group_size") or 0))
 
 
 def fewest_updates(job: JobConfig, size: int) -> int:
     """The updates below which a cohort of `size` cannot be unmasked: so many must answer to the end."""
-    return max(MINIMUM_COHORT, 2 * size // 3 + 1) if job.privacy.get("secure_aggregation") else 0
+    if not job.privacy.get("secure_aggregation"):
+        return 0
+    if job.privacy.get("group_size"):
+        return fewest_groups(job) * MINIMUM_COHORT
+    return max(MINIMUM_COHORT, 2 * size // 3 + 1, _fewest_shares(job))
+
+
+def fewest_groups(job: JobConfig) -> int:
+    """The groups without which a rule has no answer: more than two a hostile silo; 0 without groups."""
+    if not job.privacy.get("group_size"):
+        return 0
+    return max(FEWEST_GROUPS, 2 * int(job.aggregation.parameters.get("f", 0)) + 1)
+
+
+def least_of_groups(job: JobConfig, cohort: int) -> Least:
+    """What must be left of a cohort of so many, split into groups: what the rule needs, and the quorum."""
+    return Least(fewest_groups(job), max(quorum(job.cohort, cohort), fewest_updates(job, cohort)))
+
+
+def _fewest_shares(job: JobConfig) -> int:
+    """The shares of noise that make up what is promised; fewer must not be unmasked."""
+    privacy = PrivacyConfig.from_table(job.privacy)
+    if privacy.level != "distributed" or job.cohort.size is None:
+        return 0
+    return DistributedDP.from_config(privacy, 1.0, 1, job.cohort.size).t_min
+
+
+def _check_groups(job: JobConfig, aggregation: AggregationConfig, size: int) -> None:
+    if aggregation.rule == "mean":
+        raise PrivacyError(
+            f'privacy.group_size = {size} with aggregation.rule = "mean": groups tell more than one sum, and '
+            "a mean of them withstands nobody; choose a robust rule, or leave group_size out"
+        )
+    if "pivot" in aggregation.parameters or find_rule(aggregation.rule).takes("history"):
+        raise PrivacyError(
+            f"aggregation.rule = {aggregation.rule!r} follows single silos, and what it would see are means "
+            "of groups, which change from round to round; choose a rule that takes each round by itself"
+        )
+    hostile, groups = int(aggregation.parameters.get("f", 0)), fewest_groups(job)
+    if hostile > size - 2:
+        raise PrivacyError(
+            f"privacy.group_size = {size} with f = {hostile}: all hostile silos could be in one group, and "
+            f"would leave nobody to hide among; use groups of at least {hostile + 2}"
+        )
+    if job.cohort.size is not None and job.cohort.size // size < groups:
+        raise PrivacyError(
+            f"cohort.size = {job.cohort.size} makes {job.cohort.size // size} groups of {size} "
+            f"(privacy.group_size), and f = {hostile} takes at least {groups}: each hostile silo may spoil "
+            f"one. Ask at least {groups * size} silos"
+        )
 
 
 def _check_secure_rounds(job: JobConfig) -> None:

@@ -36,7 +36,8 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig, privacy: Pri
 
 
 def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
-    if aggregation.rule != "mean" or aggregation.pre:
+    # Over groups, noise is in each group's sum, and whatever is done with the sums costs nothing more.
+    if privacy.group_size is None and (aggregation.rule != "mean" or aggregation.pre):
         raise PrivacyError(
             f"aggregation.rule: noise is calibrated to the bounded mean; {aggregation.rule!r} with "
             f'{len(aggregation.pre)} pre-aggregations has another sensitivity. Use rule = "mean" without pre'

@@ -33,6 +33,8 @@ class PrivacyConfig:
     the noise over `clip_norm`), or both, where the budget then stops a job that would pass it.
     `population` is the number of units that `delta` protects: silos, or examples of one silo.
     `population_name` says whose privacy is spent: jobs of one name share one account (default: the task).
+    `group_size` splits a securely aggregated cohort into groups of at least so many silos, whose means
+    a robust rule then sees.
     `public_evaluation` states that the silos' test data are public, so that metrics on them may leave.
     """
 
@@ -45,6 +47,7 @@ class PrivacyConfig:
     quantile: float = 0.5
     clip_learning_rate: float = 0.2
     secure_aggregation: bool = False
+    group_size: int | None = None
     accountant: str = "pld"
     population: int | None = None
     population_name: str | None = None
@@ -74,6 +77,13 @@ class PrivacyConfig:
         for name in ("separation", "population", "batch_size", "local_steps"):
             if (value := getattr(self, name)) is not None:
                 _whole(name, value, 1, 1 << 53)
+        if self.group_size is not None:
+            _whole("group_size", self.group_size, 3, 1 << 16)
+            if not self.secure_aggregation:
+                raise PrivacyError(
+                    "privacy.group_size belongs to secure aggregation: set privacy.secure_aggregation = "
+                    "true, or leave it out"
+                )
         if self.level != "none":
             self._check_private()
 

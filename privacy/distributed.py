@@ -24,6 +24,7 @@ from roundtable.privacy.config import PrivacyConfig
 from roundtable.privacy.discrete import TableSampler, discrete_gaussian, skellam
 from roundtable.privacy.noise import NoiseSource
 from roundtable.privacy.rotation import padded_length, rotate, unrotate
+from roundtable.privacy.secagg.groups import largest_group
 
 # A rotated entry of the sum beyond six standard deviations wraps around: two in a billion do.
 _DEVIATIONS = 6.0
@@ -75,9 +76,16 @@ class DistributedDP:
     def from_config(
         cls, config: PrivacyConfig, noise_multiplier: float, dimension: int, cohort: int
     ) -> DistributedDP:
-        """The parameters of a job; `t_min` leaves room for its `dropout_tolerance`."""
+        """The parameters of a job; `t_min` leaves room for its `dropout_tolerance`.
+
+        With groups each group's sum is published, and has noise of its own: enough in the smallest
+        group that can be drawn, and room for the largest.
+        """
         assert config.clip_norm is not None
-        t_min = max(1, math.floor((1.0 - config.dropout_tolerance) * cohort))
+        smallest = cohort
+        if config.group_size is not None:
+            smallest, cohort = config.group_size, largest_group(config.group_size, cohort)
+        t_min = max(1, math.floor((1.0 - config.dropout_tolerance) * smallest))
         return cls(
             config.clip_norm, noise_multiplier, dimension, cohort, t_min, config.bits, config.mechanism
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from roundtable.privacy.secagg import (
     Tally,
     VectorSource,
     choose_parameters,
+    largest_group,
 )
 from roundtable.privacy.secagg.masks import Ring
 from roundtable.privacy.secagg.parameters import FULL_GRAPH_UP_TO, MINIMUM_COHORT
@@ -80,15 +81,27 @@ class SecureRound:
         uniform = job.aggregation.weighting == "uniform"
         if privacy.level == "distributed":
             noise = distributed_noise(job, columns)
-            if invited > noise.cohort:
-                raise PrivacyError(f"{invited} silos where noise for {noise.cohort} was agreed on")
-            parameters = _parameters(noise.cohort, privacy, noise.bits, 1)
+            size = job.cohort.size or 0
+            if invited > size:
+                raise PrivacyError(f"{invited} silos where noise for {size} was agreed on")
+            parameters = _parameters(size, job, privacy, noise.bits, 1)
             rotation = derive_seed(job.seed, round, "rotation").to_bytes(8, "little")
             return cls(parameters, columns, True, None, noise, rotation)
-        bound = 1 if uniform else largest_weight(invited)
-        parameters = _parameters(invited, privacy, RING_BITS, bound)
+        room = invited if privacy.group_size is None else largest_group(privacy.group_size, invited)
+        bound = 1 if uniform else largest_weight(room)
+        parameters = _parameters(invited, job, privacy, RING_BITS, bound)
         metrics = (("loss", LOSS_BOUND * bound), ("reported", float(bound)))
         return cls(parameters, columns, uniform, Tally.of(parameters, metrics), None, b"")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the cohort is split into groups, with one mean each."""
+        return self.parameters.group_size > 0
+
+    @property
+    def fewest(self) -> int:
+        """The survivors below which a silo must not help to unmask: their noise would be too little."""
+        return max(MINIMUM_COHORT, self.noise.t_min if self.noise is not None else 0)
 
     @property
     def length(self) -> int:
@@ -130,10 +143,12 @@ class SecureRound:
         return source
 
     def decode(self, total: Ring, silos: int, cohort: int) -> SecureMean:
-        """The mean over `silos` of the `cohort`; AggregationError for sums that honest silos cannot make."""
+        """The mean over `silos` of the `cohort`, or of the group; AggregationError for sums that honest
+        silos cannot make, PrivacyError for one with less noise than was promised."""
         if self.noise is not None:
-            # The denominator is the cohort that was agreed on: who answered is no secret the mean may tell.
-            noisy = decode(total, self.noise, self.rotation, silos).div_(self.noise.cohort)
+            # The denominator is the cohort that was agreed on, or the group that was drawn: both are public.
+            denominator = cohort if self.grouped else self.noise.cohort
+            noisy = decode(total, self.noise, self.rotation, silos).div_(denominator)
             charge = {"charge": self.noise.charge.to_json(), "noise_multiplier": self.noise.noise_multiplier}
             return SecureMean(noisy, silos, account={"level": "distributed", "silos": silos, **charge})
         counters, metrics = self._tail.decode(total[self.columns :], silos)
@@ -175,23 +190,43 @@ def distributed_noise(job: JobConfig, columns: int) -> DistributedDP:
     return DistributedDP.from_config(privacy, multiplier, columns, size)
 
 
-def _parameters(invited: int, privacy: PrivacyConfig, ring_bits: int, weight_bound: int) -> SecAggParameters:
+def _parameters(
+    invited: int, job: JobConfig, privacy: PrivacyConfig, ring_bits: int, weight_bound: int
+) -> SecAggParameters:
     """For as many dropouts as the job allows for, or as many as a cohort of this size can bear."""
     assert privacy.clip_norm is not None
-    if invited < MINIMUM_COHORT:
+    hidden_among = privacy.group_size or invited
+    if invited < hidden_among or hidden_among < MINIMUM_COHORT:
         raise PrivacyError(
-            f"secure aggregation takes at least {MINIMUM_COHORT} silos, or it hides nothing; "
-            f"there are {invited}"
+            f"secure aggregation takes at least {max(hidden_among, MINIMUM_COHORT)} silos, or it hides "
+            f"nothing; there are {invited}"
         )
-    corruption = CORRUPTION_OF_FEW if invited <= FULL_GRAPH_UP_TO else CORRUPTION_OF_MANY
     ring: dict[str, Any] = {
         "ring_bits": ring_bits,
         "clip_norm": privacy.clip_norm,
         "weight_bound": weight_bound,
     }
-    for dropped in range(math.floor(privacy.dropout_tolerance * invited), 0, -1):
+    corruption = _corruption(hidden_among, job if privacy.group_size else None)
+    chosen = None
+    for dropped in range(math.floor(privacy.dropout_tolerance * hidden_among), 0, -1):
         try:
-            return choose_parameters(invited, dropped / invited, corruption, **ring)
+            chosen = choose_parameters(hidden_among, dropped / hidden_among, corruption, **ring)
+            break
         except PrivacyError:
             continue
-    return choose_parameters(invited, 0.0, corruption, **ring)
+    chosen = chosen or choose_parameters(hidden_among, 0.0, corruption, **ring)
+    if privacy.group_size is None:
+        return chosen
+    return replace(chosen, group_size=privacy.group_size, capacity=largest_group(privacy.group_size, invited))
+
+
+def _corruption(silos: int, grouped: JobConfig | None) -> float:
+    """The share that may collude. The hostile silos that a rule over groups withstands may all be in one."""
+    share = CORRUPTION_OF_FEW if silos <= FULL_GRAPH_UP_TO else CORRUPTION_OF_MANY
+    hostile = grouped.aggregation.parameters.get("f", 0) if grouped is not None else 0
+    if hostile > silos - 2:
+        raise PrivacyError(
+            f"privacy.group_size = {silos} with f = {hostile}: all hostile silos could be in one group, and "
+            f"would leave nobody to hide among; use groups of at least {hostile + 2}"
+        )
+    return max(share, hostile / silos)

@@ -104,7 +104,7 @@ def test_two_identities_of_one_silo_are_refused(folder: Path) -> None:
 
 
 def test_a_silo_hides_only_among_as_many_as_it_demands(folder: Path) -> None:
-    with pytest.raises(WorkFailed, match=r"3 silos take part.*at least 5 \(\[policy\] minimum_cohort\)"):
+    with pytest.raises(WorkFailed, match=r"a sum is over 3 silos.*at least 5 \(\[policy\] minimum_cohort\)"):
         SecureAttempts(config(folder, "alder", least=5), "alder").begin(
             STEP, job(), COLUMNS, certificates(folder)
         )

@@ -1,0 +1,181 @@
+"""Groups whose secure sums a robust rule sees: against the arithmetic written out, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from roundtable.aggregation import TensorMatrix
+from roundtable.core import parse_job
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AggregationError, PrivacyError
+from roundtable.engine import (
+    GroupMeans,
+    combine_groups,
+    initial_server_state,
+    make_plan,
+)
+from roundtable.engine.secure import fewest, fewest_groups, fewest_updates, least_of_groups
+from roundtable.privacy import SecureMean, compose
+from roundtable.privacy.secagg import Least
+
+TABLE = """
+task = "t"
+[cohort]
+{cohort}
+[evaluation]
+every = 0
+[aggregation]
+rule = "{rule}"
+parameters = {{ {parameters} }}
+weighting = "{weighting}"
+[privacy]
+secure_aggregation = true
+clip_norm = 2.0
+{privacy}
+"""
+
+
+def job(
+    rule: str = "trimmed_mean",
+    parameters: str = "f = 1",
+    privacy: str = "group_size = 3",
+    cohort: str = "size = 12",
+    weighting: str = "examples",
+) -> JobConfig:
+    return parse_job(
+        TABLE.format(rule=rule, parameters=parameters, privacy=privacy, cohort=cohort, weighting=weighting)
+    )
+
+
+def means_of(rows: np.ndarray, weights: list[int], spoiled: int | None = None) -> GroupMeans:
+    decoded: list[tuple[tuple[str, ...], SecureMean | str]] = []
+    for number, (row, weight) in enumerate(zip(rows, weights, strict=True)):
+        members = tuple(f"silo-{number}{letter}" for letter in "abc")
+        account = {"silos": 3, "cohort": 3, "weight": weight, "examples": weight, "clipped": 1}
+        told = SecureMean(torch.from_numpy(row), 3, {"loss": (2.0 * weight, weight)}, account)
+        decoded.append((members, "too heavy" if number == spoiled else told))
+    matrix = torch.from_numpy(rows.copy())
+    if spoiled is not None:
+        matrix[spoiled] = torch.nan
+    return GroupMeans.of(TensorMatrix(matrix), decoded, {"silo-x": "its group was lost"})
+
+
+def outcome(config: JobConfig, means: GroupMeans):
+    plan = make_plan(config, population=12)
+    model = torch.ones(means.matrix.columns)
+    state = initial_server_state(plan, means.matrix.columns)
+    return combine_groups(plan, means, model, state, round=1, seed=3, diagnose=False)
+
+
+def rows(groups: int, columns: int = 50) -> np.ndarray:
+    return np.random.default_rng(groups).normal(size=(groups, columns)).astype(np.float32)
+
+
+def test_the_trimmed_mean_is_over_groups_each_counted_once() -> None:
+    given = rows(5)
+    given[2] = 1e6
+    result = outcome(job(), means_of(given, [10, 1, 10**6, 30, 4]))
+    expected = 1 + np.sort(given.astype(np.float64), axis=0)[1:-1].mean(axis=0)
+    np.testing.assert_allclose(result.vector.numpy(), expected, rtol=1e-5)
+    assert result.excluded == {"silo-x": "its group was lost"}
+    groups = result.charge["groups"]
+    assert [group["weight"] for group in groups] == [10, 1, 10**6, 30, 4]
+    assert groups[2]["members"] == ["silo-2a", "silo-2b", "silo-2c"]
+    assert result.charge | {"silos": 15, "cohort": 16, "clipped": 5} == result.charge
+
+
+def test_a_rule_that_chooses_rows_names_the_groups_that_it_left_out() -> None:
+    given = rows(5)
+    given[3] = -50.0
+    result = outcome(job(rule="multi_krum", cohort="size = 15"), means_of(given, [1] * 5))
+    shares = [group["share"] for group in result.charge["groups"]]
+    assert shares[3] == 0.0
+    assert sum(shares) == pytest.approx(1.0)
+    kept = given[[share > 0 for share in shares]].astype(np.float64)
+    np.testing.assert_allclose(result.vector.numpy(), 1 + kept.mean(axis=0), rtol=1e-4, atol=1e-6)
+
+
+def test_a_spoiled_group_is_one_of_the_hostile() -> None:
+    given = rows(5)
+    result = outcome(job(), means_of(given, [1] * 5, spoiled=1))
+    rest = np.delete(given, 1, axis=0).astype(np.float64)
+    np.testing.assert_allclose(result.vector.numpy(), 1 + rest.mean(axis=0), rtol=1e-5)
+    assert result.excluded["silo-1b"] == "the sum of its group: too heavy"
+    means = means_of(given, [1] * 5, spoiled=1)
+    means.matrix.block(0, 50)[4] = torch.nan
+    with pytest.raises(AggregationError, match="more than the f = 1"):
+        outcome(job(), means)
+
+
+def test_training_losses_of_the_groups_add_up() -> None:
+    means = means_of(rows(4), [1, 2, 3, 4], spoiled=0)
+    assert means.training == {"loss": (18.0, 9)}
+    assert means.account["examples"] == 9
+
+
+def test_group_robust_with_a_rule_inside() -> None:
+    given = rows(5)
+    config = job(rule="group_robust", parameters='f = 1, rule = "median"')
+    result = outcome(config, means_of(given, [1] * 5))
+    np.testing.assert_allclose(result.vector.numpy(), 1 + np.median(given, axis=0), rtol=1e-5)
+
+
+def test_what_a_job_with_groups_cannot_do_without() -> None:
+    assert (fewest(job()), fewest_groups(job()), fewest_updates(job(), 12)) == (9, 3, 9)
+    assert least_of_groups(job(), 12) == Least(3, 9)
+    assert least_of_groups(job(cohort="size = 12\nminimum = 11"), 12) == Least(3, 11)
+    two = job(parameters="f = 2", privacy="group_size = 4", cohort="size = 20")
+    assert (fewest(two), fewest_groups(two)) == (20, 5)
+    assert fewest_groups(job(rule="median", parameters="")) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"privacy": ""}, "or give privacy.group_size to let the rule see the means of groups"),
+        ({"rule": "mean", "parameters": ""}, "a mean of them withstands nobody"),
+        ({"cohort": "size = 8"}, "makes 2 groups of 3 .* Ask at least 9 silos"),
+        ({"parameters": "f = 2", "cohort": "size = 15"}, "use groups of at least 4"),
+        ({"privacy": "group_size = 2"}, "a whole number from 3"),
+        ({"rule": "foolsgold", "parameters": ""}, "follows single silos"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(PrivacyError, match=words):
+        make_plan(job(**changes), population=12)
+
+
+def test_groups_without_secure_aggregation_are_refused() -> None:
+    with pytest.raises(PrivacyError, match=r"group_size belongs to secure aggregation"):
+        make_plan(parse_job('task = "t"\n[privacy]\ngroup_size = 3'), population=12)
+
+
+NOISY = """group_size = 4
+level = "distributed"
+delta = 1e-3
+"""
+
+
+def test_noise_is_made_up_within_each_group_and_charged_once() -> None:
+    """A silo is in one group only, so that a round costs what the sum of one group does."""
+    config = job(privacy=NOISY + "noise_multiplier = 2.0", cohort="size = 12", weighting="uniform")
+    plan = make_plan(config, 12, (slice(0, 50),))
+    assert plan.shares is not None
+    # 70 % of four silos at least are in a group's sum: two shares make up the noise, not eight of twelve.
+    assert plan.shares.shares == 2
+    alone = job(privacy=NOISY.replace("group_size = 4", "") + "noise_multiplier = 2.0", rule="mean",
+                parameters="", cohort="size = 4", weighting="uniform")  # fmt: skip
+    small = make_plan(alone, 4, (slice(0, 50),))
+    assert small.shares is not None
+    assert small.shares.shares == 2
+    assert compose([plan.shares], 1e-3) == pytest.approx(compose([small.shares], 1e-3), rel=0.02)
+
+
+def test_noise_for_a_budget_is_solved_for_the_group() -> None:
+    config = job(privacy=NOISY + "epsilon = 8.0", weighting="uniform")
+    plan = make_plan(config, 12, (slice(0, 50),))
+    assert plan.shares is not None
+    spent = compose([plan.shares.repeated(config.rounds)], 1e-3)
+    assert 7.9 < spent <= 8.0
