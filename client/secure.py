@@ -148,11 +148,12 @@ class SecureAttempts:
             raise WorkFailed(
                 "refused", "the coordinator announces another identity for this silo than its own"
             )
-        if len(directory) < least:
+        among = PrivacyConfig.from_table(job.privacy).group_size or len(directory)
+        if min(among, len(directory)) < least:
             raise WorkFailed(
                 "refused",
-                f"{len(directory)} silos take part, and this one hides only among at least {least} "
-                "([policy] minimum_cohort)",
+                f"a sum is over {min(among, len(directory))} silos, and this one hides only among at least "
+                f"{least} ([policy] minimum_cohort)",
             )
         try:
             round = SecureRound.of(job, columns, len(directory), step.round)
@@ -160,6 +161,7 @@ class SecureAttempts:
             raise WorkFailed("refused", str(error)) from error
         session = round.session(step.job, step.round, step.attempt)
         signer = Ed25519Signer(own.key)
+        least = max(least, round.fewest)
         client = SecAggClient(session, round.parameters, self._name, signer, directory, self._memory(), least)
         attempt = self._attempts[_key(step)] = SecureAttempt(client, round)
         return attempt
