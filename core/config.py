@@ -113,6 +113,37 @@ class CohortTable(Table):
         return self
 
 
+class RoundTable(Table):
+    """`[round]`: whether a round waits for its cohort, or takes updates as they come (buffered).
+
+    Buffered rounds are FedBuff's (Nguyen et al. 2022): clients train all the time, each from the model
+    that was the newest when it was asked; so many updates make the next model.
+    """
+
+    mode: Literal["synchronous", "buffered"] = Field(
+        "synchronous", description="rounds with a cohort each, or one model for each full buffer of updates"
+    )
+    buffer: int | None = Field(None, ge=1, description="buffered: updates that make a new model (K)")
+    concurrency: int | None = Field(
+        None, ge=1, description="buffered: clients that train at a time; default: all that are available"
+    )
+    max_staleness: int = Field(
+        10, ge=0, description="buffered: models made since a client was asked, above which it is given up"
+    )
+    staleness_exponent: Finite = Field(
+        0.5, ge=0, description="buffered: an update of staleness s is scaled by 1/(1+s) to this power"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RoundTable:
+        if (self.mode == "buffered") != (self.buffer is not None):
+            raise ValueError('buffer belongs to mode = "buffered", and is needed there')
+        others = (self.concurrency, self.max_staleness, self.staleness_exponent)
+        if self.mode != "buffered" and others != (None, 10, 0.5):
+            raise ValueError('concurrency, max_staleness and staleness_exponent belong to mode = "buffered"')
+        return self
+
+
 class AlgorithmTable(Table):
     """`[algorithm]`: local training."""
 
@@ -257,6 +288,7 @@ class JobConfig(Table):
     )
     model: ModelTable = Field(default_factory=ModelTable)
     cohort: CohortTable = Field(default_factory=CohortTable)
+    round: RoundTable = Field(default_factory=RoundTable)
     algorithm: AlgorithmTable = Field(default_factory=AlgorithmTable)
     aggregation: AggregationTable = Field(default_factory=AggregationTable)
     privacy: Open = Field(default_factory=dict, description="see docs/privacy.md; empty for none")

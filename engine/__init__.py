@@ -1,5 +1,6 @@
 """The round engine: events in, actions out; the same for the coordinator and the simulation."""
 
+from roundtable.engine.buffered import BufferedEngine, engine_for
 from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.engine import RoundEngine
 from roundtable.engine.groups import GroupMean, GroupMeans, combine_groups
@@ -12,6 +13,7 @@ from roundtable.engine.view import ClientView, EngineView
 
 __all__ = [
     "STRATEGIES",
+    "BufferedEngine",
     "Candidate",
     "ClientView",
     "Combined",
@@ -30,6 +32,7 @@ __all__ = [
     "combine",
     "combine_groups",
     "combine_mean",
+    "engine_for",
     "initial_server_state",
     "make_plan",
     "mean",

@@ -26,6 +26,7 @@ from roundtable.core.errors import AggregationError, EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
 from roundtable.core.seeds import derive_seed
+from roundtable.engine.discount import discounted
 from roundtable.engine.messages import Update
 from roundtable.engine.plan import Plan, PrivacyPlan
 from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource, local_gaussian_charge
@@ -119,6 +120,7 @@ def combine(
         if noise is None:
             raise AggregationError("this job adds noise centrally, and no source of noise was given")
         return _with_noise(plan, plan.central, matrix, updates, model, state, round, noise)
+    matrix = discounted(matrix, updates, round, plan.staleness_exponent)
     rows = [ClientRow(update.client, update.examples, update.loss) for update in updates]
     context = Context(previous=state.previous)
     result = aggregate(

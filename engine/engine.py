@@ -47,7 +47,7 @@ class RoundEngine:
         self.state = state
         self.population: Population = population or Roster()
         self._context = Context(job, state, self.population)
-        self._phases = Phases(self._context)
+        self._phases = self._make_phases()
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             m.Start: self._on_start,
             m.ClientJoined: self._on_joined,
@@ -66,6 +66,9 @@ class RoundEngine:
             m.Pause: self._on_pause,
             m.Resume: self._on_resume,
         }
+
+    def _make_phases(self) -> Phases:
+        return Phases(self._context)
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """What is to be done after `event` at time `now` (seconds); never raises for a stale event."""
@@ -93,7 +96,8 @@ class RoundEngine:
     def outstanding(self, now: float) -> list[m.Action]:
         """After `restore`: the actions that may have been lost with the process. All are idempotent.
 
-        Deadlines are extended by the grace time, so that agents can find their way back.
+        Deadlines are extended by the grace time, so that agents can find their way back, and never lie
+        further ahead than when the phase began, should the clock have been set back meanwhile.
         """
         attempt = self.state.attempt
         if attempt is None or self.state.status not in ("waiting", "running"):
@@ -102,17 +106,21 @@ class RoundEngine:
             case m.AUTHORIZE:
                 self._context.out.append(m.Authorize(attempt.step))
             case m.SELECT:
-                attempt.settled = False
+                attempt.settled, attempt.deadline = False, None
                 self._phases.try_select(now)
             case m.TRAIN | m.EVALUATE:
-                attempt.deadline = max(attempt.deadline or 0.0, now + self.job.cohort.grace)
+                training = attempt.phase == m.TRAIN
+                whole = self.job.cohort.deadline if training else self.job.evaluation.deadline
+                grace = self.job.cohort.grace
+                attempt.deadline = min(max(attempt.deadline or 0.0, now + grace), now + max(whole, grace))
                 self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
                 self._context.instruct(attempt.awaited, now)
+                self._phases.check(now)
             case m.AGGREGATE:
                 self._context.out.append(self._phases.aggregate_action(attempt))
             case m.COMMIT:
                 assert attempt.record is not None
-                self._context.out.append(m.Commit(attempt.record))
+                self._context.out.append(self._phases.commit_action(attempt.record))
         return self._context.taken()
 
     def wants(self, client: str, step: m.Step) -> Literal["wanted", "duplicate", "stale"]:
@@ -127,6 +135,10 @@ class RoundEngine:
         if client in attempt.updates:
             return "duplicate"
         return "wanted" if attempt.phase == m.TRAIN and client in attempt.awaited else "stale"
+
+    def refusal(self, client: str, step: m.Step) -> str:
+        """Why an update that `wants` calls stale is not taken."""
+        return f"round {step.round}, attempt {step.attempt} does not wait for an update of {client}"
 
     def view(self) -> EngineView:
         """The job as people see it."""

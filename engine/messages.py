@@ -42,7 +42,8 @@ class ClientInfo:
 class Update:
     """One client's accepted update, by reference: the vector itself is wherever `digest` says.
 
-    `loss` is the mean training loss over the `examples`; `metrics` are named (sum, count).
+    `loss` is the mean training loss over the `examples`; `metrics` are named (sum, count). `asked` is the
+    (round, attempt) whose model it was trained from, where that may be another than it is combined in.
     """
 
     client: str
@@ -50,6 +51,11 @@ class Update:
     examples: int
     loss: float | None = None
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    asked: tuple[int, int] | None = None
+
+    def staleness(self, round: int) -> int:
+        """Models made since the one that it was trained from, if it is combined in `round`."""
+        return round - self.asked[0] if self.asked else 0
 
 
 @dataclass(frozen=True)
@@ -255,7 +261,10 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """All that is kept of a committed round. Metrics are named (sum, count) over the silos."""
+    """All that is kept of a committed round. Metrics are named (sum, count) over the silos.
+
+    `staleness` tells of each update how many models old its own was, in buffered rounds.
+    """
 
     round: int
     attempt: int
@@ -273,13 +282,18 @@ class RoundRecord:
     charge: Mapping[str, Any]
     started: float
     ended: float
+    staleness: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Make the record durable in one transaction with the engine's snapshot; answer with `Committed`."""
+    """Make the record durable in one transaction with the engine's snapshot; answer with `Committed`.
+
+    No update of round `settled`, or one before it, will be wanted any more.
+    """
 
     record: RoundRecord
+    settled: int
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,8 @@ class Phases:
         """Asks those who are there for the new model's metrics."""
         attempt = self._context.attempt()
         pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.online()
-        attempt.awaited = {name: None for name in pool if self._population.is_online(name)}
+        idle = (name for name in pool if name not in self._state.at_work)
+        attempt.awaited = {name: None for name in idle if self._population.is_online(name)}
         attempt.phase = m.EVALUATE
         attempt.deadline = now + self._job.evaluation.deadline
         self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
@@ -199,9 +200,14 @@ class Phases:
             charge=dict(aggregated.charge),
             started=attempt.started,
             ended=now,
+            staleness={n: u.staleness(attempt.round) for n, u in sorted(attempt.updates.items()) if u.asked},
         )
         self._state.model, self._state.optimizer = aggregated.model, aggregated.optimizer
-        self._context.out.append(m.Commit(attempt.record))
+        self._context.out.append(self.commit_action(attempt.record))
+
+    def commit_action(self, record: m.RoundRecord) -> m.Commit:
+        """After a round no update of it is wanted: the next one has another model."""
+        return m.Commit(record, settled=record.round)
 
     def _training(
         self, attempt: Attempt, aggregated: m.Aggregated, contributors: Sequence[str]

@@ -12,6 +12,7 @@ from typing import Any
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
 from roundtable.core.config import AggregationTable, CohortTable, JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.engine.composition import check_buffered
 from roundtable.engine.secure import check_secure
 from roundtable.engine.soundness import check_soundness
 from roundtable.privacy import (
@@ -63,7 +64,7 @@ class PrivacyPlan:
 class Plan:
     """A job that makes sense. `central` is there where the coordinator adds the noise: client and dp_ftrl.
     `silo_noise` is the noise multiplier of each silo's own noise at level client_local, `shares` what a
-    sum with noise in shares costs at level distributed."""
+    sum with noise in shares costs at level distributed; `staleness_exponent` discounts late updates."""
 
     aggregation: AggregationConfig
     optimizer: ServerOptimizer
@@ -71,6 +72,7 @@ class Plan:
     central: PrivacyPlan | None
     silo_noise: float | None = None
     shares: Charge | None = None
+    staleness_exponent: float = 0.0
 
     def charge_of(self, round: int) -> Charge | None:
         """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
@@ -99,6 +101,8 @@ def make_plan(
     aggregation = aggregation_config(job.aggregation)
     optimizer = server_optimizer(job.aggregation)
     privacy = PrivacyConfig.from_table(job.privacy)
+    if job.round.mode == "buffered":
+        check_buffered(job, privacy)
     check_soundness(job, aggregation, privacy)
     if privacy.secure_aggregation:
         check_secure(job, aggregation, privacy)
@@ -112,7 +116,8 @@ def make_plan(
     shares = None
     if privacy.level == "distributed" and slices:
         shares = distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
-    return Plan(aggregation, optimizer, privacy, central, silo_noise, shares)
+    exponent = job.round.staleness_exponent if job.round.mode == "buffered" else 0.0
+    return Plan(aggregation, optimizer, privacy, central, silo_noise, shares, exponent)
 
 
 def aggregation_config(table: AggregationTable) -> AggregationConfig:

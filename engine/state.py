@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
-from roundtable.engine.messages import Aggregated, ClientState, JobStatus, RoundRecord, Step, Update
+from roundtable.engine.messages import TRAIN, Aggregated, ClientState, JobStatus, RoundRecord, Step, Update
 
 
 @dataclass
@@ -21,6 +21,26 @@ class ClientRecord:
     completed: int = 0
     last_round: int = 0
     examples: int | None = None
+
+
+@dataclass
+class Assignment:
+    """What a client trains while rounds go by: asked at `since` for the step (round, attempt, train).
+
+    `away`: its connection is gone; it may come back and deliver until the deadline.
+    """
+
+    round: int
+    attempt: int
+    model: str
+    since: float
+    deadline: float
+    away: bool = False
+
+    @property
+    def step(self) -> Step:
+        """The key of the work."""
+        return Step(self.round, self.attempt, TRAIN)
 
 
 @dataclass
@@ -56,7 +76,11 @@ class Attempt:
 @dataclass
 class EngineState:
     """A whole job. `stopping` is what was asked for while a commit was under way; `separation` the least
-    number of rounds from one contribution of a client to its next."""
+    number of rounds from one contribution of a client to its next.
+
+    In buffered rounds `at_work` are those who train, in the order in which they were asked; `buffer` are
+    updates that came while a model was being made, for the next; `draws` counts draws of clients.
+    """
 
     model: str
     selection_seed: int
@@ -68,6 +92,9 @@ class EngineState:
     stopping: tuple[JobStatus, str] | None = None
     separation: int = 1
     clients: dict[str, ClientRecord] = field(default_factory=dict)
+    at_work: dict[str, Assignment] = field(default_factory=dict)
+    buffer: dict[str, Update] = field(default_factory=dict)
+    draws: int = 0
     history: list[RoundRecord] = field(default_factory=list)
 
 
@@ -84,6 +111,8 @@ def from_plain(plain: Mapping[str, Any], history: list[RoundRecord]) -> EngineSt
     values["attempt"] = _attempt(values["attempt"]) if values["attempt"] else None
     values["stopping"] = tuple(values["stopping"]) if values["stopping"] else None
     values["clients"] = {name: ClientRecord(**record) for name, record in values["clients"].items()}
+    values["at_work"] = {name: Assignment(**given) for name, given in values.get("at_work", {}).items()}
+    values["buffer"] = _updates(values.get("buffer", {}))
     return EngineState(**values, history=list(history))
 
 
@@ -106,10 +135,7 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
 def _attempt(plain: Mapping[str, Any]) -> Attempt:
     values = dict(plain)
     values["cohort"] = tuple(values["cohort"])
-    values["updates"] = {
-        name: Update(**{**update, "metrics": _sums(update["metrics"])})
-        for name, update in values["updates"].items()
-    }
+    values["updates"] = _updates(values["updates"])
     values["failures"] = {name: SiteFailure(**failure) for name, failure in values["failures"].items()}
     values["evaluations"] = {name: _sums(sums) for name, sums in values["evaluations"].items()}
     if values["aggregated"]:
@@ -120,6 +146,17 @@ def _attempt(plain: Mapping[str, Any]) -> Attempt:
     if values["record"]:
         values["record"] = record_from_plain(values["record"])
     return Attempt(**values)
+
+
+def _updates(plain: Mapping[str, Mapping[str, Any]]) -> dict[str, Update]:
+    return {name: _update(values) for name, values in plain.items()}
+
+
+def _update(plain: Mapping[str, Any]) -> Update:
+    values = {**plain, "metrics": _sums(plain["metrics"])}
+    if values.get("asked"):
+        values["asked"] = tuple(values["asked"])
+    return Update(**values)
 
 
 def _sums(plain: Mapping[str, Any]) -> dict[str, tuple[float, int]]:

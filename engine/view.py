@@ -72,6 +72,10 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
                 f"{state.separation - 1} rounds. Waiting for more to connect"
             )
         return f"{there} of {least} clients are available; waiting for more to connect"
+    if attempt.phase == m.TRAIN and job.round.mode == "buffered":
+        busy = [n for n, given in state.at_work.items() if not given.away]
+        shown = ", ".join(busy[:_SHOWN]) + (f" and {len(busy) - _SHOWN} more" if len(busy) > _SHOWN else "")
+        return f"{len(attempt.updates)} of {attempt.target} updates; at work: {shown or 'nobody'}"
     if attempt.phase in (m.TRAIN, m.EVALUATE):
         return _waiting_for_answers(attempt, state, population)
     return {m.AGGREGATE: "combining the updates", m.COMMIT: "storing the round"}.get(attempt.phase, "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure
-from roundtable.engine import RoundEngine, record_from_plain, record_to_plain
+from roundtable.engine import RoundEngine, engine_for, record_from_plain, record_to_plain
 from roundtable.engine import messages as m
 
 
@@ -33,10 +33,12 @@ class Driver:
     records: list[m.RoundRecord] = field(default_factory=list)
     notes: list[m.Note] = field(default_factory=list)
     statuses: list[m.StatusChanged] = field(default_factory=list)
+    said: list[m.Action] = field(default_factory=list)
     pending: list[m.Aggregate | m.Commit | m.Authorize] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = RoundEngine(self.job, "model-0", selection_seed=7, separation=self.separation)
+        kind = engine_for(self.job)
+        self.engine = kind(self.job, "model-0", selection_seed=7, separation=self.separation)
 
     def send(self, *events: m.Event) -> None:
         for event in events:
@@ -49,7 +51,7 @@ class Driver:
         online = self.engine.population.online()
         self.timers.clear()
         self.pending.clear()
-        self.engine = RoundEngine.restore(self.job, snapshot, history)
+        self.engine = engine_for(self.job).restore(self.job, snapshot, history)
         self._perform(self.engine.outstanding(self.now))
         for name in online:
             self.send(m.ClientJoined(m.ClientInfo(name)))
@@ -108,6 +110,7 @@ class Driver:
                 self.send(m.Committed(action.record.round))
 
     def _perform(self, actions: list[m.Action]) -> None:
+        self.said.extend(actions)
         for action in actions:
             match action:
                 case m.SetTimer():

@@ -1,0 +1,46 @@
+"""What buffered rounds do not go together with: refused before round 1, with the reason."""
+
+from __future__ import annotations
+
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.privacy import PrivacyConfig
+
+_OWN_ACCOUNT = ("none", "client_local", "example")
+_OVERLAPPING = ("fedavg", "fedprox")
+
+
+def check_buffered(job: JobConfig, privacy: PrivacyConfig) -> None:
+    """Raises ConfigError or PrivacyError, naming the key, for what needs rounds that do not overlap."""
+    cohort, size = job.cohort, job.round.buffer or 0
+    said = 'round.mode = "buffered"'
+    if privacy.secure_aggregation:
+        raise PrivacyError(
+            f"privacy.secure_aggregation: masks cancel among silos that work on one round together, and with "
+            f"{said} there is no such round; choose one of the two"
+        )
+    if privacy.level not in _OWN_ACCOUNT:
+        raise PrivacyError(
+            f"privacy.level = {privacy.level!r}: with {said} who answers first, and with that who else "
+            "is asked, depends on the silos' data, which the accountant of a noisy sum does not allow; use "
+            '"client_local" or "example", where each silo keeps an account of its own'
+        )
+    if job.algorithm.name not in _OVERLAPPING:
+        raise ConfigError(
+            f"algorithm.name = {job.algorithm.name!r} keeps what the silos of a round agree upon, and with "
+            f"{said} they train from different models; use {' or '.join(_OVERLAPPING)}"
+        )
+    if cohort.strategy == "poisson":
+        raise ConfigError(
+            f'cohort.strategy = "poisson" draws one cohort for each round, and {said} draws none; '
+            "choose another strategy"
+        )
+    if cohort.size is not None or cohort.over_selection != 1.0:
+        raise ConfigError(
+            f"cohort.size and cohort.over_selection: {said} has no cohorts; round.concurrency is how many "
+            "clients train at a time, round.buffer how many updates make a model"
+        )
+    if cohort.minimum is not None and cohort.minimum > size:
+        raise ConfigError(
+            f"cohort.minimum = {cohort.minimum} is above round.buffer = {size}: no round could ever succeed"
+        )
