@@ -25,8 +25,10 @@ from roundtable.core.memory import tune_for_transfers
 from roundtable.proto import agent_pb2, agent_pb2_grpc
 
 _log = logging.getLogger("roundtable.agent")
-# A wrong certificate or version heals only when somebody mends it.
+# A wrong certificate or version heals only when somebody mends it. Said once it may as well be a
+# coordinator that was killed in the middle of a handshake; said so often in a row it is true.
 _SLOW_SECONDS = 60.0
+_SURE_AFTER = 3
 _GOODBYE_SECONDS = 1.0
 _CLOCK_TOLERANCE = 60.0
 _FINISH_SECONDS = 30.0
@@ -47,6 +49,7 @@ class Agent:
         self._deliver = False
         self._coordinator = ""
         self._complaint = ""
+        self._wrong = 0
 
     def stop(self, *, deliver: bool = False) -> None:
         """Ends `run` cleanly; finished updates stay in the spool for the next start.
@@ -127,7 +130,8 @@ class Agent:
         if str(error) != self._complaint:
             self._complaint = str(error)
             _log.warning("not connected: %s; trying again", error)
-        return _SLOW_SECONDS if isinstance(error, (IdentityError, ProtocolError)) else backoff.next()
+        self._wrong = self._wrong + 1 if isinstance(error, (IdentityError, ProtocolError)) else 0
+        return _SLOW_SECONDS if self._wrong >= _SURE_AFTER else backoff.next()
 
     def _connected(self, welcome: agent_pb2.Welcome, name: str) -> None:
         again = " again" if self._coordinator else ""
@@ -141,7 +145,7 @@ class Agent:
                 "seem expired or not yet valid",
                 offset,
             )
-        self._coordinator, self._complaint = welcome.coordinator, ""
+        self._coordinator, self._complaint, self._wrong = welcome.coordinator, "", 0
 
     async def _finish(self, duties: Duties, session: asyncio.Task[None]) -> None:
         """Gives what is under way some time, as long as the connection stands."""

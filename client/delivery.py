@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from roundtable.client.spool import Finished
+from roundtable.core.faults import reach
 from roundtable.proto import CHUNK_BYTES, agent_pb2, agent_pb2_grpc, common_pb2
 
 Sent = Callable[[int, int], None]
@@ -24,7 +25,9 @@ async def upload(
         if not state.wanted:
             return state.receipt
         offset = state.offset
-    return await stub.Upload(_parts(update, source, offset, sent))
+    receipt = await stub.Upload(_parts(update, source, offset, sent))
+    reach("receipt_here", update.step.round, update.step.phase)
+    return receipt
 
 
 async def _parts(
@@ -37,3 +40,4 @@ async def _parts(
             yield agent_pb2.UploadPart(chunk=common_pb2.Chunk(offset=offset, data=data))
             offset += len(data)
             sent(offset, update.size)
+            reach("upload_part", update.step.round, update.step.phase)

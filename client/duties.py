@@ -34,6 +34,7 @@ from roundtable.core.errors import (
     TransferError,
     UnavailableError,
 )
+from roundtable.core.faults import reach
 from roundtable.core.models import open_model
 from roundtable.proto import agent_pb2, common_pb2
 
@@ -146,6 +147,7 @@ class Duties:
                 task.cancel()
 
     async def _work(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
+        reach("accepted", step.round, step.phase)
         try:
             async with asyncio.timeout(max(instruction.deadline_seconds, 0.0)):
                 await self._answer(step, instruction)
@@ -171,6 +173,7 @@ class Duties:
             raise WorkFailed("protocol_violation", f"this agent does not know the work {work_kind!r}")
         asked = instruction.train if work_kind == "train" else instruction.evaluate
         model = await self._fetch(step, asked.model)
+        reach("model_here", step.round, step.phase)
         work = Work(
             step=step,
             client=self._client,
@@ -193,6 +196,7 @@ class Duties:
 
     async def _train(self, work: Work) -> None:
         trained = await self._trained(work)
+        reach("update_written", work.step.round, work.step.phase)
         finished = Finished(
             step=work.step,
             digest=trained.digest,
@@ -257,6 +261,7 @@ class Duties:
         metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
         _log.info("%s: evaluated%s", step, _loss_of(metrics))
         answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(metrics))
+        reach("evaluated", step.round, step.phase)
         self._remember(step, agent_pb2.FromAgent(evaluated=answer))
 
     async def _fetch(self, step: StepKey, artifact: common_pb2.Artifact) -> Path:

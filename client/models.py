@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from roundtable.client.files import digest_of, explained
 from roundtable.core.errors import ProtocolError, ResourceError, TransferError
+from roundtable.core.faults import reach
 from roundtable.proto import agent_pb2_grpc, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
@@ -132,5 +133,6 @@ async def _receive(
                 digest.update(chunk.data)
                 have += len(chunk.data)
                 received(have, artifact.size)
+                reach("model_part")
     if have != artifact.size:
         raise TransferError(f"the model ended after {have} of {artifact.size} bytes")

@@ -30,6 +30,7 @@ from roundtable.client.metrics import Metrics
 from roundtable.client.steps import StepKey
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import IdentityError, PrivacyError, ProtocolError
+from roundtable.core.faults import reach
 from roundtable.core.identity import SiloIdentity, load_credentials, load_silo_identity, verify_identity
 from roundtable.privacy import PrivacyConfig, SecureRound
 from roundtable.privacy.secagg import ClientPhase, Ed25519Signer, SecAggClient
@@ -206,9 +207,11 @@ class SecureAttempts:
         """Makes durable what a restart needs to go on."""
         attempt = self.find(step)
         if attempt is not None:
+            reach("masked", step.round, step.phase)
             key, nonce = _key(step), os.urandom(_NONCE_BYTES)
             sealed = self._cipher().encrypt(nonce, attempt.client.snapshot(), key.slug.encode())
             replace_synced(self._file(key), [nonce, sealed])
+            reach("keys_kept", step.round, step.phase)
 
     def _shares_are_out(self, key: StepKey, message: bytes, answer: bytes) -> None:
         """What was revealed may be asked for again, should it be lost on its way; all else is erased."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from roundtable.client.files import digest_of, sync, write_file
 from roundtable.client.metrics import Metrics
 from roundtable.client.steps import StepKey
+from roundtable.core.faults import reach
 from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
@@ -64,6 +65,7 @@ class Spool:
         partial = self._folder / f".{finished.step.slug}.partial"
         write_file(partial, [text])
         partial.replace(self._description(finished.step))
+        reach("update_described", finished.step.round, finished.step.phase)
 
     def sync(self, step: StepKey) -> None:
         """Makes the update safe from power cuts too: first its bytes, then what they are."""

@@ -25,6 +25,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from roundtable.core.errors import ResourceError, StorageError
+from roundtable.core.faults import reach
 from roundtable.server.blobs import BlobWriter, os_error, sync_folder
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -63,8 +64,11 @@ class ArtifactStore(Protocol):
     def discard(self, prefix: str) -> None:
         """Forgets unfinished uploads whose owner begins so."""
 
-    def delete(self, digests: Iterable[str]) -> None:
-        """Deletes blobs, except those that are pinned."""
+    def delete(self, digests: Iterable[str]) -> int:
+        """Deletes blobs, except those that are pinned; how many."""
+
+    def digests(self) -> list[str]:
+        """Every blob."""
 
 
 class LocalArtifacts:
@@ -127,12 +131,19 @@ class LocalArtifacts:
             if path.name.startswith(prefix):
                 path.unlink(missing_ok=True)
 
-    def delete(self, digests: Iterable[str]) -> None:
+    def delete(self, digests: Iterable[str]) -> int:
+        count = 0
         for digest in digests:
             with self._lock:
-                if self._pins[digest] == 0:
+                place = self._place(digest)
+                if self._pins[digest] == 0 and place.exists():
                     self._verified.discard(digest)
-                    self._place(digest).unlink(missing_ok=True)
+                    place.unlink(missing_ok=True)
+                    count += 1
+        return count
+
+    def digests(self) -> list[str]:
+        return sorted(path.name for path in self._objects.glob("*/*") if DIGEST.fullmatch(path.name))
 
     def unpin(self, digests: Iterable[str]) -> None:
         with self._lock:
@@ -149,6 +160,7 @@ class LocalArtifacts:
         return self._objects / digest[:2] / digest
 
     def _adopt(self, partial: Path, digest: str) -> None:
+        reach("blob_synced")
         place = self._place(digest)
         if not place.parent.is_dir():
             place.parent.mkdir(exist_ok=True)
@@ -158,6 +170,7 @@ class LocalArtifacts:
             self._pins[digest] += 1
             self._verified.add(digest)
         sync_folder(place.parent)
+        reach("blob_named")
 
     def _verify(self, path: Path, digest: str) -> None:
         """Hashes a blob that this process has not written itself, once, before anything reads it."""

@@ -35,6 +35,9 @@ class ServerConfig(Table):
     keep_models: int = Field(
         5, ge=1, description="models kept of each job: the newest so many, and always the initial one"
     )
+    keep_every: int = Field(
+        0, ge=0, description="and the model of every so-manyth round, for good; 0 keeps no others"
+    )
 
     @field_validator("listen")
     @classmethod

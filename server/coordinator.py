@@ -30,8 +30,10 @@ from roundtable.server.config import ServerConfig
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
 from roundtable.server.operators import OperatorService
+from roundtable.server.retention import Retention
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ClientRow, Database
+from roundtable.server.store.artifacts import Keep
 from roundtable.server.store.clients import seen
 from roundtable.server.uploads import Uploads
 
@@ -103,7 +105,7 @@ class Coordinator:
             clock=self.clock,
             compute=self._compute,
             writer=secrets.token_hex(8),
-            keep_models=config.keep_models,
+            retention=Retention(self._database, artifacts, Keep(config.keep_models, config.keep_every)),
         )
         self.jobs = Jobs(services)
         self._server = self._serve(services, credentials)

@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy.engine import Connection
-
 from roundtable.core.errors import (
     PrivacyError,
     ResourceError,
@@ -18,6 +16,7 @@ from roundtable.core.errors import (
     SiteFailure,
     StorageError,
 )
+from roundtable.core.faults import reach
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureMean
 from roundtable.proto import agent_pb2
@@ -25,10 +24,10 @@ from roundtable.server import wire
 from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.combining import Combiner
 from roundtable.server.ledger import Account
+from roundtable.server.retention import Retention
 from roundtable.server.secure import SecureRounds
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ArtifactRow, Database, LedgerRow, UpdateRow
-from roundtable.server.store.artifacts import forget_unused, old_models, spent_updates
 
 log = logging.getLogger("roundtable.server.effects")
 
@@ -48,7 +47,7 @@ class Services:
     clock: Callable[[], float]
     compute: ThreadPoolExecutor
     writer: str
-    keep_models: int
+    retention: Retention
 
 
 @dataclass
@@ -102,10 +101,10 @@ class Effects:
                 self._spawn(self._aggregate(action))
             case m.Authorize():
                 self._spawn(self._authorize(action))
-            case m.Commit(record):
+            case m.Commit(record, settled):
                 if self.secure is not None:
                     self.secure.retire(record.round)
-                self._spawn(self._retire(record.round))
+                self._spawn(self._retire(record.round, settled))
             case _:
                 raise AssertionError(f"{action} is no effect")
 
@@ -238,6 +237,7 @@ class Effects:
                 await self._send(m.AggregationFailed(action.step, str(error)))
                 return
             else:
+                reach("aggregated", action.step.round, action.step.phase)
                 await self._send(outcome.event, outcome.artifacts)
                 self._services.artifacts.unpin(row.digest for row in outcome.artifacts)
                 return
@@ -264,23 +264,9 @@ class Effects:
                 log.error("the privacy ledger: %s; trying again", error, extra={"job": self._job})
                 await asyncio.sleep(LEDGER_PAUSE)
 
-    async def _retire(self, round_number: int) -> None:
+    async def _retire(self, round_number: int, settled: int) -> None:
         """After a commit: deletes what no round needs any more."""
-
-        def work(connection: Connection) -> int:
-            candidates = [
-                *spent_updates(connection, self._job, round_number),
-                *old_models(connection, self._job, self._services.keep_models),
-            ]
-            gone = forget_unused(connection, candidates, self._services.keep_models)
-            self._services.artifacts.delete(gone)
-            self._services.artifacts.discard(f"{self._job}.{round_number}.")
-            return len(gone)
-
-        try:
-            await self._services.database.write(work)
-        except StorageError as error:
-            log.warning("old artifacts stay for now: %s", error, extra={"job": self._job})
+        await self._services.retention.after_commit(self._job, round_number, settled)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

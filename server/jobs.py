@@ -13,9 +13,10 @@ from pathlib import Path
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError, RoundtableError, StorageError
+from roundtable.core.faults import reach
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
-from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
+from roundtable.engine import Plan, engine_for, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.privacy import PrivacyConfig
 from roundtable.server import wire
@@ -112,6 +113,7 @@ class Jobs:
             await self._services.database.write(
                 lambda connection: store.insert_job(connection, row, artifact, [first])
             )
+            reach("job_stored")
             await self._take_up(row)
             return row
 
@@ -176,7 +178,7 @@ class Jobs:
             reason = str(error).replace(str(path), f"artifact {wish.model[:12]}")
             raise ConfigError(f"the initial model cannot be used: {reason}") from error
         plan = _plan(job, layout, population, spent)
-        engine = RoundEngine(job, wish.model, secrets.randbits(63), separation=plan.separation)
+        engine = engine_for(job)(job, wish.model, secrets.randbits(63), separation=plan.separation)
         noise = plan.central.noise_multiplier if plan.central else None
         now = self._services.clock()
         row = JobRow(
@@ -223,7 +225,7 @@ class Jobs:
         layout = open_model(services.artifacts.path(row.initial_model)).layout
         plan = _plan(_with_noise(job, row.snapshot.get("noise_multiplier")), layout, _people(row))
         history = [record_from_plain(json.loads(record)) for record in records]
-        engine = RoundEngine.restore(job, row.snapshot["engine"], history)
+        engine = engine_for(job).restore(job, row.snapshot["engine"], history)
         for client in known:
             if offers(client, job.task):
                 engine.handle(m.ClientJoined(_info(client), online=False), services.clock())

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError, TransferError
 from roundtable.engine import messages as m
@@ -210,13 +211,18 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         )
 
     async def _mention(self, content: common_pb2.Artifact) -> None:
-        size = self._services.artifacts.size(content.digest)
-        if size != content.size:
-            raise TransferError(
-                f"artifact {content.digest[:12]} has {size} bytes here, announced were {content.size}"
-            )
         row = ArtifactRow(content.digest, content.size, "upload", self._services.clock())
-        await self._services.database.write(lambda connection: note_artifact(connection, row))
+
+        def note(connection: Connection) -> None:
+            # Within the transaction: what nobody mentions is deleted in the turn of another.
+            size = self._services.artifacts.size(content.digest)
+            if size != content.size:
+                raise TransferError(
+                    f"artifact {content.digest[:12]} has {size} bytes here, announced were {content.size}"
+                )
+            note_artifact(connection, row)
+
+        await self._services.database.write(note)
 
 
 async def _chunks(requests: AsyncIterator[operator_pb2.PutPart]) -> AsyncIterator[common_pb2.Chunk]:

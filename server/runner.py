@@ -13,8 +13,11 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from sqlalchemy.engine import Connection
+
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure, StorageError
+from roundtable.core.faults import reach
 from roundtable.core.layout import Layout
 from roundtable.engine import EngineView, RoundEngine, record_to_plain
 from roundtable.engine import messages as m
@@ -101,6 +104,10 @@ class JobRunner:
         """What an upload would be: asked before a byte of it is accepted."""
         return self._engine.wants(client, step)
 
+    def refusal(self, client: str, step: m.Step) -> str:
+        """Why an update is stale."""
+        return self._engine.refusal(client, step)
+
     def view(self) -> EngineView:
         """Where the job stands; a database that is away shows as what the job waits for."""
         view = self._engine.view()
@@ -186,10 +193,20 @@ class JobRunner:
             await self._persist(batch)
         for action in batch.effects:
             self.effects.perform(action)
+        reach("transition_done", *self._place(batch))
         self.notify()
+
+    def _place(self, batch: Batch) -> tuple[int, str]:
+        """Where this batch leads, for faults that are injected: the commit of a round, or a phase."""
+        if batch.records:
+            return batch.records[-1]["round"], m.COMMIT
+        attempt = self._engine.state.attempt
+        return (attempt.round, attempt.phase) if attempt else (0, "")
 
     async def _persist(self, batch: Batch) -> None:
         state, now = self._engine.state, self._services.clock()
+        place = self._place(batch)
+        reach("transition_due", *place)
         step = Transition(
             job=self.row.id,
             version=self.row.version + 1,
@@ -205,7 +222,8 @@ class JobRunner:
             released=_released(batch.effects),
             charges=self.effects.charges(batch.updates),
         )
-        await self._until_written(step)
+        await self._until_written(step, place)
+        reach("transition_stored", *place)
         row = replace(self.row, version=step.version, status=step.status, reason=step.reason, updated=now)
         for record in batch.records:
             row = replace(
@@ -213,11 +231,15 @@ class JobRunner:
             )
         self.row = row
 
-    async def _until_written(self, step: Transition) -> None:
+    async def _until_written(self, step: Transition, place: tuple[int, str]) -> None:
+        def write(connection: Connection) -> None:
+            apply(connection, step)
+            reach("transition_open", *place)
+
         pause = FIRST_PAUSE
         while True:
             try:
-                await self._services.database.write(lambda connection: apply(connection, step))
+                await self._services.database.write(write)
             except StorageError as error:
                 self._trouble = f"the job's state cannot be stored: {error}; trying again"
                 log.error("%s: %s", self.row.name, self._trouble, extra={"job": self.row.id})

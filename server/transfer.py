@@ -12,6 +12,7 @@ from typing import TypeVar
 import grpc
 
 from roundtable.core.errors import StorageError
+from roundtable.core.faults import reach
 from roundtable.proto import CHUNK_BYTES
 from roundtable.proto.common_pb2 import Chunk
 from roundtable.server.access import Context, Refusal
@@ -55,6 +56,7 @@ async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExe
             for data in pieces:
                 await context.write(Chunk(offset=offset, data=data))
                 offset += len(data)
+                reach("model_part_sent")
     finally:
         if ahead is not None:
             await asyncio.wait([ahead])

@@ -13,6 +13,7 @@ import grpc
 
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import SiteFailure, TransferError
+from roundtable.core.faults import reach
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
 from roundtable.proto.common_pb2 import Chunk
@@ -115,7 +116,8 @@ class Uploads:
             lambda connection: receipt_of(connection, job, step.round, step.attempt, client)
         )
         if known is None:
-            reason = f"round {step.round}, attempt {step.attempt} does not wait for an update of {client}"
+            runner = self._jobs.runner(job)
+            reason = runner.refusal(client, step) if runner else f"the job {job} is not running"
             return Receipt(status=Receipt.STALE, reason=reason)
         receipt, reason = known
         status = Receipt.DUPLICATE if receipt == "accepted" else Receipt.REJECTED
@@ -132,7 +134,7 @@ class Uploads:
         writer = self._services.artifacts.receive(*place)
         try:
             await transfer.in_thread(self._threads, writer.open)
-            await transfer.receive(_chunks(parts), writer, content.size, self._threads)
+            await transfer.receive(_chunks(parts, offer.step), writer, content.size, self._threads)
             return await self._complete(offer, writer, finite)
         finally:
             writer.close()
@@ -169,6 +171,7 @@ class Uploads:
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         if verdict == "wanted":
+            reach("receipt_due", offer.step.round, offer.step.phase)
             return Receipt(status=Receipt.ACCEPTED)
         return await self._settled(client, header.step.job, offer.step, verdict)
 
@@ -220,11 +223,12 @@ async def _header(parts: AsyncIterator[agent_pb2.UploadPart]) -> agent_pb2.Uploa
     raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "an upload begins with its header")
 
 
-async def _chunks(parts: AsyncIterator[agent_pb2.UploadPart]) -> AsyncIterator[Chunk]:
+async def _chunks(parts: AsyncIterator[agent_pb2.UploadPart], step: m.Step) -> AsyncIterator[Chunk]:
     async for part in parts:
         if part.WhichOneof("part") != "chunk":
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after an upload's header only chunks follow")
         yield part.chunk
+        reach("update_part", step.round, step.phase)
 
 
 def _problem(client: str, header: agent_pb2.UploadHeader, runner: JobRunner) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -13,6 +13,14 @@ from roundtable.server.store.rows import ArtifactRow
 
 SECRET_KINDS = ("update", "optimizer")
 LIVE = ("waiting", "running", "paused")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which models stay: those of each job's `newest` rounds, and of every `every`-th (0: of no other)."""
+
+    newest: int
+    every: int = 0
 
 
 def note_artifact(connection: Connection, artifact: ArtifactRow) -> None:
@@ -37,23 +45,39 @@ def spent_updates(connection: Connection, job: str, round_number: int) -> list[s
     return list(connection.execute(query.where(tables.updates.c.digest.in_(known)).distinct()).scalars())
 
 
-def old_models(connection: Connection, job: str, keep: int) -> list[str]:
-    """Models and optimizer states of this job's rounds before the newest `keep`."""
+def old_models(connection: Connection, job: str, keep: Keep) -> list[str]:
+    """Models and optimizer states of this job's rounds that need not be kept."""
     table = tables.rounds.c
     newest = connection.execute(sa.select(sa.func.max(table.round)).where(table.job == job)).scalar() or 0
     known = sa.select(tables.artifacts.c.digest)
     found: set[str] = set()
-    for column, kept in ((table.model, keep), (table.optimizer, 1)):
+    for column, kept in ((table.model, keep.newest), (table.optimizer, 1)):
         query = sa.select(column).where(table.job == job, table.round <= newest - kept, column.in_(known))
         found.update(connection.execute(query).scalars())
     return sorted(found)
 
 
-def forget_unused(connection: Connection, digests: Sequence[str], keep: int) -> list[str]:
+def left_over(connection: Connection, before: float) -> list[str]:
+    """All updates, and models and optimizer states from before that time that no round has taken: of
+    attempts that were given up, and initial models that no job was made of."""
+    table, used = tables.artifacts.c, tables.rounds.c
+    rounds = sa.union(sa.select(used.model), sa.select(used.optimizer)).subquery()
+    old = sa.or_(table.created < before, table.kind == "update")
+    query = sa.select(table.digest).where(old, table.digest.not_in(sa.select(rounds)))
+    return sorted(connection.execute(query).scalars())
+
+
+def mentioned(connection: Connection, digests: Sequence[str]) -> set[str]:
+    """Those of them that the database knows."""
+    query = sa.select(tables.artifacts.c.digest).where(tables.artifacts.c.digest.in_(digests))
+    return set(connection.execute(query).scalars())
+
+
+def forget_unused(connection: Connection, digests: Sequence[str], keep: Keep) -> list[str]:
     """Deletes the rows of those that no job needs, and returns them; the files may then go.
 
-    Needed are each job's initial and newest model and optimizer state, its newest `keep` rounds, and the
-    updates of rounds that are not committed.
+    Needed are each job's initial and newest model and optimizer state, what its running round has made
+    and received, and the rounds that are to be kept.
     """
     gone = [digest for digest in digests if not _needed(connection, digest, keep)]
     if gone:
@@ -61,19 +85,19 @@ def forget_unused(connection: Connection, digests: Sequence[str], keep: int) -> 
     return gone
 
 
-def _needed(connection: Connection, digest: str, keep: int) -> bool:
-    jobs, rounds, updates = tables.jobs.c, tables.rounds.c, tables.updates.c
+def _needed(connection: Connection, digest: str, keep: Keep) -> bool:
+    jobs, rounds = tables.jobs.c, tables.rounds.c
     current = sa.select(jobs.id).where(
-        sa.or_(jobs.initial_model == digest, jobs.model == digest, jobs.optimizer == digest)
+        sa.or_(
+            *(column == digest for column in (jobs.initial_model, jobs.model, jobs.optimizer)),
+            sa.and_(jobs.status.in_(LIVE), jobs.snapshot.contains(digest)),
+        )
     )
-    recent = (
+    recent = rounds.round > jobs.rounds_done - keep.newest
+    wanted = sa.or_(recent, rounds.round % keep.every == 0) if keep.every else recent
+    kept = (
         sa.select(rounds.job)
         .join(tables.jobs, jobs.id == rounds.job)
-        .where(rounds.model == digest, rounds.round > jobs.rounds_done - keep)
+        .where(rounds.model == digest, wanted)
     )
-    waiting = (
-        sa.select(updates.job)
-        .join(tables.jobs, jobs.id == updates.job)
-        .where(updates.digest == digest, updates.round > jobs.rounds_done, jobs.status.in_(LIVE))
-    )
-    return any(connection.execute(query.limit(1)).first() for query in (current, recent, waiting))
+    return any(connection.execute(query.limit(1)).first() for query in (current, kept))

@@ -6,6 +6,7 @@ import pytest
 from engine_driver import Driver, job
 
 from roundtable.core.errors import SiteFailure
+from roundtable.engine import RoundEngine
 from roundtable.engine import messages as m
 
 THREE = "[cohort]\nsize = 3\ndeadline = 60\n[evaluation]\nevery = 0\n"
@@ -291,6 +292,38 @@ def test_a_restart_in_training_keeps_updates_and_asks_the_rest_again() -> None:
     driver.update("a")
     driver.update("c")
     assert driver.records[0].contributors == ("a", "b", "c")
+
+
+def test_a_restart_while_waiting_for_clients_waits_no_longer_than_the_job_says() -> None:
+    driver = Driver(job("[cohort]\nsize = 3\nminimum = 2\nwait = 60"))
+    driver.join("a", "b")
+    driver.send(m.Start())
+    driver.restart()
+    assert driver.engine.state.status == "waiting"
+    driver.advance(60)
+    assert driver.cohort() == ("a", "b")
+
+
+def test_a_clock_set_back_during_a_restart_puts_no_deadline_off() -> None:
+    driver = started()
+    driver.now -= 86400
+    driver.restart()
+    assert driver.timers["deadline:1.1.train"] == driver.now + driver.job.cohort.deadline
+
+
+def test_a_restart_with_a_quorum_waits_for_those_offline_no_longer_than_the_grace() -> None:
+    driver = Driver(job("[cohort]\nsize = 3\nminimum = 2\ngrace = 30"))
+    driver.join("a", "b", "c")
+    driver.send(m.Start())
+    driver.update("a")
+    driver.update("b")
+    driver.send(m.ClientLeft("c"))
+    snapshot = driver.engine.snapshot()
+    driver.engine = RoundEngine.restore(driver.job, snapshot, [])
+    driver.timers.clear()
+    driver._perform(driver.engine.outstanding(driver.now))
+    driver.advance(30)
+    assert driver.records[0].contributors == ("a", "b")
 
 
 def test_failures_carry_site_round_and_phase() -> None:

@@ -27,7 +27,7 @@ from roundtable.server.store import (
     tables,
 )
 from roundtable.server.store import jobs as store
-from roundtable.server.store.artifacts import forget_unused, old_models, spent_updates
+from roundtable.server.store.artifacts import Keep, forget_unused, old_models, spent_updates
 from roundtable.server.store.clients import all_clients, remember
 from roundtable.server.store.ledger import entries, reserve
 
@@ -209,8 +209,8 @@ async def test_retention_keeps_what_anything_needs(opened: Database) -> None:
     await write(opened, store.insert_job, shared, ArtifactRow(f"{1:064d}", 1, "model", 1.0), [])
 
     def retire(connection: sa.Connection) -> list[str]:
-        found = [*spent_updates(connection, "a" * 12, 3), *old_models(connection, "a" * 12, 2)]
-        return forget_unused(connection, found, 2)
+        found = [*spent_updates(connection, "a" * 12, 3), *old_models(connection, "a" * 12, Keep(2))]
+        return forget_unused(connection, found, Keep(2))
 
     gone = await opened.write(retire)
     # Model 1 is another job's initial one; the update of round 4 was not asked about.

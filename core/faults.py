@@ -1,0 +1,91 @@
+"""Named places at which a process can be made to fail, for tests that kill it there.
+
+Nothing happens unless the environment variable ROUNDTABLE_FAULT names a place when the process starts:
+
+    ROUNDTABLE_FAULT="round/phase/point[:action]"     for example 2/train/update_described:kill
+
+`*` stands for any round or phase; a place that serves all rounds alike has neither. The process is the
+one whose environment it is. The action is `kill` (SIGKILL, the default) or `stop` (SIGSTOP: the process
+stands still until SIGCONT); it is taken once.
+`POINTS` are all the places, and what has just happened there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from roundtable.core.errors import ConfigError
+
+VARIABLE = "ROUNDTABLE_FAULT"
+
+COORDINATOR_POINTS = {
+    "job_stored": "a submitted job is in the database; nobody drives it yet, its submitter has no answer",
+    "transition_due": "the engine has decided; nothing of the decision is in the database",
+    "transition_open": "the decision is written within the transaction, which is not committed",
+    "transition_stored": "the decision is durable; nobody has been told, nothing it asks for has begun",
+    "transition_done": "what the decision asks for was sent or begun",
+    "model_part_sent": "the first chunk of a model was handed to the network",
+    "update_part": "the first chunk of an update has arrived; another may follow",
+    "blob_synced": "an update or model is whole and on the disk, without its name",
+    "blob_named": "an update or model has its name; the database does not mention it",
+    "receipt_due": "an update counts, durably; the silo has no receipt",
+    "aggregated": "the new model is on the disk, synced; the engine does not know",
+    "retired": "the database has forgotten old artifacts; their files are still there",
+}
+AGENT_POINTS = {
+    "accepted": "an instruction was accepted; nothing is done",
+    "model_part": "the first bytes of a model are in its partial file",
+    "model_here": "the model is here, whole and verified",
+    "update_written": "the update's bytes are written; without a description they count as unfinished",
+    "update_described": "the update is in the spool; its upload has begun at most",
+    "upload_part": "the first chunk of the update was handed to the network",
+    "receipt_here": "the coordinator's receipt is here; the update is still in the spool",
+    "evaluated": "the model is evaluated; the answer was not sent",
+    "masked": "a masked update is written; the keys that made it are not kept yet",
+    "keys_kept": "a masked update and its sealed keys are durable; nothing of it was sent",
+}
+POINTS = {**COORDINATOR_POINTS, **AGENT_POINTS}
+_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class Fault:
+    """One place, armed; it fails there the first time that it is reached."""
+
+    def __init__(self, text: str) -> None:
+        place, _, action = text.partition(":")
+        parts = place.split("/")
+        if len(parts) != 3 or parts[2] not in POINTS or (action or "kill") not in _ACTIONS:
+            raise ConfigError(
+                f"{VARIABLE}={text!r}: write round/phase/point:action, where the point is one of "
+                f"{', '.join(POINTS)} and the action kill or stop"
+            )
+        self._round, self._phase, self._point = parts
+        self._signal = _ACTIONS[action or "kill"]
+        self._armed = True
+
+    def reach(self, point: str, round: int = 0, phase: str = "") -> None:
+        """The process is at this place."""
+        here = (
+            self._armed
+            and point == self._point
+            and self._round in ("*", str(round))
+            and self._phase in ("*", phase)
+        )
+        if here:
+            self._armed = False
+            os.kill(os.getpid(), self._signal)
+
+
+def _nothing(point: str, round: int = 0, phase: str = "") -> None:
+    """No fault is armed."""
+
+
+def _armed() -> Callable[[str, int, str], None]:
+    text = os.environ.get(VARIABLE)
+    return Fault(text).reach if text else _nothing
+
+
+reach = _armed()
+"""Says that the process is at a point of (round, phase); a call of an empty function unless one is armed."""

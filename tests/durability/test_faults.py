@@ -1,0 +1,117 @@
+"""Every named place: killed there with SIGKILL and started again, a job ends with the very same model."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from processes import SILOS, Federation
+
+from roundtable.core.errors import ConfigError, UnavailableError
+from roundtable.core.faults import AGENT_POINTS, COORDINATOR_POINTS, Fault
+
+VICTIM = SILOS[0]
+# Where in the job each point is reached; rounds 2 and 3 of three, so that there is a past to keep.
+PLACES = {
+    "job_stored": ("*/*",),
+    "transition_due": ("1/select", "2/train", "2/aggregate", "2/evaluate", "2/commit"),
+    "transition_open": ("2/train", "2/commit"),
+    "transition_stored": ("1/train", "2/train", "2/aggregate", "2/evaluate", "2/commit", "3/commit"),
+    "transition_done": ("2/train", "2/aggregate", "2/commit"),
+    "model_part_sent": ("*/*",),
+    "update_part": ("2/train",),
+    "blob_synced": ("*/*",),
+    "blob_named": ("*/*",),
+    "receipt_due": ("2/train",),
+    "aggregated": ("2/aggregate",),
+    "retired": ("*/*",),
+    "accepted": ("2/train", "2/evaluate"),
+    "model_part": ("*/*",),
+    "model_here": ("2/train", "2/evaluate"),
+    "update_written": ("2/train",),
+    "update_described": ("2/train",),
+    "upload_part": ("2/train",),
+    "receipt_here": ("2/train",),
+    "evaluated": ("2/evaluate",),
+}
+SECURE = {"masked": ("1/train",), "keys_kept": ("1/train",)}
+FAST = ("2/commit/transition_stored", "2/train/update_described")
+
+
+def cases(points: dict[str, str]) -> list[Any]:
+    places = [f"{place}/{point}" for point in points for place in PLACES.get(point, ())]
+    return [pytest.param(p, marks=() if p in FAST else pytest.mark.slow) for p in places]
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    made = Federation(tmp_path_factory.mktemp("federation"))
+    made.coordinator()
+    for name in SILOS:
+        made.agent(name)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(federation: Federation) -> Any:
+    """The job's detail where nothing happens."""
+    detail = federation.finish(federation.submit(federation.job(), "undisturbed"))
+    assert detail.job.status == "finished", detail.job.reason
+    return detail
+
+
+def test_every_point_is_walked() -> None:
+    assert set(PLACES) | set(SECURE) == set(COORDINATOR_POINTS) | set(AGENT_POINTS)
+
+
+@pytest.mark.parametrize("place", cases(COORDINATOR_POINTS))
+def test_the_coordinator_is_killed(federation: Federation, undisturbed: Any, place: str) -> None:
+    if "hub" in federation.processes:
+        federation.kill("hub")
+    federation.coordinator(place)
+    if place.endswith("job_stored"):
+        with pytest.raises(UnavailableError), federation.operator() as operator:
+            operator.submit(federation.job(), federation.folder / "initial.safetensors", request_id=place)
+    else:
+        federation.submit(federation.job(), place)
+    assert federation.died("hub") == -signal.SIGKILL
+    federation.coordinator()
+    check(federation, federation.submit(federation.job(), place), undisturbed)
+
+
+@pytest.mark.parametrize("place", cases(AGENT_POINTS))
+def test_an_agent_is_killed(federation: Federation, undisturbed: Any, place: str) -> None:
+    if "hub" not in federation.processes:
+        federation.coordinator()
+    federation.kill(VICTIM)
+    federation.agent(VICTIM, place)
+    job = federation.submit(federation.job(), place)
+    assert federation.died(VICTIM) == -signal.SIGKILL
+    federation.agent(VICTIM)
+    check(federation, job, undisturbed)
+
+
+def check(federation: Federation, job: str, undisturbed: Any) -> None:
+    """The same model in each round, from the same silos, in the first attempt; nothing is said twice."""
+    detail = federation.finish(job)
+    assert detail.job.status == "finished", detail.job.reason
+    assert detail.job.model.digest == undisturbed.job.model.digest
+    histories = (map(json.loads, found.history) for found in (detail, undisturbed))
+    for mine, theirs in zip(*histories, strict=True):
+        for key in ("round", "attempt", "model", "contributors", "training", "evaluation", "failures"):
+            assert mine[key] == theirs[key], key
+    with federation.operator() as operator:
+        events = [event for update in operator.watch(job) for event in update.events]
+    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+    delivered = [(event.round, event.client) for event in events if event.kind == "update_received"]
+    assert sorted(delivered) == sorted((number, name) for number in (1, 2, 3) for name in SILOS)
+
+
+@pytest.mark.parametrize("text", ["2/train", "2/train/nowhere", "2/train/accepted:burn", "/"])
+def test_a_fault_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="write round/phase/point:action"):
+        Fault(text)

@@ -1,0 +1,59 @@
+"""A silo's agent for tests, whose training happens within its own process: one to start, one to kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+
+from roundtable.client.agent import Agent
+from roundtable.client.config import AgentConfig
+from roundtable.client.metrics import Metrics
+from roundtable.client.trainer import Progress, Trained, Work
+from roundtable.client.worker_trainer import _order
+from roundtable.client.workshop import Settings, Workshop
+
+
+class InlineTrainer:
+    """Does orders in a thread, with the same code as the training process."""
+
+    def __init__(self, config: AgentConfig, name: str) -> None:
+        jobs = str(config.state / "jobs")
+        self._workshop = Workshop(Settings(name, str(config.folder), jobs, "cpu", 1, {}))
+
+    async def start(self) -> None: ...
+
+    async def train(self, work: Work, progress: Progress) -> Trained:
+        return await asyncio.to_thread(self._workshop.train, _order(work), _silent)
+
+    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+        return await asyncio.to_thread(self._workshop.evaluate, _order(work), _silent)
+
+    def release(self, job: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def _silent(done: int, total: int, loss: float) -> None:
+    """Progress is told from the event loop's thread only."""
+
+
+def main() -> None:
+    values = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    config = AgentConfig(
+        coordinator=values["coordinator"],
+        credentials=Path(values["credentials"]),
+        state=Path(values["state"]),
+        tasks={"toy": "toy.py:Toy"},
+        device="cpu",
+        threads=1,
+        folder=Path(values["folder"]),
+    )
+    asyncio.run(Agent(config, InlineTrainer(config, values["name"])).run())
+
+
+if __name__ == "__main__":
+    main()
