@@ -9,10 +9,34 @@
 namespace {
 
 constexpr int64_t WIDTH = 128;  // columns sorted together: n rows of it stay in the first-level cache
-constexpr int64_t DEPTH = 256;  // columns whose products are accumulated from one converted panel
-constexpr int64_t LANES = 8;
+constexpr int64_t DEPTH = 128;  // columns whose products are accumulated from one converted panel
+constexpr int64_t SIDE = 4;     // rows of a panel; products are formed of two panels at a time
+constexpr int64_t TILE = 1024;  // columns of a linear combination whose sums stay in the first-level cache
 
-typedef double Lanes __attribute__((vector_size(LANES * sizeof(double)), aligned(8)));
+#ifdef __AVX512F__
+constexpr int64_t LANES = 8, AT_ONCE = 4;  // 16 sums and 5 operands fit into 32 registers of 64 bytes
+#else
+constexpr int64_t LANES = 4, AT_ONCE = 2;  // 8 sums and 3 operands fit into 16 registers of 32 bytes
+#endif
+
+template <typename T>
+struct Vector {
+    typedef T type __attribute__((vector_size(LANES * sizeof(T)), aligned(sizeof(T))));
+};
+typedef Vector<double>::type Lanes;
+
+// GCC would rather read an operand from memory for each product than once into a register: that halves the speed.
+#if defined(__x86_64__)
+#define IN_REGISTER(x) asm("" : "+v"(x))
+#else
+#define IN_REGISTER(x)
+#endif
+
+// A row of a linear combination, and what it is multiplied by.
+struct Term {
+    int64_t row;
+    double factor;
+};
 
 enum Kind { MEAN_OF_WIRES = 0, AROUND_MEDIAN = 1 };
 
@@ -37,10 +61,11 @@ FINITE __attribute__((noinline)) void sort_columns(T* tile, const int32_t* netwo
     }
 }
 
-// Asks for the columns that come next: many rows at once are more than the processor foresees.
+// Asks for the columns that come next: many rows at once are more than the processor foresees. Into the second
+// level of the cache, since the first would lose them again before they are used.
 template <typename T>
 void fetch(const T* from, int64_t count) {
-    for (int64_t k = 0; k < count; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k);
+    for (int64_t k = 0; k < count; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k, 0, 2);
 }
 
 // Copies a full row of a tile. x * 0 is 0 for every finite x and NaN for every other.
@@ -103,46 +128,93 @@ int64_t column_statistic(const T* x, int64_t stride, int64_t n, int64_t columns,
     return 0;
 }
 
-// products[i][j] += <a_i, b_j> over DEPTH columns for a 4 by 4 patch of rows.
-inline void patch(const double* a, const double* b, double* products, int64_t n) {
-    Lanes sums[4][4] = {};
-    for (int64_t k = 0; k < DEPTH; k += LANES) {
-        Lanes left[4], right[4];
-        for (int i = 0; i < 4; ++i) left[i] = *reinterpret_cast<const Lanes*>(a + i * DEPTH + k);
-        for (int j = 0; j < 4; ++j) right[j] = *reinterpret_cast<const Lanes*>(b + j * DEPTH + k);
-        for (int i = 0; i < 4; ++i)
-            for (int j = 0; j < 4; ++j) sums[i][j] += left[i] * right[j];
-    }
-    for (int i = 0; i < 4; ++i)
-        for (int j = 0; j < 4; ++j) {
-            double total = 0;
-            for (int k = 0; k < LANES; ++k) total += sums[i][j][k];
-            products[i * n + j] += total;
-        }
+template <typename T>
+const typename Vector<T>::type& lanes(const T* from) {
+    return *reinterpret_cast<const typename Vector<T>::type*>(from);
 }
 
+// sums[i][j] += the products of row i of panel a and row j of panel b, lane by lane, for AT_ONCE rows j from
+// FIRST on. In a panel LANES columns of one row follow those of the row before. Where a and b are the same panel
+// (DIAGONAL), only j ≥ i is formed.
+template <bool DIAGONAL, int64_t FIRST>
+__attribute__((noinline)) void patch(const double* a, const double* b, double* sums) {
+    Lanes total[SIDE][AT_ONCE] = {};
+    for (int64_t k = 0; k < SIDE * DEPTH; k += SIDE * LANES) {
+        Lanes right[AT_ONCE];
+        for (int64_t j = 0; j < AT_ONCE; ++j) right[j] = lanes(b + k + (FIRST + j) * LANES);
+        for (int64_t j = 0; j < AT_ONCE; ++j) IN_REGISTER(right[j]);
+        for (int64_t i = 0; i < SIDE; ++i) {
+            Lanes left = lanes(a + k + i * LANES);
+            IN_REGISTER(left);
+            for (int64_t j = 0; j < AT_ONCE; ++j)
+                if (!DIAGONAL || FIRST + j >= i) total[i][j] += left * right[j];
+        }
+    }
+    for (int64_t i = 0; i < SIDE; ++i)
+        for (int64_t j = 0; j < AT_ONCE; ++j)
+            if (!DIAGONAL || FIRST + j >= i)
+                *reinterpret_cast<Lanes*>(sums + (i * SIDE + FIRST + j) * LANES) += total[i][j];
+}
+
+template <bool DIAGONAL>
+void patches(const double* a, const double* b, double* sums) {
+    patch<DIAGONAL, 0>(a, b, sums);
+    if constexpr (AT_ONCE < SIDE) patch<DIAGONAL, AT_ONCE>(a, b, sums);
+}
+
+// Writes DEPTH columns of a row, as float64, into its place in a panel.
+template <typename T>
+void convert(const T* from, double* to) {
+    for (int64_t k = 0; k < DEPTH; k += LANES)
+        *reinterpret_cast<Lanes*>(to + k * SIDE) = __builtin_convertvector(lanes(from + k), Lanes);
+}
+
+// The same for fewer columns; 0 in the place of those that are missing.
+template <typename T>
+__attribute__((noinline)) void convert_rest(const T* from, int64_t width, double* to) {
+    T rest[DEPTH] = {};
+    std::memcpy(rest, from, width * sizeof(T));
+    convert(rest, to);
+}
+
+// The inner products of all pairs of rows, cell by cell: [cells, n, n] in float64.
 template <typename T>
 void gram_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t cell, double* out) {
-    const int64_t padded = (n + 3) / 4 * 4;
-    std::vector<double> panel(padded * DEPTH), products(padded * padded);
+    constexpr int64_t panel = SIDE * DEPTH, patch_size = SIDE * SIDE * LANES;
+    const int64_t panels = (n + SIDE - 1) / SIDE;
+    std::vector<double> storage(panels * panel + LANES), sums(panels * (panels + 1) / 2 * patch_size);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(storage.data()) / sizeof(double);
+    double* values = storage.data() + (LANES - address % LANES) % LANES;
     for (int64_t begin = 0; begin < columns; begin += cell, out += n * n) {
         const int64_t end = std::min(begin + cell, columns);
-        std::fill(products.begin(), products.end(), 0.0);
+        std::fill(sums.begin(), sums.end(), 0.0);
         for (int64_t start = begin; start < end; start += DEPTH) {
             const int64_t width = std::min(DEPTH, end - start);
             for (int64_t row = 0; row < n; ++row) {
-                double* to = panel.data() + row * DEPTH;
                 const T* from = x + row * stride + start;
                 fetch(from + width, std::min(DEPTH, columns - start - width));
-                for (int64_t k = 0; k < width; ++k) to[k] = static_cast<double>(from[k]);
-                std::fill(to + width, to + DEPTH, 0.0);
+                double* to = values + row / SIDE * panel + row % SIDE * LANES;
+                if (width == DEPTH) convert(from, to);
+                else convert_rest(from, width, to);
             }
-            for (int64_t i = 0; i < padded; i += 4)
-                for (int64_t j = i; j < padded; j += 4)
-                    patch(panel.data() + i * DEPTH, panel.data() + j * DEPTH, &products[i * padded + j], padded);
+            double* to = sums.data();
+            for (int64_t i = 0; i < panels; ++i) {
+                patches<true>(values + i * panel, values + i * panel, to);
+                to += patch_size;
+                for (int64_t j = i + 1; j < panels; ++j, to += patch_size)
+                    patches<false>(values + i * panel, values + j * panel, to);
+            }
         }
-        for (int64_t i = 0; i < n; ++i)
-            for (int64_t j = i; j < n; ++j) out[i * n + j] = out[j * n + i] = products[i * padded + j];
+        const double* from = sums.data();
+        for (int64_t i = 0; i < n; i += SIDE)
+            for (int64_t j = i; j < n; j += SIDE, from += patch_size)
+                for (int64_t p = i; p < std::min(i + SIDE, n); ++p)
+                    for (int64_t q = std::max(j, p); q < std::min(j + SIDE, n); ++q) {
+                        const double* lane = from + ((p - i) * SIDE + q - j) * LANES;
+                        double total = 0;
+                        for (int64_t k = 0; k < LANES; ++k) total += lane[k];
+                        out[p * n + q] = out[q * n + p] = total;
+                    }
     }
 }
 
@@ -167,19 +239,37 @@ void norm_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t 
     }
 }
 
+// sums += the tiles of COUNT rows, each times its factor, one after the other.
+template <int64_t COUNT, typename T>
+void add_rows(const T* x, int64_t stride, const Term* terms, int64_t width, int64_t next, double* __restrict sums) {
+    const T* rows[COUNT];
+    double factors[COUNT];
+    for (int64_t i = 0; i < COUNT; ++i) {
+        rows[i] = x + terms[i].row * stride;
+        factors[i] = terms[i].factor;
+        fetch(rows[i] + width, next);
+    }
+    for (int64_t k = 0; k < width; ++k) {
+        double sum = sums[k];
+        for (int64_t i = 0; i < COUNT; ++i) sum += factors[i] * static_cast<double>(rows[i][k]);
+        sums[k] = sum;
+    }
+}
+
+// Σ factors[i] · row i; a row of factor 0 is not read.
 template <typename T>
 void combine(const T* x, int64_t stride, int64_t n, int64_t columns, const double* factors, T* out) {
-    constexpr int64_t tile = 1024;
-    double sums[tile];
-    for (int64_t start = 0; start < columns; start += tile) {
-        const int64_t width = std::min(tile, columns - start);
+    std::vector<Term> terms;
+    for (int64_t row = 0; row < n; ++row)
+        if (factors[row] != 0) terms.push_back({row, factors[row]});
+    const int64_t count = terms.size();
+    alignas(64) double sums[TILE];
+    for (int64_t start = 0; start < columns; start += TILE) {
+        const int64_t width = std::min(TILE, columns - start), next = std::min(TILE, columns - start - width);
         std::fill(sums, sums + width, 0.0);
-        for (int64_t row = 0; row < n; ++row) {
-            const double factor = factors[row];
-            if (factor == 0) continue;
-            const T* __restrict from = x + row * stride + start;
-            for (int64_t k = 0; k < width; ++k) sums[k] += factor * static_cast<double>(from[k]);
-        }
+        int64_t i = 0;
+        for (; i + 4 <= count; i += 4) add_rows<4>(x + start, stride, &terms[i], width, next, sums);
+        for (; i < count; ++i) add_rows<1>(x + start, stride, &terms[i], width, next, sums);
         for (int64_t k = 0; k < width; ++k) out[start + k] = static_cast<T>(sums[k]);
     }
 }
