@@ -125,11 +125,12 @@ def faults_table(job: JobConfig) -> FaultsTable:
 def check_population(job: JobConfig) -> None:
     """Raises ConfigError for a round that asks for more clients than there are."""
     clients, cohort = job.simulation.clients, job.cohort
-    for key, wanted in (("size", cohort.size), ("minimum", cohort.minimum)):
+    keys = {"cohort.size": cohort.size, "cohort.minimum": cohort.minimum, "round.buffer": job.round.buffer}
+    for key, wanted in keys.items():
         if wanted is not None and wanted > clients:
             raise ConfigError(
-                f"cohort.{key} = {wanted} asks for more clients a round than the simulation has: "
-                f"simulation.clients = {clients}; raise it, or lower cohort.{key}"
+                f"{key} = {wanted} asks for more clients a round than the simulation has: "
+                f"simulation.clients = {clients}; raise it, or lower {key}"
             )
 
 

@@ -49,6 +49,11 @@ class Devices:
         """Whether work takes no time, so that nobody needs to know how much of it there is."""
         return not self.table.latency and all(rate is None for rate in self._rates.values())
 
+    @property
+    def always_there(self) -> bool:
+        """Whether nobody ever goes away."""
+        return self._trace is None and self._phase is None
+
     def seconds(self, index: int, round: int, examples: int, transfer: Transfer) -> float:
         """From being asked to the update's arrival: latency, download, training on `examples`, upload."""
         amounts = {"speed": examples, "download": transfer.down, "upload": transfer.up}

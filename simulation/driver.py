@@ -10,13 +10,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError, SiteFailure
 from roundtable.core.models import Model, model_digest
-from roundtable.engine import RoundEngine
+from roundtable.engine import engine_for
 from roundtable.engine import messages as m
 from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.plan import Plan
@@ -37,11 +39,20 @@ class Arrived:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """Client number `index` goes away while it is at work on `step`."""
+
+    index: int
+    step: m.Step
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """All that a run goes on from: its state at the commit of a round, before the engine knows of it.
 
     `local` holds the clients' own tensors, of those that took part in the round alone when a
-    checkpoint is written, and of all when one is resumed from.
+    checkpoint is written, and of all when one is resumed from. `earlier` are the vectors of older models
+    that clients are still at work on, by their rounds.
     """
 
     now: float
@@ -49,6 +60,7 @@ class Checkpoint:
     model: Model
     server: ServerState
     local: Mapping[int, LocalState]
+    earlier: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class Listener(Protocol):
@@ -80,8 +92,9 @@ class Driver:
         self._workshop = Workshop(world, backend)
         self._faults = Faults.of(world.job)
         start = model_digest(world.initial)
-        self._engine = RoundEngine(world.job, start, world.job.seed, fleet, separation=plan.separation)
-        self._heap: list[tuple[float, int, m.Event | Arrived]] = []
+        kind = engine_for(world.job)
+        self._engine = kind(world.job, start, world.job.seed, fleet, separation=plan.separation)
+        self._heap: list[tuple[float, int, m.Event | Arrived | Gone]] = []
         self._sequence = itertools.count()
         self._timers: dict[str, float] = {}
         self._step = m.Step(0, 0, "")
@@ -106,21 +119,27 @@ class Driver:
             self.fleet.now = self.now
             if isinstance(event, Arrived):
                 self._answer(event)
+            elif isinstance(event, Gone):
+                self._leave(event)
             elif not isinstance(event, m.DeadlinePassed) or self._timers.get(event.timer) == self.now:
                 self._handle(event)
 
     def resume(self, checkpoint: Checkpoint, history: Sequence[m.RoundRecord]) -> None:
         """Puts everything back to `checkpoint`; `history` ends with its round."""
+        self._restore(checkpoint, history)
+        self._perform(self._engine.outstanding(self.now))
+
+    def _restore(self, checkpoint: Checkpoint, history: Sequence[m.RoundRecord]) -> None:
         self.now = self.fleet.now = checkpoint.now
         self.history = list(history)
         self._workshop.local = dict(checkpoint.local)
         self._next = (checkpoint.model, checkpoint.server)
-        self._engine = RoundEngine.restore(
+        kind = engine_for(self.world.job)
+        self._engine = kind.restore(
             self.world.job, checkpoint.engine, self.history[:-1], population=self.fleet
         )
-        self._perform(self._engine.outstanding(self.now))
 
-    def _push(self, at: float, event: m.Event | Arrived) -> None:
+    def _push(self, at: float, event: m.Event | Arrived | Gone) -> None:
         heapq.heappush(self._heap, (at, next(self._sequence), event))
 
     def _handle(self, event: m.Event) -> None:
@@ -135,7 +154,9 @@ class Driver:
                     instructed.append(self.world.names.index_of(action.client))
                     step = action.step
                 case m.Withdraw():
-                    self._due.pop(self.world.names.index_of(action.client), None)
+                    index = self.world.names.index_of(action.client)
+                    self._due.pop(index, None)
+                    self._answers.pop(index, None)
                 case m.SetTimer():
                     self._timers[action.timer] = action.at
                     self._push(action.at, m.DeadlinePassed(action.timer))
@@ -160,7 +181,7 @@ class Driver:
             self._step, self._due, self._answers = step, {}, {}
             self._workshop.begin(len(self._engine.state.attempt.cohort))  # type: ignore[union-attr]
         for index, examples in zip(indices, self._examples(indices), strict=True):
-            self._schedule(index, step, examples)
+            self._schedule(index, step, examples, self.now)
 
     def _examples(self, indices: Sequence[int]) -> list[int]:
         """Examples that each client will process; not asked for where it makes no difference."""
@@ -171,24 +192,27 @@ class Driver:
             return [algorithm.steps * algorithm.batch_size] * len(indices)
         return [algorithm.epochs * count for count in self._workshop.examples(indices)]
 
-    def _schedule(self, index: int, step: m.Step, examples: int) -> None:
-        """When the client will answer, or how it will not."""
+    def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
+        """When the client will answer that was asked at time `asked`, or how it will not."""
         seconds = self.fleet.devices.seconds(index, step.round, examples, self._transfer)
-        leaves = self.fleet.devices.leaves_at(index, self.now)
+        leaves = self.fleet.devices.leaves_at(index, asked)
         fault = self._faults.of_training(step, index)
         if fault is not None and fault.kind == "dropout":
-            leaves = min(leaves, self.now + fault.share * seconds)
-        elif fault is not None and self.now + fault.share * seconds < leaves:
-            self._crash(index, step, fault, self.now + fault.share * seconds)
+            leaves = min(leaves, asked + fault.share * seconds)
+        elif fault is not None and asked + fault.share * seconds < leaves:
+            self._crash(index, step, fault, asked + fault.share * seconds)
             return
-        if leaves <= self.now + seconds:
-            self._push(leaves, m.ClientLeft(self.world.names[index]))
+        if leaves <= asked + seconds:
+            self._push(leaves, Gone(index, step))
             return
-        self._due[index] = self.now + seconds
-        self._push(self.now + seconds, Arrived(index, step))
+        self._due[index] = asked + seconds
+        self._push(asked + seconds, Arrived(index, step))
 
     def _crash(self, index: int, step: m.Step, fault: Fault, at: float) -> None:
         self._push(at, _failed(Failed(self.world.names[index], "node_failure", fault.detail), step))
+
+    def _leave(self, event: Gone) -> None:
+        self._handle(m.ClientLeft(self.world.names[event.index]))
 
     def _answer(self, event: Arrived) -> None:
         if event.step != self._step or event.index not in self._due:
@@ -196,12 +220,14 @@ class Driver:
         if event.index not in self._answers:
             self._train()
         del self._due[event.index]
-        place, answer = self._answers.pop(event.index)
+        self._deliver(event.step, *self._answers.pop(event.index))
+
+    def _deliver(self, step: m.Step, place: int, answer: Trained | Failed) -> None:
         if isinstance(answer, Failed):
-            self._handle(_failed(answer, event.step))
+            self._handle(_failed(answer, step))
             return
         update = m.Update(answer.client, str(place), answer.examples, answer.loss, answer.metrics)
-        self._handle(m.UpdateArrived(event.step, update))
+        self._handle(m.UpdateArrived(step, update))
 
     def _train(self) -> None:
         """Runs the clients due next, as many as the round still wants."""

@@ -25,6 +25,7 @@ class History(Sequence[Row]):
 
     Columns: round, attempt, clients (whose updates count), failed, excluded, time (virtual seconds
     at the round's end), seconds (of real time that the round took; None where it was not measured),
+    staleness (mean number of models made since those that the updates started from; buffered rounds),
     train_NAME for training means and NAME for evaluation means; None where a round has no value.
     """
 
@@ -107,6 +108,11 @@ class History(Sequence[Row]):
             "excluded": len(record.excluded),
             "time": record.ended,
             "seconds": self.seconds[index],
+            **(
+                {"staleness": sum(record.staleness.values()) / len(record.staleness)}
+                if record.staleness
+                else {}
+            ),
             **{f"train_{name}": value for name, value in means(record.training).items()},
             **means(record.evaluation),
         }

@@ -299,6 +299,7 @@ def can_sum(job: JobConfig) -> bool:
         and table.weighting in ("examples", "uniform")
         and table.validation.max_norm is None
         and not job.privacy
+        and job.round.mode == "synchronous"
         and attack.get("name", "label_flip") == "label_flip"
     )
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -89,8 +90,9 @@ class RunDirectory:
         with (self.path / "history.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"record": record_to_plain(record), "seconds": seconds}) + "\n")
         values = {"round": number, "now": checkpoint.now, "engine": checkpoint.engine}
+        values["earlier"] = sorted(checkpoint.earlier)
         _write_whole(self._state / "checkpoint.json", json.dumps(values))
-        self._forget(number)
+        self._forget(number, checkpoint.earlier)
 
     def last(self, initial: Model) -> tuple[Checkpoint, History] | None:
         """Where to go on from; None if no round is committed yet. What is later than that is removed."""
@@ -110,6 +112,8 @@ class RunDirectory:
             model = open_model(self._state / f"model-{number}.safetensors")
             server = ServerState.from_model(open_model(self._state / f"server-{number}.safetensors"))
             checkpoint = Checkpoint(values["now"], values["engine"], model, server, self._local(number))
+            models = {made: self._model(made, initial).vector for made in values.get("earlier", ())}
+            checkpoint = replace(checkpoint, earlier=models)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(
                 f"the run in {self.path} cannot be resumed: {error!r}; start it anew"
@@ -127,6 +131,9 @@ class RunDirectory:
         history.to_csv(self.path / "history.csv")
         _write_model(self.path / "model.safetensors", model)
 
+    def _model(self, made: int, initial: Model) -> Model:
+        return open_model(self._state / f"model-{made}.safetensors") if made else initial
+
     def _local(self, number: int) -> dict[int, dict[str, Tensor]]:
         """The newest tensors of each client up to round `number`."""
         newest: dict[int, int] = {}
@@ -142,11 +149,12 @@ class RunDirectory:
         parts = [file.stem.split("-") for file in self._state.glob("local-*.safetensors")]
         return [(int(index), int(at)) for _, index, at in parts]
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, number: int, earlier: Collection[int]) -> None:
         """Removes what the checkpoint of round `number` does not need."""
+        kept = {f"server-{number}", *(f"model-{made}" for made in (number, *earlier))}
         for kind in ("model", "server"):
             for file in self._state.glob(f"{kind}-*.safetensors"):
-                if file.stem != f"{kind}-{number}":
+                if file.stem not in kept:
                     file.unlink()
         newest: dict[int, int] = {}
         for index, at in self._local_files():

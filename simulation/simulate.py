@@ -22,9 +22,10 @@ from roundtable.simulation.backend import World
 from roundtable.simulation.choose import make_backend
 from roundtable.simulation.config import check_population, devices_table
 from roundtable.simulation.devices import Devices
-from roundtable.simulation.driver import Checkpoint, Driver
+from roundtable.simulation.driver import Checkpoint
 from roundtable.simulation.fleet import Fleet
 from roundtable.simulation.history import History
+from roundtable.simulation.overlapping import driver_of
 from roundtable.simulation.progress import Progress, Report, peak_memory
 from roundtable.simulation.result import Result
 from roundtable.simulation.rundir import RunDirectory
@@ -68,7 +69,7 @@ def simulate(
         if run is not None:
             run.describe(_environment(backend.name, backend.description, why))
         listener = _Listener(job, run, progress)
-        driver = Driver(world, plan, backend, Fleet(world.names, devices), listener)
+        driver = driver_of(world, plan, backend, Fleet(world.names, devices), listener)
         if run is not None and (last := run.last(world.initial)) is not None:
             listener.seconds = list(last[1].seconds)
             driver.resume(last[0], last[1].records)

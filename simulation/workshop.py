@@ -58,16 +58,19 @@ class Workshop:
         return [count or 0 for count in self.backend.examples(list(self._work(indices)))]
 
     def train(
-        self, round: int, vector: Tensor, indices: Sequence[int]
+        self, round: int, vector: Tensor, indices: Sequence[int], places: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Trained | Failed]]:
-        """Trains clients; gives the place of each one's update, and its answer."""
+        """Trains clients; gives the place of each one's update, and its answer. Places are taken one after
+        the other unless they are given."""
         if self._rows is None:
             self._rows = self.backend.rows(self._capacity)
-        start, self._used = self._used, self._used + len(indices)
-        rows = self._rows[start : self._used].unbind()
-        places = {self.world.names[index]: start + offset for offset, index in enumerate(indices)}
+        if places is None:
+            places = range(self._used, self._used + len(indices))
+            self._used += len(indices)
+        rows = [self._rows[place] for place in places]
+        place_of = {self.world.names[index]: place for index, place in zip(indices, places, strict=True)}
         for answer in self.backend.train(round, vector, list(self._work(indices)), rows):
-            place = places[answer.client]
+            place = place_of[answer.client]
             if isinstance(answer, Trained):
                 self._received(answer, self._rows[place])
             yield place, answer
@@ -112,6 +115,12 @@ class Workshop:
         """The attempt counts: the clients keep what it left with them."""
         self.local.update(self.pending)
         self.begin(0)
+
+    def keep(self, taken: Iterable[int], waiting: Iterable[int]) -> None:
+        """Rounds overlap: clients `taken` keep what training left with them; of all others but those
+        `waiting` it is forgotten."""
+        self.local.update({index: self.pending[index] for index in taken if index in self.pending})
+        self.pending = {index: self.pending[index] for index in waiting if index in self.pending}
 
     def _received(self, answer: Trained, row: Tensor) -> None:
         """The rounding of the encoding, as if the update had travelled; and what stays at the client."""
