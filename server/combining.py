@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from roundtable.aggregation import FileMatrix, find_rule
 from roundtable.core.config import JobConfig
 from roundtable.core.models import Model, model_blocks, open_model
-from roundtable.engine import Combined, Plan, ServerState, combine, combine_mean, initial_server_state
+from roundtable.engine import (
+    Combined,
+    GroupMeans,
+    Plan,
+    ServerState,
+    combine,
+    combine_groups,
+    combine_mean,
+    initial_server_state,
+)
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureMean, SecureNoise
 from roundtable.server.artifacts import LocalArtifacts
@@ -33,7 +42,11 @@ class Combiner:
         self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
 
     def __call__(
-        self, action: m.Aggregate, now: float, privacy: str = "", mean: SecureMean | None = None
+        self,
+        action: m.Aggregate,
+        now: float,
+        privacy: str = "",
+        mean: SecureMean | GroupMeans | None = None,
     ) -> Outcome:
         """`privacy` is the statement that the new model carries; with `mean`, no single update is known.
 
@@ -43,7 +56,11 @@ class Combiner:
         give_back_free_memory()
         old = open_model(self._artifacts.path(action.model))
         state = self._state(action.optimizer, old.layout.size)
-        if mean is not None:
+        if isinstance(mean, GroupMeans):
+            combined = combine_groups(
+                self._plan, mean, old.vector, state, round=action.step.round, seed=self._job.seed
+            )
+        elif mean is not None:
             combined = combine_mean(
                 self._plan, mean.vector, old.vector, state, round=action.step.round, charge=mean.account
             )

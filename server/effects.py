@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from roundtable.core.errors import (
@@ -17,6 +18,7 @@ from roundtable.core.errors import (
     StorageError,
 )
 from roundtable.core.faults import reach
+from roundtable.engine import GroupMeans
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureMean
 from roundtable.proto import agent_pb2
@@ -217,13 +219,15 @@ class Effects:
         """Combines; waits for room if the disk is full, and pauses the job if there is none for long."""
         loop, now = asyncio.get_running_loop(), self._services.clock()
         statement = ""
-        mean: SecureMean | None = None
+        mean: SecureMean | GroupMeans | None = None
+        charge = None
         if self._account is not None:
+            charge = partial(self._patiently, lambda account: account.release(action.step))
             statement = await self._patiently(lambda account: account.statement(action.step))
         for pause in (*FULL_DISK_PAUSES, None):
             try:
                 if self.secure is not None and mean is None:
-                    mean = await self.secure.total(action)
+                    mean = await self.secure.total(action, charge)
                 outcome = await loop.run_in_executor(
                     self._services.compute, self._combiner, action, now, statement, mean
                 )

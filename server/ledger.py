@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from roundtable.core.config import JobConfig
+from roundtable.core.errors import PrivacyError
 from roundtable.engine import Plan
 from roundtable.engine import messages as m
 from roundtable.privacy import (
@@ -32,6 +33,7 @@ from roundtable.server.store.ledger import (
     budget_of,
     is_released,
     jobs_of,
+    release,
     reserve,
     totals,
 )
@@ -76,6 +78,20 @@ class Account:
             await asyncio.to_thread(check_all, budgets, known, charge)
             row = self._row(EVERY_SILO if self._plan.silo_charge else "", step, charge, released=False)
             await self._database.write(lambda connection: reserve(connection, row))
+
+    async def release(self, step: m.Step) -> None:
+        """Charges an attempt for good, before anything of it is seen; what is seen later is paid for.
+
+        PrivacyError where its reservation was given back meanwhile: then nothing of it may be seen.
+        """
+        if self._plan.charge_of(step.round) is None:
+            return
+        at = (self._job, step.round, step.attempt)
+        if not await self._database.write(lambda connection: release(connection, *at)):
+            raise PrivacyError(
+                f"nothing is reserved in the privacy ledger for round {step.round}, attempt {step.attempt}: "
+                "the job has ended, or a newer attempt has begun"
+            )
 
     def of_updates(self, updates: Iterable[UpdateRow]) -> list[LedgerRow]:
         """What silos have spent by sending these updates, where their own noise is all that hides them."""

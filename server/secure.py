@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError, RoundtableError, SiteFailure
+from roundtable.engine import GroupMeans
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureMean
 from roundtable.privacy.secagg import ServerPhase
 from roundtable.proto import agent_pb2
 from roundtable.server import wire
-from roundtable.server.secure_attempt import KEYS, WORDS, SecureAttempt
+from roundtable.server.secure_attempt import KEYS, SecureAttempt
 
 if TYPE_CHECKING:
     from roundtable.server.effects import Services
@@ -33,6 +34,7 @@ SHARE_OF_DEADLINE = 0.1
 """Of the round's deadline: what an exchange of small messages may take. Unmasking may take all of it,
 because silos that have begun to give out shares will not do so for another attempt at the round."""
 Post = Callable[[m.Event], Coroutine[Any, Any, None]]
+Charge = Callable[[], Coroutine[Any, Any, None]]
 
 
 class SecureRounds:
@@ -45,6 +47,7 @@ class SecureRounds:
         self._attempt: SecureAttempt | None = None
         self._changed = asyncio.Event()
         self._busy = False
+        self._charged = False
         self._exchange: asyncio.Task[None] | None = None
         self._post: Post
         self._spawn: Callable[[Coroutine[Any, Any, None]], None]
@@ -135,10 +138,12 @@ class SecureRounds:
             return ""
         return self._attempt.progress()
 
-    async def total(self, action: m.Aggregate) -> SecureMean:
-        """The mean of exactly the updates that the engine names.
+    async def total(self, action: m.Aggregate, charge: Charge | None = None) -> SecureMean | GroupMeans:
+        """The mean of exactly the updates that the engine names, or the means of their groups.
 
-        Raises AggregationError where too few silos are left; nothing was revealed but at most the sum.
+        `charge` makes it durable that the attempt is paid for, before anybody is asked for a share that
+        unmasks. Raises AggregationError where too few silos are left; nothing was revealed but at most
+        the sum.
         """
         if (action.step.round, action.step.attempt) != self._key:
             self._open(action.step, ())
@@ -155,11 +160,18 @@ class SecureRounds:
                 await self._blocking(attempt.fold, bodies)
                 await self._advance(attempt)
             while attempt.phase is not ServerPhase.DONE:
+                share = SHARE_OF_DEADLINE
+                if attempt.phase is ServerPhase.UNMASK:
+                    if charge is not None:
+                        await charge()
+                    self._charged, share = True, 1.0
+                self._expect(attempt)
                 self._tell(attempt)
-                share = 1.0 if attempt.phase is ServerPhase.UNMASK else SHARE_OF_DEADLINE
                 await self._collect(attempt, share * self._job.cohort.deadline)
+                self._expect(attempt)
                 await self._advance(attempt)
-            mean: SecureMean = await self._blocking(attempt.decode)
+            delivered = {update.client for update in action.updates}
+            mean: SecureMean | GroupMeans = await self._blocking(attempt.decode, delivered)
         except (ProtocolError, PrivacyError) as error:
             raise AggregationError(f"secure aggregation: {error}{_reasons(attempt)}") from error
         return mean
@@ -174,8 +186,15 @@ class SecureRounds:
         if self._exchange is not None:
             self._exchange.cancel()
         if self._attempt is not None:
-            self._attempt.journal.close(forget=forget)
+            self._attempt.close(forget=forget)
         self._attempt, self._exchange, self._key = None, None, (0, 0)
+        self._charged = False
+        self._changed.set()
+
+    def _expect(self, attempt: SecureAttempt) -> None:
+        """AggregationError where the attempt was given up meanwhile: nobody must be asked for anything."""
+        if self._attempt is not attempt:
+            raise AggregationError("secure aggregation: the attempt was given up before its sum was unmasked")
 
     def _current(self, step: m.Step) -> SecureAttempt | None:
         return self._attempt if (step.round, step.attempt) == self._key else None
@@ -200,7 +219,11 @@ class SecureRounds:
             path.unlink(missing_ok=True)
             self._spawn(self._give_up(step, error))
         self._forget_others(path)
-        if self._attempt is not None and self._attempt.phase in (*KEYS, ServerPhase.MASKED):
+        if self._attempt is None:
+            return
+        told = self._attempt.round.parameters.summary()
+        log.info("round %d, attempt %d: %s", step.round, step.attempt, told, extra={"job": self._id})
+        if self._attempt.phase in (*KEYS, ServerPhase.MASKED):
             self._exchange = asyncio.get_running_loop().create_task(self._exchange_keys(self._attempt, step))
 
     def _path(self, step: m.Step) -> Path:
@@ -216,10 +239,8 @@ class SecureRounds:
         try:
             self._tell(attempt)
             while attempt.phase in KEYS:
-                word = WORDS[attempt.phase]
                 await self._collect(attempt, SHARE_OF_DEADLINE * self._job.cohort.deadline)
-                for client in await self._advance(attempt):
-                    said = attempt.server.aborted.get(client, f"no answer in time while {word}")
+                for client, said in (await self._advance(attempt)).items():
                     self._fail(step, client, "slow_node", said)
                 self._tell(attempt)
         except RoundtableError as error:
@@ -241,10 +262,10 @@ class SecureRounds:
             except TimeoutError:
                 return
 
-    async def _advance(self, attempt: SecureAttempt) -> list[str]:
-        """Closes the phase, durably."""
+    async def _advance(self, attempt: SecureAttempt) -> dict[str, str]:
+        """Closes the phase, durably; who is out, and why."""
         heavy = attempt.phase in (ServerPhase.MASKED, ServerPhase.UNMASK)
-        out: list[str] = await self._blocking(attempt.advance) if heavy else attempt.advance()
+        out: dict[str, str] = await self._blocking(attempt.advance) if heavy else attempt.advance()
         await asyncio.to_thread(attempt.journal.sync)
         return out
 
@@ -263,6 +284,8 @@ class SecureRounds:
         self._notify()
 
     def _send(self, attempt: SecureAttempt, client: str) -> None:
+        if attempt.phase is ServerPhase.UNMASK and not self._charged:
+            return  # What is asked for now unmasks the sum: it is paid for first.
         session = attempt.server.session
         message = wire.exchange(self._id, session.round, session.attempt, attempt.told[client])
         self._services.sessions.send(client, message)

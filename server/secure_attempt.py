@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from roundtable.aggregation import FileMatrix
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import StorageError
+from roundtable.core.errors import AggregationError, StorageError
+from roundtable.engine import GroupMeans
 from roundtable.engine import messages as m
+from roundtable.engine.secure import least_of_groups
 from roundtable.privacy import SecureMean, SecureRound
-from roundtable.privacy.secagg import SecAggServer, ServerPhase
+from roundtable.privacy.secagg import GroupedServer, SecAggServer, ServerPhase
+from roundtable.privacy.secagg.masks import Ring, ring_dtype
 from roundtable.server.journal import Journal
 from roundtable.server.sessions import Identity
 
@@ -31,7 +38,11 @@ class SecureAttempt:
     """What the coordinator knows of an attempt. `told` is the last message to each silo that is still in."""
 
     def __init__(
-        self, round: SecureRound, server: SecAggServer, identities: Mapping[str, Identity], journal: Journal
+        self,
+        round: SecureRound,
+        server: SecAggServer | GroupedServer,
+        identities: Mapping[str, Identity],
+        journal: Journal,
     ) -> None:
         self.round, self.server, self.identities, self.journal = round, server, identities, journal
         self.inside = frozenset(identities)
@@ -55,7 +66,7 @@ class SecureAttempt:
         record = {name: [held.certificate.decode(), held.key.hex()] for name, held in identities.items()}
         journal.add("silos", json.dumps(record).encode())
         journal.sync()
-        return cls(round, _server(round, job_id, step, identities), identities, journal)
+        return cls(round, _server(round, job_id, job, step, identities, path), identities, journal)
 
     @classmethod
     def resume(
@@ -72,7 +83,7 @@ class SecureAttempt:
         record = json.loads(journal.entries[0][1])
         identities = {name: Identity(pem.encode(), bytes.fromhex(key)) for name, (pem, key) in record.items()}
         round = SecureRound.of(job, columns, len(identities), step.round)
-        attempt = cls(round, _server(round, job_id, step, identities), identities, journal)
+        attempt = cls(round, _server(round, job_id, job, step, identities, path), identities, journal)
         for kind, data in journal.entries[1:]:
             attempt._again(kind, data, body)
         return attempt
@@ -107,8 +118,7 @@ class SecureAttempt:
 
     def lose(self, client: str, reason: str) -> None:
         """The silo will not answer any more."""
-        if client in self.identities and client not in self.server.aborted:
-            self.server.aborted[client] = reason
+        if self.server.lose(client, reason):
             self.journal.add("lost", json.dumps([client, reason]).encode())
 
     def fold(self, bodies: Mapping[str, Path]) -> None:
@@ -117,8 +127,8 @@ class SecureAttempt:
             self.server.fold(self._announced[client], np.memmap(bodies[client], dtype=np.uint8, mode="r"))
             self.journal.add("fold", self._announced[client])
 
-    def advance(self) -> list[str]:
-        """Closes the phase; returns who is out by that. Nothing may follow before the journal is synced.
+    def advance(self) -> dict[str, str]:
+        """Closes the phase; returns who is out by that, and why. Nothing may follow before a sync.
 
         ProtocolError: too few are left, and the attempt is over.
         """
@@ -126,18 +136,52 @@ class SecureAttempt:
         self.journal.add("advance", b"")
         return out
 
-    def decode(self) -> SecureMean:
-        """The mean, once the phase is DONE."""
-        return self.round.decode(self.server.total, len(self.server.survivors), len(self.identities))
+    def decode(self, delivered: Collection[str] = ()) -> SecureMean | GroupMeans:
+        """The mean, or the means of groups, once the phase is DONE.
+
+        `delivered` are the silos whose updates were taken: those of lost groups are named. Blocks.
+        """
+        protocol = self.round.parameters.summary()
+        if isinstance(self.server, GroupedServer):
+            means = self._decode_groups(self.server, delivered)
+            return replace(means, account={**means.account, "protocol": protocol})
+        mean = self.round.decode(self.server.total, len(self.server.survivors), len(self.identities))
+        return replace(mean, account={**mean.account, "protocol": protocol})
+
+    def close(self, *, forget: bool) -> None:
+        """Nothing more is written down; with `forget` nothing of the attempt is left."""
+        self.journal.close(forget=forget)
+        if forget:
+            for path in self.journal.path.parent.glob(f"{self.journal.path.name}.row*"):
+                path.unlink()
+
+    def _decode_groups(self, server: GroupedServer, delivered: Collection[str]) -> GroupMeans:
+        """Each mean goes to a file of its own: all of them together may be larger than memory."""
+        decoded: list[tuple[tuple[str, ...], SecureMean | str]] = []
+        paths = []
+        for number, group in server.alive.items():
+            members = group.cohort.names
+            path = self.journal.path.with_name(f"{self.journal.path.name}.row{number}")
+            told: SecureMean | str
+            try:
+                mean = self.round.decode(group.total, len(group.survivors), len(members))
+                row, told = mean.vector, replace(mean, vector=torch.empty(0))
+            except AggregationError as error:
+                row, told = torch.full((self.round.columns,), torch.nan), str(error)
+            row.numpy().astype("<f4", copy=False).tofile(path)
+            decoded.append((members, told))
+            paths.append(path)
+        lost = {name: f"its group was lost: {why}" for name in delivered if (why := server.why_lost(name))}
+        return GroupMeans.of(FileMatrix(paths, self.round.columns), decoded, lost)
 
     def progress(self) -> str:
         """Where the protocol is, in words."""
+        if self.phase not in WORDS:
+            return ""
         there = len(self.told) or len(self.identities)
-        return (
-            f"{WORDS[self.phase]}: {there - len(self.server.missing)} of {there}"
-            if self.phase in WORDS
-            else ""
-        )
+        groups = self.server.alive if isinstance(self.server, GroupedServer) else {}
+        where = f" in {len(groups)} groups" if groups else ""
+        return f"{WORDS[self.phase]}: {there - len(self.server.missing)} of {there}{where}"
 
     def _take(self, message: bytes) -> str:
         first = self.phase is ServerPhase.ADVERTISE
@@ -146,11 +190,17 @@ class SecureAttempt:
             self._adverts[client] = message
         return client
 
-    def _advance(self) -> list[str]:
+    def _advance(self) -> dict[str, str]:
+        word = WORDS.get(self.phase, "")
         self.told = self.server.advance()
-        out = sorted(self.inside - self.told.keys()) if self.phase is not ServerPhase.DONE else []
+        gone = sorted(self.inside - self.told.keys()) if self.phase is not ServerPhase.DONE else []
         self.inside = frozenset(self.told)
-        return out
+        return {name: self._why_out(name) or f"no answer in time while {word}" for name in gone}
+
+    def _why_out(self, client: str) -> str:
+        server = self.server
+        why = server.why_lost(client) if isinstance(server, GroupedServer) else ""
+        return server.aborted.get(client, "") or (f"its group was lost: {why}" if why else "")
 
     def _again(self, kind: str, data: bytes, body: Callable[[str], Path]) -> None:
         match kind:
@@ -159,8 +209,7 @@ class SecureAttempt:
             case "announcement":
                 self._announced[self.server.announced(data)[0]] = data
             case "lost":
-                client, reason = json.loads(data)
-                self.server.aborted[client] = reason
+                self.server.lose(*json.loads(data))
             case "fold":
                 path = body(self.server.announced(data)[1])
                 self.server.fold(data, np.memmap(path, dtype=np.uint8, mode="r"))
@@ -169,7 +218,22 @@ class SecureAttempt:
 
 
 def _server(
-    round: SecureRound, job_id: str, step: m.Step, identities: Mapping[str, Identity]
-) -> SecAggServer:
+    round: SecureRound,
+    job_id: str,
+    job: JobConfig,
+    step: m.Step,
+    identities: Mapping[str, Identity],
+    path: Path,
+) -> SecAggServer | GroupedServer:
     session = round.session(job_id, step.round, step.attempt)
-    return SecAggServer(session, round.parameters, {name: held.key for name, held in identities.items()})
+    directory = {name: held.key for name, held in identities.items()}
+    if not round.grouped:
+        return SecAggServer(session, round.parameters, directory)
+
+    def workspace(number: int) -> Ring:
+        """On disk, without a name: one sum for each group may be more than memory holds."""
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            return np.memmap(file, ring_dtype(round.parameters.ring_bits), "w+", shape=(round.length,))
+
+    least = least_of_groups(job, len(identities))
+    return GroupedServer(session, round.parameters, directory, least, workspace)

@@ -106,6 +106,12 @@ def settle(connection: Connection, job: str, released: Sequence[tuple[int, int]]
         connection.execute(sa.delete(tables.ledger).where(table.job == job, table.released.is_(False)))
 
 
+def release(connection: Connection, job: str, round: int, attempt: int) -> bool:
+    """Charges an attempt for good; False where nothing is reserved for it."""
+    settle(connection, job, [(round, attempt)], over=False)
+    return is_released(connection, job, round, attempt)
+
+
 def add(connection: Connection, rows: Sequence[LedgerRow]) -> None:
     """Charges that are released as they are written."""
     if rows:

@@ -129,7 +129,7 @@ async def test_a_silo_that_stays_away_after_its_upload_costs_the_attempt(federat
             for name, trainer in trainers.items()
         }
         operator = await stack.enter_async_context(federation.operator())
-        job = await submit(operator, '[cohort]\nsize = 3\ndeadline = "5s"')
+        job = await submit(operator, '[cohort]\nsize = 3\nretries = 9\ndeadline = "6s"')
         await updates_received(operator, job, 2)
         await federation.kill(running["alder"])
         trainers["cedar"].gate.set()
@@ -179,7 +179,7 @@ async def test_below_three_survivors_the_attempt_fails_and_new_keys_are_made(
             for name, trainer in trainers.items()
         }
         operator = await stack.enter_async_context(federation.operator())
-        job = await submit(operator, '[cohort]\nsize = 3\ndeadline = "3s"')
+        job = await submit(operator, '[cohort]\nsize = 3\nretries = 9\ndeadline = "5s"')
         await updates_received(operator, job, 2)
         await federation.kill(running["cedar"])
         failed = await operator.watch_for(job, "attempt_failed")
