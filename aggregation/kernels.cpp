@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t WIDTH = 128;  // columns sorted together: n rows of it stay in the first-level cache
 constexpr int64_t DEPTH = 128;  // columns whose products are accumulated from one converted panel
 constexpr int64_t SIDE = 4;     // rows of a panel; products are formed of two panels at a time
-constexpr int64_t TILE = 1024;  // columns of a linear combination whose sums stay in the first-level cache
+constexpr int64_t TILE = 512;  // columns of a linear combination whose sums stay in the first-level cache
 
 #ifdef __AVX512F__
 constexpr int64_t LANES = 8, AT_ONCE = 4;  // 16 sums and 5 operands fit into 32 registers of 64 bytes

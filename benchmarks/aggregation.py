@@ -38,8 +38,8 @@ from roundtable.aggregation import (
 
 Work = Callable[[], object]
 Step = Callable[[torch.Tensor], torch.Tensor]
-PATIENCE = 20.0
-"""Seconds after which a work that is this slow is not repeated."""
+PATIENCE = 5.0
+"""Seconds after which a work is not repeated any more."""
 
 
 def timed(work: Work, repeats: int) -> tuple[float, float]:
@@ -47,14 +47,12 @@ def timed(work: Work, repeats: int) -> tuple[float, float]:
     start = time.perf_counter()
     memory = peak_memory(work)
     first = time.perf_counter() - start
-    if first > PATIENCE:
-        return first, memory
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while first + sum(times) < PATIENCE and len(times) < repeats:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return statistics.median(times), memory
+    return statistics.median(times or [first]), memory
 
 
 def peak_memory(work: Work) -> float:
@@ -87,8 +85,8 @@ def ours(updates: torch.Tensor, rule: str, parameters: dict[str, object], *pre: 
     return lambda: aggregate(TensorMatrix(updates), clients, config).vector
 
 
-def byzfl_works(updates: torch.Tensor, f: int) -> dict[str, Work]:
-    """ByzFL's rules on the same tensor, by our name."""
+def byzfl_works(updates: torch.Tensor, f: int, memory: float) -> dict[str, Work]:
+    """ByzFL's rules on the same tensor, by our name; without those that need more than `memory` GB."""
     if importlib.util.find_spec("byzfl") is None:
         return {}
     without_harness()
@@ -118,9 +116,12 @@ def byzfl_works(updates: torch.Tensor, f: int) -> dict[str, Work]:
         "centred_clipping 5": mixed(byzfl.CenteredClipping(L=5, tau=100.0)),
         "monna": mixed(byzfl.MoNNA(f)),
         "caf": mixed(byzfl.CAF(f)),
-        "nnm + trimmed_mean": mixed(byzfl.TrMean(f), nnm),
-        "nnm + geometric_median": mixed(byzfl.GeometricMedian(), nnm),
     }
+    # It copies all updates once for each of them.
+    if len(updates) * updates.nbytes > memory * 1e9:
+        return works
+    works["nnm + trimmed_mean"] = mixed(byzfl.TrMean(f), nnm)
+    works["nnm + geometric_median"] = mixed(byzfl.GeometricMedian(), nnm)
     # ARC writes to its input, so it is given a copy, as every user would have to.
     works["arc + nnm + trimmed_mean"] = mixed(byzfl.TrMean(f), torch.clone, arc, nnm)
     return works
@@ -188,7 +189,9 @@ def without_kernels(work: Work, repeats: int) -> float:
         kernels.WORTH_COMPILING = limit
 
 
-def compare(clients: int, columns: int, repeats: int, only: list[str], skip_slow: bool) -> None:
+def compare(
+    clients: int, columns: int, repeats: int, only: list[str], skip_slow: bool, memory: float
+) -> None:
     """Prints one line a rule: seconds of each library, ratio to the fastest peer, memory."""
     f = clients // 5
     updates = torch.randn(clients, columns, generator=torch.Generator().manual_seed(0))
@@ -198,13 +201,15 @@ def compare(clients: int, columns: int, repeats: int, only: list[str], skip_slow
     )
     print(f"triad bandwidth {bandwidth:.1f} GB/s; input {updates.nbytes / 1e6:.0f} MB")
     print(f"{'rule':28}{'ours':>9}{'plain':>9}{'ByzFL':>9}{'Flower':>9}{'ratio':>8}{'MB':>7}{'ByzFL':>7}")
-    peers = {} if skip_slow else {"ByzFL": byzfl_works(updates, f), "Flower": flower_works(updates, f)}
+    peers = (
+        {} if skip_slow else {"ByzFL": byzfl_works(updates, f, memory), "Flower": flower_works(updates, f)}
+    )
     for name, work in our_works(updates, f).items():
         if only and name not in only:
             continue
         seconds, memory = timed(work, repeats)
         plain = without_kernels(work, 1)
-        theirs = {peer: timed(works[name], 1) for peer, works in peers.items() if name in works}
+        theirs = {peer: timed(works[name], repeats) for peer, works in peers.items() if name in works}
         best = min((value for value, _ in theirs.values()), default=float("nan"))
         print(
             f"{name:28}{seconds:9.4f}{plain:9.4f}"
@@ -270,6 +275,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "1")))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", action="append", default=[], help="a rule of the table; may be repeated")
+    parser.add_argument("--peer-memory", type=float, default=8.0, help="GB; what needs more is not run")
     parser.add_argument("--skip-slow", action="store_true", help="do not run the peers")
     parser.add_argument("--out-of-core", type=Path, metavar="DIR", help="write files here and aggregate them")
     options = parser.parse_args()
@@ -278,7 +284,12 @@ def main() -> None:
         out_of_core(options.out_of_core, options.clients or 100, options.columns or 25_000_000)
         return
     compare(
-        options.clients or 20, options.columns or 1_000_000, options.repeats, options.only, options.skip_slow
+        options.clients or 20,
+        options.columns or 1_000_000,
+        options.repeats,
+        options.only,
+        options.skip_slow,
+        options.peer_memory,
     )
 
 
