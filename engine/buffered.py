@@ -239,9 +239,12 @@ class BufferedEngine(RoundEngine):
 
     def refusal(self, client: str, step: m.Step) -> str:
         """Says so where an update is too old."""
-        current = len(self.state.history) + 1
-        if self.state.attempt is not None and current - step.round > self.job.round.max_staleness:
-            return self._phases.too_old(step.round, current)
+        attempt = self.state.attempt
+        if attempt is not None:
+            made = attempt.phase in (m.AGGREGATE, m.EVALUATE, m.COMMIT)
+            following = attempt.round + 1 if made else attempt.round
+            if following - step.round > self.job.round.max_staleness:
+                return self._phases.too_old(step.round, following)
         return super().refusal(client, step)
 
     def _on_joined(self, event: m.ClientJoined, now: float) -> None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from federation import NAMES, Federation, agents, federation_of, run_job, silo
 
-from roundtable.client.agent import Agent
 from roundtable.client.config import AgentConfig
 from roundtable.client.join import join
 from roundtable.client.script_trainer import Round
-from roundtable.core import JobConfig, Layout, Model, load_task, open_model, save_model
-from roundtable.core.identity import create_ca, issue
+from roundtable.core import JobConfig, Layout, Model, load_task
 from roundtable.core.initial import initial_model
-from roundtable.operator import OperatorClient
-from roundtable.server import Coordinator, ServerConfig
 
 TASK = """
 import torch
@@ -42,72 +37,13 @@ class Toy(Task):
     def metrics(self, model, batch):
         return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
 """
-NAMES = ("alder", "birch", "cedar")
-Federation = tuple[str, Path]
 
 
 @pytest.fixture
 async def federation(tmp_path: Path) -> AsyncIterator[Federation]:
     """A coordinator's address, and a folder with credentials and the task."""
-    create_ca(tmp_path / "ca")
-    issue(tmp_path / "ca", "coordinator", "coordinator", tmp_path / "coordinator", hosts=("127.0.0.1",))
-    issue(tmp_path / "ca", "operator", "operator", tmp_path / "operator")
-    for name in NAMES:
-        issue(tmp_path / "ca", name, "agent", tmp_path / name)
-    (tmp_path / "toy.py").write_text(TASK)
-    config = ServerConfig(
-        listen="127.0.0.1:0",
-        state=str(tmp_path / "server"),
-        database=f"sqlite:///{tmp_path / 'coordinator.db'}",
-        artifacts=str(tmp_path / "artifacts"),
-        credentials=str(tmp_path / "coordinator"),
-    )
-    coordinator = Coordinator(config)
-    await coordinator.start()
-    yield f"127.0.0.1:{coordinator.port}", tmp_path
-    await coordinator.stop()
-
-
-def silo(federation: Federation, name: str) -> AgentConfig:
-    address, folder = federation
-    return AgentConfig(
-        coordinator=address,
-        credentials=folder / name,
-        state=folder / "state" / name,
-        tasks={"toy": "toy.py:Toy"},
-        data={"seed": NAMES.index(name)},
-        device="cpu",
-        threads=1,
-        folder=folder,
-    )
-
-
-@asynccontextmanager
-async def agents(*configs: AgentConfig) -> AsyncIterator[None]:
-    running = [Agent(config) for config in configs]
-    tasks = [asyncio.create_task(agent.run()) for agent in running]
-    try:
-        yield
-    finally:
-        for agent in running:
-            agent.stop()
-        await asyncio.gather(*tasks)
-
-
-def run_job(
-    federation: Federation, job: JobConfig, model: Model
-) -> tuple[str, list[dict[str, object]], Model]:
-    """Submits a job and waits for its end: (status, history, model)."""
-    address, folder = federation
-    save_model(folder / "initial.safetensors", model)
-    with OperatorClient(address, folder / "operator") as operator:
-        submitted = operator.submit(job, folder / "initial.safetensors")
-        for _ in operator.watch(submitted.id):
-            pass
-        detail = operator.job(submitted.id)
-        operator.get_artifact(detail.job.model.digest, detail.job.model.size, folder / "final.safetensors")
-    history = [json.loads(record) for record in detail.history]
-    return detail.job.status, history, open_model(folder / "final.safetensors")
+    async with federation_of(tmp_path, TASK) as started:
+        yield started
 
 
 async def test_training_processes_give_the_same_model_under_secure_aggregation(
@@ -203,3 +139,24 @@ async def test_a_silo_with_another_model_fails_and_the_round_goes_on(federation:
     assert "1.weight" in failure
     assert "install the version of the task" in failure
     assert str(folder) not in failure
+
+
+SLOW = TASK.replace("randn(48", "randn(48 if site.options['seed'] else 48 * 150").replace(
+    "(x[:32], y[:32]), (x[32:], y[32:])", "(x[:-16], y[:-16]), (x[-16:], y[-16:])"
+)
+
+
+async def test_a_slow_silo_holds_nobody_up_in_buffered_rounds(tmp_path: Path) -> None:
+    """Alder has 150 times the data: the others' updates make models while it trains."""
+    settings = {"learning_rate": 0.1, "epochs": 20, "batch_size": 8}
+    table = {"task": "toy", "rounds": 8, "round": {"mode": "buffered", "buffer": 2}, "algorithm": settings}
+    table["evaluation"] = {"every": 4}
+    job = JobConfig.model_validate(table)
+    async with federation_of(tmp_path, SLOW) as federation:
+        model = initial_model(job, load_task("toy.py", tmp_path))
+        async with agents(*(silo(federation, name) for name in NAMES)):
+            status, history, final = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    assert [record["contributors"] for record in history].count(["birch", "cedar"]) >= 4
+    assert not torch.equal(final.vector, model.vector)
+    assert history[-1]["evaluation"]["accuracy"][1] >= 16  # type: ignore[index]
