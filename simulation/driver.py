@@ -18,7 +18,7 @@ from torch import Tensor
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError, SiteFailure
 from roundtable.core.models import Model, model_digest
-from roundtable.engine import engine_for
+from roundtable.engine import GroupMeans, combine_groups, engine_for
 from roundtable.engine import messages as m
 from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.plan import Plan
@@ -281,6 +281,11 @@ class Driver:
 
     def _combine(self, step: m.Step, collected: Collected) -> Combined:
         model, seed = self.model.vector, self.world.job.seed
+        if isinstance(collected.secure, GroupMeans):
+            keep = self.world.job.aggregation.diagnosis
+            return combine_groups(
+                self.plan, collected.secure, model, self.server, round=step.round, seed=seed, diagnose=keep
+            )
         if collected.secure is not None:
             mean, charge = collected.secure.vector, collected.secure.account
             return combine_mean(self.plan, mean, model, self.server, round=step.round, charge=charge)

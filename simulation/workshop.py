@@ -9,6 +9,7 @@ from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix, UpdateMatrix
 from roundtable.core.encodings import get_encoding
+from roundtable.engine import GroupMeans
 from roundtable.engine.messages import Aggregate, Update
 from roundtable.privacy import SecureMean
 from roundtable.simulation.attacks import Attackers
@@ -26,7 +27,7 @@ class Collected:
     matrix: UpdateMatrix
     updates: Sequence[Update]
     weights: Mapping[str, float] | None = None
-    secure: SecureMean | None = None
+    secure: SecureMean | GroupMeans | None = None
 
 
 class Workshop:
