@@ -1,0 +1,87 @@
+"""A whole federation within a test: the real coordinator, and real agents with their training processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from roundtable.client.agent import Agent
+from roundtable.client.config import AgentConfig
+from roundtable.core import JobConfig, Model, open_model, save_model
+from roundtable.core.identity import create_ca, issue
+from roundtable.operator import OperatorClient
+from roundtable.server import Coordinator, ServerConfig
+
+NAMES = ("alder", "birch", "cedar")
+Federation = tuple[str, Path]
+
+
+@asynccontextmanager
+async def federation_of(folder: Path, task: str) -> AsyncIterator[Federation]:
+    """A coordinator's address, and a folder with credentials and the task as toy.py."""
+    create_ca(folder / "ca")
+    issue(folder / "ca", "coordinator", "coordinator", folder / "coordinator", hosts=("127.0.0.1",))
+    issue(folder / "ca", "operator", "operator", folder / "operator")
+    for name in NAMES:
+        issue(folder / "ca", name, "agent", folder / name)
+    (folder / "toy.py").write_text(task)
+    config = ServerConfig(
+        listen="127.0.0.1:0",
+        state=str(folder / "server"),
+        database=f"sqlite:///{folder / 'coordinator.db'}",
+        artifacts=str(folder / "artifacts"),
+        credentials=str(folder / "coordinator"),
+    )
+    coordinator = Coordinator(config)
+    await coordinator.start()
+    try:
+        yield f"127.0.0.1:{coordinator.port}", folder
+    finally:
+        await coordinator.stop()
+
+
+def silo(federation: Federation, name: str) -> AgentConfig:
+    """The silo's agent.toml; its number is in `data.seed`."""
+    address, folder = federation
+    return AgentConfig(
+        coordinator=address,
+        credentials=folder / name,
+        state=folder / "state" / name,
+        tasks={"toy": "toy.py:Toy"},
+        data={"seed": NAMES.index(name)},
+        device="cpu",
+        threads=1,
+        folder=folder,
+    )
+
+
+@asynccontextmanager
+async def agents(*configs: AgentConfig) -> AsyncIterator[None]:
+    """These agents while the block lasts."""
+    running = [Agent(config) for config in configs]
+    tasks = [asyncio.create_task(agent.run()) for agent in running]
+    try:
+        yield
+    finally:
+        for agent in running:
+            agent.stop()
+        await asyncio.gather(*tasks)
+
+
+def run_job(
+    federation: Federation, job: JobConfig, model: Model
+) -> tuple[str, list[dict[str, object]], Model]:
+    """Submits a job and waits for its end: (status, history, model)."""
+    address, folder = federation
+    save_model(folder / "initial.safetensors", model)
+    with OperatorClient(address, folder / "operator") as operator:
+        submitted = operator.submit(job, folder / "initial.safetensors")
+        for _ in operator.watch(submitted.id):
+            pass
+        detail = operator.job(submitted.id)
+        operator.get_artifact(detail.job.model.digest, detail.job.model.size, folder / "final.safetensors")
+    history = [json.loads(record) for record in detail.history]
+    return detail.job.status, history, open_model(folder / "final.safetensors")
