@@ -6,8 +6,8 @@ from roundtable.aggregation import AggregationConfig, find_rule
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.engine.selection import quorum
-from roundtable.privacy import DistributedDP, PrivacyConfig
-from roundtable.privacy.secagg import MINIMUM_COHORT, Least
+from roundtable.privacy import DistributedDP, PrivacyConfig, SecureRound
+from roundtable.privacy.secagg import MINIMUM_COHORT, Least, overrun
 
 FEWEST_GROUPS = 3
 """A rule over two means can outvote nobody."""
@@ -35,9 +35,10 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig, privacy: Privac
             'so that only their mean can be had; use rule = "mean" without pre, or give privacy.group_size '
             "to let the rule see the means of groups"
         )
-    if aggregation.weighting == "inverse_loss":
+    if aggregation.weighting not in ("examples", "uniform"):
         raise PrivacyError(
-            f'aggregation.weighting = "inverse_loss": {hidden} nor its loss; use "examples" or "uniform"'
+            f'aggregation.weighting = "{aggregation.weighting}": {hidden} nor its loss; use "examples" or '
+            '"uniform", by which each silo weighs its own'
         )
     if aggregation.validation != "exclude" or aggregation.max_norm is not None:
         raise PrivacyError(
@@ -80,6 +81,29 @@ def least_of_groups(job: JobConfig, cohort: int) -> Least:
     return Least(fewest_groups(job), max(quorum(job.cohort, cohort), fewest_updates(job, cohort)))
 
 
+def secure_summary(job: JobConfig, columns: int) -> str:
+    """What a job's secure aggregation promises, in words, with its failure probabilities; "" without it.
+
+    For `cohort.size` silos, or as many as are simulated where the job names no size.
+    """
+    privacy = PrivacyConfig.from_table(job.privacy)
+    if not privacy.secure_aggregation:
+        return ""
+    silos = job.cohort.size or job.simulation.clients
+    parameters = SecureRound.of(job, columns, silos, 1).parameters
+    text = parameters.summary()
+    if privacy.group_size is None:
+        return text
+    count, third = silos // privacy.group_size, silos // 3
+    chance = 2 ** overrun(silos, third, privacy.group_size, parameters.corrupt)
+    hostile = job.aggregation.parameters.get("f", (count - 1) // 2)
+    return (
+        f"{text}; {silos} silos make {count} groups, and the coordinator sees the sum of each: the rule "
+        f"withstands {hostile} hostile silos. Secrecy holds for certain against {parameters.corrupt} colluding "
+        f"silos; with {third} of {silos}, some group holds more than that with probability {chance:.2g}"
+    )
+
+
 def _fewest_shares(job: JobConfig) -> int:
     """The shares of noise that make up what is promised; fewer must not be unmasked."""
     privacy = PrivacyConfig.from_table(job.privacy)
@@ -94,7 +118,7 @@ def _check_groups(job: JobConfig, aggregation: AggregationConfig, size: int) -> 
             f'privacy.group_size = {size} with aggregation.rule = "mean": groups tell more than one sum, and '
             "a mean of them withstands nobody; choose a robust rule, or leave group_size out"
         )
-    if "pivot" in aggregation.parameters or find_rule(aggregation.rule).takes("history"):
+    if "pivot" in aggregation.parameters or aggregation.takes("history"):
         raise PrivacyError(
             f"aggregation.rule = {aggregation.rule!r} follows single silos, and what it would see are means "
             "of groups, which change from round to round; choose a rule that takes each round by itself"

@@ -29,6 +29,7 @@ def loading_lines(task: str, path: Path) -> list[str]:
 def summary_of(prepared: Prepared) -> dict[str, Any]:
     """What a sound job file amounts to, by name."""
     from roundtable.core.task import lacks
+    from roundtable.engine.secure import secure_summary
 
     job, layout = prepared.job, prepared.model.layout
     missing = lacks(prepared.task)
@@ -47,7 +48,7 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
         "tensors that do not travel": staying,
         "layout": layout.fingerprint,
         "digest": job.digest,
-    }
+    } | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.size)) else {})
 
 
 def print_detail(detail: JobDetail) -> None:

@@ -16,7 +16,13 @@ from roundtable.engine import (
     initial_server_state,
     make_plan,
 )
-from roundtable.engine.secure import fewest, fewest_groups, fewest_updates, least_of_groups
+from roundtable.engine.secure import (
+    fewest,
+    fewest_groups,
+    fewest_updates,
+    least_of_groups,
+    secure_summary,
+)
 from roundtable.privacy import SecureMean, compose
 from roundtable.privacy.secagg import Least
 
@@ -179,3 +185,16 @@ def test_noise_for_a_budget_is_solved_for_the_group() -> None:
     assert plan.shares is not None
     spent = compose([plan.shares.repeated(config.rounds)], 1e-3)
     assert 7.9 < spent <= 8.0
+
+
+def test_the_promise_is_put_in_words_with_its_probabilities() -> None:
+    text = secure_summary(job(), 50)
+    assert "groups of 3 silos, full graph, threshold 3" in text
+    assert "12 silos make 4 groups" in text
+    assert "withstands 1 hostile silos" in text
+    assert "with 4 of 12, some group holds more than that with probability" in text
+    many = parse_job(
+        'task = "t"\n[cohort]\nsize = 300\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\ndropout_tolerance = 0.1'
+    )
+    assert "privacy fails with probability 2^-4" in secure_summary(many, 50)
+    assert secure_summary(parse_job('task = "t"'), 50) == ""
