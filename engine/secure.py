@@ -99,8 +99,9 @@ def secure_summary(job: JobConfig, columns: int) -> str:
     hostile = job.aggregation.parameters.get("f", (count - 1) // 2)
     return (
         f"{text}; {silos} silos make {count} groups, and the coordinator sees the sum of each: the rule "
-        f"withstands {hostile} hostile silos. Secrecy holds for certain against {parameters.corrupt} colluding "
-        f"silos; with {third} of {silos}, some group holds more than that with probability {chance:.2g}"
+        f"withstands {hostile} hostile silos. Secrecy holds for certain against {parameters.corrupt} "
+        f"colluding silos; with {third} of {silos}, some group holds more than that with probability "
+        f"{chance:.2g}"
     )
 
 
@@ -118,7 +119,8 @@ def _check_groups(job: JobConfig, aggregation: AggregationConfig, size: int) -> 
             f'privacy.group_size = {size} with aggregation.rule = "mean": groups tell more than one sum, and '
             "a mean of them withstands nobody; choose a robust rule, or leave group_size out"
         )
-    if "pivot" in aggregation.parameters or aggregation.takes("history"):
+    follows = find_rule(aggregation.rule).takes("history") or aggregation.takes("root_update")
+    if "pivot" in aggregation.parameters or follows:
         raise PrivacyError(
             f"aggregation.rule = {aggregation.rule!r} follows single silos, and what it would see are means "
             "of groups, which change from round to round; choose a rule that takes each round by itself"

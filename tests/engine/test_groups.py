@@ -193,8 +193,7 @@ def test_the_promise_is_put_in_words_with_its_probabilities() -> None:
     assert "12 silos make 4 groups" in text
     assert "withstands 1 hostile silos" in text
     assert "with 4 of 12, some group holds more than that with probability" in text
-    many = parse_job(
-        'task = "t"\n[cohort]\nsize = 300\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\ndropout_tolerance = 0.1'
-    )
+    privacy = "[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\ndropout_tolerance = 0.1"
+    many = parse_job(f'task = "t"\n[cohort]\nsize = 300\n{privacy}')
     assert "privacy fails with probability 2^-4" in secure_summary(many, 50)
     assert secure_summary(parse_job('task = "t"'), 50) == ""
