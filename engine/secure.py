@@ -119,7 +119,8 @@ def _check_groups(job: JobConfig, aggregation: AggregationConfig, size: int) -> 
             f'privacy.group_size = {size} with aggregation.rule = "mean": groups tell more than one sum, and '
             "a mean of them withstands nobody; choose a robust rule, or leave group_size out"
         )
-    follows = find_rule(aggregation.rule).takes("history") or aggregation.takes("root_update")
+    rule = find_rule(aggregation.rule)
+    follows = rule.takes("history") or rule.takes("root_update")
     if "pivot" in aggregation.parameters or follows:
         raise PrivacyError(
             f"aggregation.rule = {aggregation.rule!r} follows single silos, and what it would see are means "
