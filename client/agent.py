@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 import time
@@ -29,6 +30,7 @@ _log = logging.getLogger("roundtable.agent")
 # coordinator that was killed in the middle of a handshake; said so often in a row it is true.
 _SLOW_SECONDS = 60.0
 _SURE_AFTER = 3
+_STANDBY_SECONDS = 2.0
 _GOODBYE_SECONDS = 1.0
 _CLOCK_TOLERANCE = 60.0
 _FINISH_SECONDS = 30.0
@@ -50,6 +52,8 @@ class Agent:
         self._coordinator = ""
         self._complaint = ""
         self._wrong = 0
+        self._addresses = itertools.cycle((config.coordinator, *config.standbys))
+        self._address = next(self._addresses)
 
     def stop(self, *, deliver: bool = False) -> None:
         """Ends `run` cleanly; finished updates stay in the spool for the next start.
@@ -106,7 +110,7 @@ class Agent:
     async def _serve(self, duties: Duties, link: Link, name: str, backoff: Backoff) -> None:
         config = self._config
         try:
-            async with open_channel(config.coordinator, config.credentials) as channel:
+            async with open_channel(self._address, config.credentials) as channel:
                 stub: agent_pb2_grpc.AgentsAsyncStub = agent_pb2_grpc.AgentsStub(channel)  # type: ignore[assignment]
                 session = Session(stub)
                 own = certificate_of(config.credentials)
@@ -120,7 +124,7 @@ class Agent:
                 finally:
                     link.detach()
         except grpc.aio.AioRpcError as error:
-            raise await explain(error, config.coordinator, config.credentials) from error
+            raise await explain(error, self._address, config.credentials) from error
 
     def _after(self, session: asyncio.Task[None], backoff: Backoff) -> float:
         """How long to wait before the next attempt; raises what no attempt can heal."""
@@ -131,11 +135,15 @@ class Agent:
             self._complaint = str(error)
             _log.warning("not connected: %s; trying again", error)
         self._wrong = self._wrong + 1 if isinstance(error, (IdentityError, ProtocolError)) else 0
-        return _SLOW_SECONDS if self._wrong >= _SURE_AFTER else backoff.next()
+        if self._wrong >= _SURE_AFTER:
+            return _SLOW_SECONDS
+        self._address = next(self._addresses)
+        # One of several is active, or will be within seconds.
+        return min(backoff.next(), _STANDBY_SECONDS) if self._config.standbys else backoff.next()
 
     def _connected(self, welcome: agent_pb2.Welcome, name: str) -> None:
         again = " again" if self._coordinator else ""
-        _log.info("connected%s to %s as %s", again, self._config.coordinator, name)
+        _log.info("connected%s to %s as %s", again, self._address, name)
         if self._coordinator not in ("", welcome.coordinator):
             _log.warning("this is another coordinator than before: its database was replaced")
         offset = welcome.clock - time.time()

@@ -61,6 +61,9 @@ class AgentTable(Table):
     """A whole agent.toml."""
 
     coordinator: str = Field(description="host:port of the coordinator")
+    standbys: list[str] = Field(
+        default_factory=list, description="host:port of coordinators that take its place when it fails"
+    )
     credentials: str = Field("credentials", description="folder with ca.crt, node.crt and node.key")
     state: str = Field("state", description="folder for models, finished updates and local state")
     tasks: dict[str, str] = Field(
@@ -73,11 +76,12 @@ class AgentTable(Table):
     limits: LimitsTable = Field(default_factory=LimitsTable)
     policy: PolicyTable = Field(default_factory=PolicyTable)
 
-    @field_validator("coordinator")
+    @field_validator("coordinator", "standbys")
     @classmethod
-    def _address(cls, value: str) -> str:
+    def _address(cls, value: str | list[str]) -> str | list[str]:
         try:
-            split_address(value)
+            for address in [value] if isinstance(value, str) else value:
+                split_address(address)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return value
@@ -98,6 +102,7 @@ class AgentConfig:
     cached_models: int = 3
     policy: PolicyTable = field(default_factory=PolicyTable)
     folder: Path = field(default_factory=Path.cwd)
+    standbys: tuple[str, ...] = ()
 
     def reference_of(self, task: str) -> str | None:
         """The silo's own code for a job's task; None if the silo does not offer it.
@@ -132,6 +137,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         cached_models=table.limits.cached_models,
         policy=table.policy,
         folder=folder,
+        standbys=tuple(table.standbys),
     )
 
 

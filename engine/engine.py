@@ -219,8 +219,8 @@ class RoundEngine:
         if attempt.phase == m.SELECT and kind == "wait":
             attempt.settled = True
             self._phases.try_select(now)
-        elif attempt.phase == m.TRAIN and kind == "grace":
-            self._phases.end_training_if_only_offline(now)
+        elif attempt.phase in (m.TRAIN, m.EVALUATE) and kind == "grace":
+            self._phases.go_on_without_those_offline(now)
         elif attempt.phase in (m.TRAIN, m.EVALUATE) and kind == "deadline":
             self._phases.deadline_of_phase(attempt, now)
 

@@ -107,6 +107,11 @@ class Phases:
             self._check_training(attempt, now)
         elif attempt.phase == m.EVALUATE and not attempt.awaited:
             self.commit(now)
+        elif attempt.phase == m.EVALUATE and not self._awaits_somebody_online(attempt):
+            self._context.out.append(m.SetTimer(self._context.timer("grace"), now + self._job.cohort.grace))
+
+    def _awaits_somebody_online(self, attempt: Attempt) -> bool:
+        return any(map(self._population.is_online, attempt.awaited))
 
     def _check_training(self, attempt: Attempt, now: float) -> None:
         arrived, awaited = len(attempt.updates), attempt.awaited
@@ -114,15 +119,17 @@ class Phases:
             self._end_training("the round has the updates that it needs", now)
         elif arrived + len(awaited) < attempt.minimum:
             self.fail_attempt(self._quorum_missed(attempt), now)
-        elif arrived >= attempt.minimum and not any(map(self._population.is_online, awaited)):
+        elif arrived >= attempt.minimum and not self._awaits_somebody_online(attempt):
             self._context.out.append(m.SetTimer(self._context.timer("grace"), now + self._job.cohort.grace))
 
-    def end_training_if_only_offline(self, now: float) -> None:
-        """The grace time is over: with a quorum, those that are offline are given up."""
+    def go_on_without_those_offline(self, now: float) -> None:
+        """The grace time is over: those that are offline are given up, in training if there is a quorum."""
         attempt = self._context.attempt()
-        if len(attempt.updates) >= attempt.minimum and not any(
-            map(self._population.is_online, attempt.awaited)
-        ):
+        if self._awaits_somebody_online(attempt):
+            return
+        if attempt.phase == m.EVALUATE:
+            self.commit(now)
+        elif len(attempt.updates) >= attempt.minimum:
             self._give_up_on_awaited("still offline after the grace time", now)
             self._end_training("the round goes on without those that are offline", now)
 
@@ -166,11 +173,13 @@ class Phases:
         return every > 0 and (number % every == 0 or number == self._job.rounds)
 
     def begin_evaluation(self, now: float) -> None:
-        """Asks those who are there for the new model's metrics."""
+        """Asks those who are there for the new model's metrics, and those who have just delivered: after a
+        restart nobody is there yet, and they are on their way back."""
         attempt = self._context.attempt()
         pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.online()
-        idle = (name for name in pool if name not in self._state.at_work)
-        attempt.awaited = {name: None for name in idle if self._population.is_online(name)}
+        there = (name for name in pool if self._population.is_online(name))
+        idle = (name for name in (*there, *sorted(attempt.updates)) if name not in self._state.at_work)
+        attempt.awaited = dict.fromkeys(idle)
         attempt.phase = m.EVALUATE
         attempt.deadline = now + self._job.evaluation.deadline
         self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))

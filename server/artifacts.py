@@ -207,11 +207,24 @@ class LocalArtifacts:
                 f"the artifact folder {self.folder} cannot be used: {error.strerror}; it must be writable "
                 "by the user who runs the coordinator"
             ) from error
-        if found != identity:
-            raise StorageError(
-                f"the artifact folder {self.folder} belongs to coordinator {found[:12]}, the database to "
-                f"{identity[:12]}: use the database and the folder that belong together"
-            )
+        _compare(self.folder, found, identity)
+
+
+def check_owner(folder: Path, identity: str) -> None:
+    """StorageError where the folder belongs to another database than that one (empty: a new one)."""
+    try:
+        found = (folder / "coordinator").read_text(encoding="ascii")
+    except OSError:
+        return
+    _compare(folder, found, identity)
+
+
+def _compare(folder: Path, found: str, identity: str) -> None:
+    if found != identity:
+        raise StorageError(
+            f"the artifact folder {folder} belongs to coordinator {found[:12]}, the database to "
+            f"{identity[:12] or 'none yet'}: use the database and the folder that belong together"
+        )
 
 
 def _partial_name(owner: str, digest: str) -> str:

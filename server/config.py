@@ -31,6 +31,15 @@ class ServerConfig(Table):
     heartbeat: Seconds = Field(
         10.0, gt=0, le=600, description="between an agent's signs of life; three missing ones end its session"
     )
+    announce: str = Field(
+        "", description="host:port under which others reach this coordinator; default: what it listens on"
+    )
+    lease: Seconds = Field(
+        6.0,
+        ge=1,
+        le=600,
+        description="PostgreSQL: a coordinator that is silent for so long is replaced by one that stands by",
+    )
     max_artifact_bytes: int = Field(1 << 40, ge=1, description="largest model that operators may store")
     keep_models: int = Field(
         5, ge=1, description="models kept of each job: the newest so many, and always the initial one"

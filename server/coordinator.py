@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -29,6 +27,7 @@ from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.config import ServerConfig
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
+from roundtable.server.leadership import Leadership
 from roundtable.server.operators import OperatorService
 from roundtable.server.retention import Retention
 from roundtable.server.sessions import Sessions
@@ -41,6 +40,8 @@ log = logging.getLogger("roundtable.server")
 
 TRANSFER_THREADS = 4
 STOP_SECONDS = 2.0
+SWEEP_SECONDS = 3600.0
+RETURN_SECONDS = 2.0
 
 
 class Coordinator:
@@ -51,23 +52,25 @@ class Coordinator:
         self.port = 0
         self.jobs: Jobs
         self._database: Database
-        self._lock = -1
+        self.deposed = asyncio.Event()
+        self._leadership: Leadership | None = None
         self._server: grpc.aio.Server | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="transfer")
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="aggregate")
 
     async def start(self) -> None:
-        """Opens everything and takes up the jobs that were running.
+        """Opens everything and takes up the jobs that were running; waits while another is active.
 
         Raises IdentityError, ResourceError, StorageError or ConfigError, before anything is changed,
         for what is missing or wrong.
         """
         credentials = _coordinator_credentials(Path(self.config.credentials))
         _check_port(self.config.listen)
-        self._lock = _lock(Path(self.config.artifacts))
+        self._leadership = Leadership(self.config, credentials)
         try:
+            self._database = await self._leadership.taken()
             await self._open(credentials)
         except BaseException:
             await self.stop()
@@ -76,8 +79,8 @@ class Coordinator:
 
     async def stop(self) -> None:
         """Ends streams, drivers and threads, in this order."""
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None:
             self._sessions.end_all()
             self.jobs.say_stopping()
@@ -87,15 +90,11 @@ class Coordinator:
             self._server = None
         self._transfer.shutdown(wait=True)
         self._compute.shutdown(wait=True, cancel_futures=True)
-        if hasattr(self, "_database"):
-            await asyncio.to_thread(self._database.close)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._leadership is not None:
+            await self._leadership.left()
 
     async def _open(self, credentials: Credentials) -> None:
         config = self.config
-        self._database = await asyncio.to_thread(Database.open, config.database)
         artifacts = LocalArtifacts(Path(config.artifacts), self._database.identity)
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
         services = Services(
@@ -111,9 +110,24 @@ class Coordinator:
         self._server = self._serve(services, credentials)
         await self.jobs.start()
         await self._server.start()
-        self._watch = asyncio.get_running_loop().create_task(self._sessions.watch())
+        loop = asyncio.get_running_loop()
+        work = (self._sessions.watch(), self._stay(), self._keep_house(services.retention))
+        self._tasks = [loop.create_task(part) for part in work]
+
+    async def _stay(self) -> None:
+        """Sets `deposed` once another coordinator may have taken over: then this one must stop."""
+        assert self._leadership is not None
+        reason = await self._leadership.kept()
+        log.error("this coordinator stands down: %s", reason)
+        self.deposed.set()
+
+    async def _keep_house(self, retention: Retention) -> None:
+        while True:
+            await retention.sweep(self.clock())
+            await asyncio.sleep(SWEEP_SECONDS)
 
     def _serve(self, services: Services, credentials: Credentials) -> grpc.aio.Server:
+        assert self._leadership is not None
         server = grpc.aio.server(interceptors=[Access()], options=SERVER_OPTIONS)
         uploads = Uploads(self.jobs, services, self._transfer)
         release = _version()
@@ -127,9 +141,9 @@ class Coordinator:
             [(credentials.key, credentials.certificate)], credentials.ca, require_client_auth=True
         )
         try:
-            self.port = server.add_secure_port(self.config.listen, secure)
+            self.port = server.add_secure_port(self._leadership.listen, secure)
         except RuntimeError as error:
-            raise _port_taken(self.config.listen, str(error)) from error
+            raise _port_taken(self._leadership.listen, str(error)) from error
         return server
 
     def _joined(self, client: ClientRow) -> None:
@@ -166,13 +180,38 @@ async def _until_signal(config: ServerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
+    stopping = loop.create_task(stopped.wait())
+    begun = False
+    while not stopped.is_set():
+        try:
+            begun = await _one_term(config, stopping) or begun
+        except StorageError as error:
+            # Once it has run, a coordinator waits for its database however long that is away.
+            if not begun:
+                raise
+            log.error("not active: %s; trying again", error)
+            await asyncio.wait([stopping], timeout=RETURN_SECONDS)
+
+
+async def _one_term(config: ServerConfig, stopping: asyncio.Task[bool]) -> bool:
+    """From standing by, over being active, to the signal to stop or another coordinator's turn."""
     coordinator = Coordinator(config)
-    await coordinator.start()
+    starting = asyncio.get_running_loop().create_task(coordinator.start())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait([starting])
+        return False
+    starting.result()
     host = config.listen.rpartition(":")[0]
     print(f"coordinator is listening on {host}:{coordinator.port}; Ctrl-C stops it", flush=True)
-    await stopped.wait()
-    log.info("stopping; every job goes on when the coordinator is started again")
+    deposed = asyncio.get_running_loop().create_task(coordinator.deposed.wait())
+    await asyncio.wait([deposed, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done():
+        log.info("stopping; every job goes on when the coordinator is started again")
+    deposed.cancel()
     await coordinator.stop()
+    return True
 
 
 def _coordinator_credentials(folder: Path) -> Credentials:
@@ -203,28 +242,6 @@ def _port_taken(listen: str, reason: str) -> ResourceError:
         f"cannot listen on {listen}: {reason}; does another coordinator run here? "
         "Choose another address with --listen host:port"
     )
-
-
-def _lock(folder: Path) -> int:
-    """Holds the artifact folder: two coordinators on the same files would delete each other's."""
-    path = folder / "lock"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise ResourceError(
-            f"the artifact folder {folder} cannot be used: {error.strerror}; it must be writable "
-            "by the user who runs the coordinator"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ResourceError(
-            f"the artifact folder {folder} is in use by another coordinator; stop that one first, "
-            "or give this one a state folder of its own"
-        ) from None
-    return descriptor
 
 
 def _version() -> str:

@@ -30,6 +30,7 @@ from roundtable.server.retention import Retention
 from roundtable.server.secure import SecureRounds
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ArtifactRow, Database, LedgerRow, UpdateRow
+from roundtable.server.store.database import LeaseLost
 
 log = logging.getLogger("roundtable.server.effects")
 
@@ -264,6 +265,8 @@ class Effects:
         while True:
             try:
                 return await work(self._account)
+            except LeaseLost:
+                raise
             except StorageError as error:
                 log.error("the privacy ledger: %s; trying again", error, extra={"job": self._job})
                 await asyncio.sleep(LEDGER_PAUSE)

@@ -28,6 +28,7 @@ from roundtable.server.secure import SecureRounds
 from roundtable.server.store import ArtifactRow, ClientRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.clients import all_clients
+from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import Total, totals
 
 log = logging.getLogger("roundtable.server.jobs")
@@ -146,7 +147,7 @@ class Jobs:
 
     def may_read(self, client: str, digest: str) -> bool:
         """Whether an instruction in force names this artifact to this agent."""
-        return any(runner.effects.may_read(client, digest) for runner in self._runners.values())
+        return any(runner.may_read(client, digest) for runner in self._runners.values())
 
     def _newest(self, row: JobRow) -> JobRow:
         runner = self._runners.get(row.id)
@@ -247,6 +248,9 @@ class Jobs:
             return
         if (error := task.exception()) is None:
             self._tell_agents(runner)
+        elif isinstance(error, LeaseLost):
+            log.error("job %s is another coordinator's now", job, extra={"job": job})
+            runner.effects.stop()
         else:
             log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
             runner.effects.stop()

@@ -23,6 +23,7 @@ from roundtable.engine import EngineView, RoundEngine, record_to_plain
 from roundtable.engine import messages as m
 from roundtable.server.effects import Effects, Services
 from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
+from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.jobs import apply
 
 log = logging.getLogger("roundtable.server.runner")
@@ -107,6 +108,17 @@ class JobRunner:
     def refusal(self, client: str, step: m.Step) -> str:
         """Why an update is stale."""
         return self._engine.refusal(client, step)
+
+    def may_read(self, client: str, digest: str) -> bool:
+        """Whether the agent was asked to work with this artifact, or is about to be, after a restart."""
+        attempt, given = self._engine.state.attempt, self._engine.state.at_work.get(client)
+        if given is not None and given.model == digest:
+            return True
+        if attempt is not None and client in attempt.awaited:
+            asked = attempt.aggregated.model if attempt.aggregated else self._engine.state.model
+            if digest == asked:
+                return True
+        return self.effects.may_read(client, digest)
 
     def view(self) -> EngineView:
         """Where the job stands; a database that is away shows as what the job waits for."""
@@ -240,6 +252,8 @@ class JobRunner:
         while True:
             try:
                 await self._services.database.write(write)
+            except LeaseLost:
+                raise
             except StorageError as error:
                 self._trouble = f"the job's state cannot be stored: {error}; trying again"
                 log.error("%s: %s", self.row.name, self._trouble, extra={"job": self.row.id})

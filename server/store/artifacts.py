@@ -96,8 +96,6 @@ def _needed(connection: Connection, digest: str, keep: Keep) -> bool:
     recent = rounds.round > jobs.rounds_done - keep.newest
     wanted = sa.or_(recent, rounds.round % keep.every == 0) if keep.every else recent
     kept = (
-        sa.select(rounds.job)
-        .join(tables.jobs, jobs.id == rounds.job)
-        .where(rounds.model == digest, wanted)
+        sa.select(rounds.job).join(tables.jobs, jobs.id == rounds.job).where(rounds.model == digest, wanted)
     )
     return any(connection.execute(query.limit(1)).first() for query in (current, kept))

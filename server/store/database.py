@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,21 +21,31 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.server.store import tables
-from roundtable.server.store.migrate import upgrade
+from roundtable.server.store.migrate import is_current, upgrade
 
 Result = TypeVar("Result")
 BUSY_SECONDS = 10
+UPGRADE_LOCK = 7443
+
+
+class LeaseLost(StorageError):
+    """Another coordinator has taken over: what this one wants to write is refused, now and later."""
 
 
 class Database:
     """An opened database whose tables are up to date.
 
-    `write` and `read` run a function on a connection, in a transaction, in another thread.
+    `write` and `read` run a function on a connection, in a transaction, in another thread. `fence`, if
+    there is one, comes first in every transaction that writes, and raises where it must not.
     """
 
     def __init__(self, url: URL, writer: Engine, reader: Engine) -> None:
         self.url = url.render_as_string(hide_password=True)
+        self.address = url.render_as_string(hide_password=False)
+        self.embedded = url.get_backend_name() == "sqlite"
+        self.file = Path(str(url.database))
         self.identity = ""
+        self.fence: Callable[[Connection], None] | None = None
         self._writer, self._reader = writer, reader
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="database")
         self._read_threads = ThreadPoolExecutor(2, thread_name_prefix="database-read")
@@ -46,25 +57,56 @@ class Database:
         Raises ConfigError for an address that is none, StorageError where the database cannot be
         reached or written, or was made by a newer version.
         """
-        url = _parse(address)
-        writer, reader = _engine(url, "BEGIN IMMEDIATE"), _engine(url, "BEGIN")
-        database = cls(url, writer, reader)
+        database = cls.connect(address)
         try:
-            with writer.begin() as connection:
-                upgrade(connection, database.url)
-                database.identity = _identity(connection)
-        except SQLAlchemyError as error:
-            database.close()
-            raise explain(error, database.url) from error
+            database.prepare()
         except StorageError:
             database.close()
             raise
         return database
 
+    @classmethod
+    def connect(cls, address: str, stalled_seconds: float = 0.0) -> Database:
+        """Without touching the tables. PostgreSQL ends a transaction in which we stand still for
+        `stalled_seconds` (0: never)."""
+        url = _parse(address)
+        options = {"idle_in_transaction_session_timeout": round(1000 * stalled_seconds)}
+        return cls(url, _engine(url, "BEGIN IMMEDIATE", options), _engine(url, "BEGIN", options))
+
+    def prepare(self) -> None:
+        """Applies migrations. StorageError where the database cannot be written or is a newer version's."""
+        with self.transaction() as connection:
+            if not self.embedded:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(UPGRADE_LOCK)))
+            upgrade(connection, self.url)
+            self.identity = _identity(connection)
+
+    def look(self) -> tuple[str, bool]:
+        """(identity, whether there is a lease) as they are, empty and False in a new database.
+
+        Changes nothing. StorageError where it cannot be read or a newer version has written it.
+        """
+        with self.transaction() as connection:
+            is_current(connection, self.url)
+            inspector = sa.inspect(connection)
+            if not inspector.has_table("coordinator"):
+                return "", False
+            found = connection.execute(sa.select(tables.coordinator.c.identity)).scalar_one_or_none()
+            return str(found or ""), inspector.has_table("lease")
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """A transaction in this thread, beside those of `write`; it passes no fence."""
+        try:
+            with self._writer.begin() as connection:
+                yield connection
+        except SQLAlchemyError as error:
+            raise explain(error, self.url) from error
+
     async def write(self, work: Callable[[Connection], Result]) -> Result:
         """Runs `work` in one transaction on the writer's thread; committed when this returns."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._write_thread, self._run, self._writer, work
+            self._write_thread, self._run, self._writer, work, True
         )
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
@@ -80,9 +122,11 @@ class Database:
         self._writer.dispose()
         self._reader.dispose()
 
-    def _run(self, engine: Engine, work: Callable[[Connection], Result]) -> Result:
+    def _run(self, engine: Engine, work: Callable[[Connection], Result], writes: bool = False) -> Result:
         try:
             with engine.begin() as connection:
+                if writes and self.fence is not None:
+                    self.fence(connection)
                 return work(connection)
         except SQLAlchemyError as error:
             raise explain(error, self.url) from error
@@ -124,10 +168,12 @@ def _parse(address: str) -> URL:
     return url
 
 
-def _engine(url: URL, begin: str) -> Engine:
+def _engine(url: URL, begin: str, options: Mapping[str, int]) -> Engine:
     try:
         if url.get_backend_name() != "sqlite":
-            return sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS})
+            settings = " ".join(f"-c {name}={value}" for name, value in options.items())
+            arguments = {"connect_timeout": BUSY_SECONDS, "options": settings}
+            return sa.create_engine(url, pool_pre_ping=True, connect_args=arguments)
         _make_folder(Path(str(url.database)).parent)
         engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
     except (NoSuchModuleError, ImportError) as error:

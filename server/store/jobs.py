@@ -10,9 +10,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from roundtable.core.errors import ConfigError, StorageError
+from roundtable.core.errors import ConfigError
 from roundtable.server.store import tables
 from roundtable.server.store.artifacts import note_artifact
+from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import add, settle
 from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRow, UpdateRow, to_json
 
@@ -53,7 +54,7 @@ def insert_job(connection: Connection, job: JobRow, artifact: ArtifactRow, event
 def apply(connection: Connection, step: Transition) -> None:
     """Writes the whole transition, from the job's version before it to `version`; once, however often called.
 
-    StorageError if somebody else has taken the job further in the meantime.
+    LeaseLost if somebody else has taken the job further in the meantime.
     """
     values: dict[str, Any] = {
         "snapshot": to_json(step.snapshot),
@@ -87,7 +88,7 @@ def _check_already_made(connection: Connection, step: Transition) -> None:
     query = sa.select(table.version, table.writer).where(table.id == step.job)
     found = connection.execute(query).first()
     if found is None or (found.version, found.writer) != (step.version, step.writer):
-        raise StorageError(
+        raise LeaseLost(
             f"job {step.job} was taken further by another coordinator; this one must not go on with it"
         )
 

@@ -21,14 +21,19 @@ def alembic_config(connection: Connection) -> Config:
 
 def upgrade(connection: Connection, url: str) -> None:
     """Applies what is missing; StorageError, before anything is written, for a newer database."""
-    config = alembic_config(connection)
-    scripts = ScriptDirectory.from_config(config)
+    if not is_current(connection, url):
+        command.upgrade(alembic_config(connection), "head")
+
+
+def is_current(connection: Connection, url: str) -> bool:
+    """Whether nothing is missing. StorageError for a database that a newer version has written."""
+    scripts = ScriptDirectory.from_config(alembic_config(connection))
     current = MigrationContext.configure(connection).get_current_revision()
     if current == scripts.get_current_head():
-        return
+        return True
     if current is not None and current not in {script.revision for script in scripts.walk_revisions()}:
         raise StorageError(
             f"database {url} was written by a newer version of Roundtable (its tables are at {current}, "
             f"this version knows {scripts.get_current_head()}): run that version, or restore an older backup"
         )
-    command.upgrade(config, "head")
+    return False

@@ -44,6 +44,17 @@ coordinator = Table(
     Column("created", Double, nullable=False),
 )
 
+lease = Table(
+    "lease",
+    metadata,
+    # One row: which coordinator may write. `token` grows with each holder, `expires` is the database's time.
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("holder", String(32), nullable=False),
+    Column("address", String(200), nullable=False),
+    Column("token", BigInteger, nullable=False),
+    Column("expires", Double, nullable=False),
+)
+
 clients = Table(
     "clients",
     metadata,

@@ -312,7 +312,7 @@ def test_a_clock_set_back_during_a_restart_puts_no_deadline_off() -> None:
 
 
 def test_a_restart_with_a_quorum_waits_for_those_offline_no_longer_than_the_grace() -> None:
-    driver = Driver(job("[cohort]\nsize = 3\nminimum = 2\ngrace = 30"))
+    driver = Driver(job("[cohort]\nsize = 3\nminimum = 2\ngrace = 30\n[evaluation]\nevery = 0"))
     driver.join("a", "b", "c")
     driver.send(m.Start())
     driver.update("a")
@@ -324,6 +324,25 @@ def test_a_restart_with_a_quorum_waits_for_those_offline_no_longer_than_the_grac
     driver._perform(driver.engine.outstanding(driver.now))
     driver.advance(30)
     assert driver.records[0].contributors == ("a", "b")
+
+
+def test_after_a_restart_those_who_delivered_are_awaited_for_the_evaluation() -> None:
+    driver = Driver(job("[cohort]\nsize = 3"))
+    driver.join("a", "b", "c")
+    driver.send(m.Start())
+    driver.automatic = False
+    for name in "abc":
+        driver.update(name)
+    snapshot, waiting = driver.engine.snapshot(), driver.pending
+    driver.engine = RoundEngine.restore(driver.job, snapshot, [])
+    driver.pending, driver.automatic = waiting, True
+    driver.finish_pending()
+    assert driver.records == [], "nobody is online, and all are on their way back"
+    driver.join("a", "b")
+    driver.evaluate("a")
+    driver.evaluate("b")
+    driver.advance(driver.job.cohort.grace)
+    assert sorted(driver.records[0].client_metrics) == ["a", "b"]
 
 
 def test_failures_carry_site_round_and_phase() -> None:

@@ -51,6 +51,7 @@ def main() -> None:
         device="cpu",
         threads=1,
         folder=Path(values["folder"]),
+        standbys=tuple(values.get("standbys", ())),
     )
     asyncio.run(Agent(config, InlineTrainer(config, values["name"])).run())
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,10 @@ class Federation:
         file = self.folder / f"{name}.toml"
         file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
         command = [sys.executable, "-c", _COORDINATOR, str(file)]
-        process = self._start(name, command, fault, subprocess.PIPE)
-        assert process.stdout is not None
-        said = process.stdout.readline().decode()
-        assert "coordinator is" in said, f"{said!r}\n{self.log(name)[-3000:]}"
+        said = self.said(name).count("coordinator is")
+        process = self._start(name, command, fault)
+        self.until(lambda: process.poll() is not None or self.said(name).count("coordinator is") > said)
+        assert process.poll() is None, self.log(name)[-3000:]
         return process
 
     def agent(self, name: str, fault: str = "", **changes: Any) -> subprocess.Popen[bytes]:
@@ -169,19 +170,28 @@ class Federation:
 
     def log(self, name: str) -> str:
         """What a process wrote to its log, over all its lives."""
-        return (self.folder / f"{name}.log").read_text(errors="replace")
+        return self._read(f"{name}.log")
 
-    def _start(
-        self, name: str, command: list[str], fault: str, stdout: int | None = None
-    ) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout or log,
-                stderr=log,
-                env=environment(fault),
-            )
+    def said(self, name: str) -> str:
+        """What a process printed, over all its lives."""
+        return self._read(f"{name}.out")
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Looks now and then until the condition holds."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, "waited in vain"
+            time.sleep(0.05)
+
+    def _read(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _start(self, name: str, command: list[str], fault: str) -> subprocess.Popen[bytes]:
+        out, log = self.folder / f"{name}.out", self.folder / f"{name}.log"
+        with out.open("ab") as stdout, log.open("ab") as stderr:
+            settings = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+            process = subprocess.Popen(command, env=environment(fault), **settings)  # type: ignore[call-overload]
         older = self.processes.get(name)
         assert older is None or older.poll() is not None, f"{name} runs already"
         self.processes[name] = process

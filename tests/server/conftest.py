@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
-import socket
-import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from blake3 import blake3
+from postgresql import PostgreSQL
 from service import AGENTS, Operator, model_bytes, running
 
 from roundtable.core import Layout, Model
@@ -38,50 +32,11 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgresql() -> Iterator[str]:
-    """The address of a PostgreSQL server of our own; skipped where its programs are absent."""
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    if not programs:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    user = _ordinary_user()
-    # pytest's own folders are closed to other users, and the server may have to be another one.
-    folder = Path(tempfile.mkdtemp(prefix="roundtable-postgresql-"))
-    if user is not None:
-        shutil.chown(folder, user)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    data = folder / "data"
-    options = f"-c listen_addresses=127.0.0.1 -p {port} -k {folder}"
-    control = [str(programs[-1] / "pg_ctl"), "-D", str(data), "-l", str(folder / "log"), "-w"]
-    _run([str(programs[-1] / "initdb"), "-D", str(data), "-U", "roundtable", "-A", "trust"], user)
-    _run([*control, "-o", options, "start"], user)
-    yield f"postgresql://roundtable@127.0.0.1:{port}/postgres"
-    _run([*control, "-m", "immediate", "stop"], user)
-    shutil.rmtree(folder)
-
-
-def _ordinary_user() -> str | None:
-    """PostgreSQL refuses to run as root; the user to run it as then."""
-    if os.getuid() != 0:
-        return None
-    names = {entry.pw_name for entry in pwd.getpwall()}
-    found = next((name for name in ("postgres", "nobody") if name in names), None)
-    if found is None:
-        pytest.skip("PostgreSQL refuses to run as root, and there is no other user")
-    return found
-
-
-def _run(command: list[str], user: str | None) -> None:
-    done = subprocess.run(
-        command,
-        user=user,
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    assert done.returncode == 0, done.stderr.decode()
+def postgresql() -> Iterator[PostgreSQL]:
+    """A PostgreSQL server of our own; skipped where its programs are absent."""
+    server = PostgreSQL()
+    yield server
+    server.remove()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -89,16 +44,8 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The address of an empty database, of each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'coordinator.db'}"
-    return _fresh(request.getfixturevalue("postgresql"), tmp_path)
-
-
-def _fresh(server: str, tmp_path: Path) -> str:
-    import psycopg
-
-    name = f"t{blake3(str(tmp_path).encode()).hexdigest()[:16]}"
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    return server.rsplit("/", 1)[0] + f"/{name}"
+    server: PostgreSQL = request.getfixturevalue("postgresql")
+    return server.fresh()
 
 
 @pytest.fixture
