@@ -47,7 +47,8 @@ def join(
     settings = _settings(config)
     if task is not None:
         settings = replace(settings, tasks={task: "script"})
-    trainer = ScriptTrainer(settings.state / "jobs", evaluate)
+    policy = settings.policy
+    trainer = ScriptTrainer(settings.state / "jobs", evaluate, policy.epsilon, policy.delta)
     with _Background(settings, trainer):
         while (current := trainer.rounds.get()) is not None:
             if current.wanted:

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from roundtable.client.batches import NoExamples, as_tensors, count_examples
-from roundtable.client.silo_account import Payment
+from roundtable.client.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
 from roundtable.privacy import (
+    Charge,
     PrivacyConfig,
-    SecureNoise,
     accountant_for,
     local_gaussian,
     local_gaussian_charge,
     noise_for,
 )
-from roundtable.privacy.example_level import make_private
+from roundtable.privacy.example_level import make_private, step_charge
 
 
 def fit_privately(
@@ -36,7 +36,7 @@ def fit_privately(
     job: JobConfig,
     correct: Callable[[], None] | None,
     device: torch.device,
-    pay: Payment,
+    protection: Protection,
 ) -> int:
     """One round of DP-SGD, paid for before its first step; gives the number of steps.
 
@@ -44,23 +44,41 @@ def fit_privately(
     Raises PrivacyError for a model, a loss or data that cannot be made private, BudgetExceeded for
     what the silo's account does not hold.
     """
-    privacy = PrivacyConfig.from_table(job.privacy)
     examples = count_examples(data)
     if examples is None:
         raise PrivacyError("a data set that can only be iterated cannot be sampled; return a map-style one")
     if examples == 0:
         raise NoExamples("the training data set is empty: there are zero examples to learn from")
-    batch = privacy.batch_size or job.algorithm.batch_size
-    steps = privacy.local_steps or job.algorithm.steps or job.algorithm.epochs * math.ceil(examples / batch)
-    config = replace(privacy, batch_size=batch)
-    total = steps * job.rounds
+    config, steps = _steps(job, examples)
     with make_private(
-        module, optimizer, task.loss, _fetch(data, device), examples, config, total_steps=total
+        module,
+        optimizer,
+        task.loss,
+        _fetch(data, device),
+        examples,
+        config,
+        total_steps=steps * job.rounds,
+        mode=protection.mode,
+        sources=protection.sources,
     ) as training:
-        pay(privacy, training.charge(steps))
+        protection.mode = training.mode
+        protection.pay(config, training.charge(steps))
         for indices in training.batches(steps):
             training.step(indices, correct)
     return steps
+
+
+def example_charge(job: JobConfig, examples: int) -> Charge:
+    """What a round costs a silo with so many examples. PrivacyError for too few of them."""
+    config, steps = _steps(job, examples)
+    return step_charge(config, examples, steps * job.rounds).repeated(steps)
+
+
+def _steps(job: JobConfig, examples: int) -> tuple[PrivacyConfig, int]:
+    privacy = PrivacyConfig.from_table(job.privacy)
+    batch = privacy.batch_size or job.algorithm.batch_size
+    steps = privacy.local_steps or job.algorithm.steps or job.algorithm.epochs * math.ceil(examples / batch)
+    return replace(privacy, batch_size=batch), steps
 
 
 def only_parameters(delta: Tensor, module: nn.Module, layout: Layout) -> None:
@@ -71,14 +89,14 @@ def only_parameters(delta: Tensor, module: nn.Module, layout: Layout) -> None:
             delta[spec.offset : spec.offset + spec.size] = 0.0
 
 
-def add_own_noise(delta: Tensor, job: JobConfig, pay: Payment) -> Tensor:
+def add_own_noise(delta: Tensor, job: JobConfig, protection: Protection) -> Tensor:
     """The update clipped, with the silo's own noise, paid for before."""
     privacy = PrivacyConfig.from_table(job.privacy)
     assert privacy.clip_norm is not None
     # How cohorts are drawn makes no difference to noise that hides the silo from everybody.
     noise = noise_for(privacy, accountant_for("none", 1, 1), 1, job.rounds)
-    pay(privacy, local_gaussian_charge(noise))
-    return local_gaussian(delta, privacy.clip_norm, noise, SecureNoise()).vector
+    protection.pay(privacy, local_gaussian_charge(noise))
+    return local_gaussian(delta, privacy.clip_norm, noise, protection.sources("noise")).vector
 
 
 def _fetch(data: Any, device: torch.device) -> Callable[[Tensor], Any]:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from roundtable.client.arrays import arrays_of, state_of
 from roundtable.client.failures import WorkFailed
 from roundtable.client.metrics import Metrics, checked
+from roundtable.client.private_training import add_own_noise
+from roundtable.client.silo_account import Protection, payment
 from roundtable.client.silo_state import SiloState
 from roundtable.client.trainer import Progress, Trained, Work, write_update
-from roundtable.client.training import check_privacy
-from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
+from roundtable.client.training import check_evaluation, check_privacy
+from roundtable.core.errors import InvalidUpdate, LayoutError, PrivacyError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 
@@ -109,9 +111,16 @@ class Round:
 class ScriptTrainer:
     """Puts rounds into `rounds`; None there means that there will be no more."""
 
-    def __init__(self, jobs: Path, evaluate: Evaluator | None) -> None:
+    def __init__(
+        self,
+        jobs: Path,
+        evaluate: Evaluator | None,
+        epsilon: float | None = None,
+        delta: float | None = None,
+    ) -> None:
         self.rounds: queue.Queue[Round | None] = queue.Queue()
         self._state = SiloState(jobs)
+        self._accounts, self._limit = jobs.parent / "privacy", (epsilon, delta)
         self._evaluate = evaluate
 
     async def start(self) -> None:
@@ -119,11 +128,20 @@ class ScriptTrainer:
 
     async def train(self, work: Work, progress: Progress) -> Trained:
         """See Trainer: waits until the script has submitted."""
-        check_privacy(work.job)
+        level = check_privacy(work.job, protected=True)
+        if level == "example":
+            raise PrivacyError(
+                'privacy.level = "example" bounds the gradient of every example, and a script submits '
+                'weights: write a Task with a model and a loss, or use level "client_local"'
+            )
         local = self._state.load(work.step.job, before=work.step.round)
         round = Round(work, local)
         self.rounds.put(round)
         delta, mine, examples, metrics = await round._answer
+        if level == "client_local":
+            pay = payment(self._accounts, *work.step[:3], *self._limit)
+            delta = await asyncio.to_thread(add_own_noise, delta, work.job, Protection(pay))
+            examples, metrics = 1, {}
         encoding = work.job.transfer.encoding
         digest, size = await asyncio.to_thread(write_update, work.output, delta, encoding)
         self._state.save(work.step.job, work.step.round, mine)
@@ -131,6 +149,7 @@ class ScriptTrainer:
 
     async def evaluate(self, work: Work, progress: Progress) -> Metrics:
         """See Trainer: by the script's function, in a thread of its own; without one there are no metrics."""
+        check_evaluation(work.job)
         if self._evaluate is None:
             return {}
         local = self._state.load(work.step.job, before=work.step.round + 1)

@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundtable.client.files import replace_synced
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy import Budget, Charge, PrivacyConfig
-from roundtable.privacy.example_level import SiloAccount
+from roundtable.privacy.example_level import SiloAccount, Sources, secure_sources
 
 Payment = Callable[[PrivacyConfig, Charge], None]
+
+
+@dataclass
+class Protection:
+    """What a silo needs to make an update private itself.
+
+    `pay` charges the silo's account, `sources` give the noise, and `mode` is how per-example gradients
+    are made: training replaces "auto" by what it found, for the job's next round.
+    """
+
+    pay: Payment
+    sources: Sources = secure_sources
+    mode: str = "auto"
+
+
 _WHOSE = "this silo's data"
 
 

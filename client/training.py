@@ -22,7 +22,7 @@ from roundtable.client.borrowing import borrowed, isolated_randomness, outside
 from roundtable.client.metrics import Metrics, add, checked
 from roundtable.client.private_training import add_own_noise, fit_privately, only_parameters
 from roundtable.client.sgd import SGD
-from roundtable.client.silo_account import Payment
+from roundtable.client.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
@@ -81,30 +81,34 @@ def train(
     local: Mapping[str, Tensor] | None = None,
     progress: Progress | None = None,
     out: Tensor | None = None,
-    pay: Payment | None = None,
+    protection: Protection | None = None,
 ) -> LocalUpdate:
     """Trains from the global `vector` on the training data of one client.
 
     `local` are the client's own tensors with rule `local`; where it has none yet, those in `model`
     serve. `progress` is called with (examples seen, examples to see, recent loss). `out`, if given,
     receives the delta: float32 on CPU of shape [layout.size]. The order of batches comes from the
-    stream (job.seed, round, client, "batches"), everything else random from (…, "training"). `pay`
-    charges the silo's account where the silo itself makes the update private (levels example and
-    client_local); such an update tells neither loss nor metrics nor its number of examples.
+    stream (job.seed, round, client, "batches"), everything else random from (…, "training"). `protection`
+    serves where the silo itself makes the update private (levels example and client_local); such an
+    update tells neither loss nor metrics nor its number of examples.
 
     Raises NoExamples for an empty data set, InvalidUpdate for a loss or weights that are not
     finite, LayoutError for a model that is not the layout's, PrivacyError for a protection that is
     asked of the silo and not there, and whatever the task raises.
     """
-    level = check_privacy(job, pay is not None)
+    level = check_privacy(job, protection is not None)
     device = torch.device(device)
     seed = derive_seed(job.seed, round, client, "training")
     with isolated_randomness(seed, device):
         if isinstance(task, ArrayTask):
-            if pay is not None and level in SILO_LEVELS:
-                raise PrivacyError(f"privacy.level = {level!r} needs a Task; this is an ArrayTask")
+            if level == "example":
+                raise PrivacyError(
+                    'privacy.level = "example" bounds the gradient of every example, and an ArrayTask gives '
+                    'none: write a Task with a model and a loss, or use level "client_local"'
+                )
             local = {**_local_of(model, layout), **(local or {})}
-            return _fit_arrays(task, data, job, layout, vector, round, seed, local, out)
+            update = _fit_arrays(task, data, job, layout, vector, round, seed, local, out)
+            return _protected(update, job, level, protection)
         module = _module(model).to(device)
         with borrowed(module, layout, vector, local):
             start = vector if _is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
@@ -113,8 +117,10 @@ def train(
             # A loss on its way is as exact as one that arrives.
             run = _Run(task, module, parameters, job, round, progress if level == "none" else None)
             module.train()
-            if pay is not None and level == "example":
-                run.steps = fit_privately(task, module, run.optimizer, data, job, correction, device, pay)
+            if protection is not None and level == "example":
+                run.steps = fit_privately(
+                    task, module, run.optimizer, data, job, correction, device, protection
+                )
             else:
                 batches = training_batches(
                     data,
@@ -131,11 +137,18 @@ def train(
                 only_parameters(delta, module, layout)
             mine = outside(module, layout, "local")
     _check_finite(delta, job)
-    if pay is not None and level in SILO_LEVELS:
-        if level == "client_local":
-            delta.copy_(add_own_noise(delta, job, pay))
+    if level == "example":
         return LocalUpdate(delta, 1, run.steps, math.nan, {}, mine)
-    return LocalUpdate(delta, run.examples(data), run.steps, run.loss, run.metrics(), mine)
+    update = LocalUpdate(delta, run.examples(data), run.steps, run.loss, run.metrics(), mine)
+    return _protected(update, job, level, protection)
+
+
+def _protected(update: LocalUpdate, job: JobConfig, level: str, protection: Protection | None) -> LocalUpdate:
+    """With the silo's own noise where the job asks for it, and then without anything exact beside it."""
+    if level != "client_local" or protection is None:
+        return update
+    update.delta.copy_(add_own_noise(update.delta, job, protection))
+    return LocalUpdate(update.delta, 1, update.steps, math.nan, {}, update.local)
 
 
 def evaluate(
@@ -315,18 +328,18 @@ def _module(model: nn.Module | Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def check_privacy(job: JobConfig, paid: bool = False) -> str:
+def check_privacy(job: JobConfig, protected: bool = False) -> str:
     """The job's level. Raises PrivacyError where the silo must keep the guarantee and nobody here does.
 
-    `paid` says that there is an account of the silo's to charge.
+    `protected` says that there is a silo's own protection, with an account to charge.
     Client-level privacy is kept where updates are combined, which bounds each of them and adds the noise.
     """
     level = str(job.privacy.get("level", "none"))
     if level == "distributed" and job.privacy.get("secure_aggregation"):
         return level  # The agent adds the silo's share of the noise when it masks.
-    if level not in ("none", "client", "dp_ftrl", *(SILO_LEVELS if paid else ())):
+    if level not in ("none", "client", "dp_ftrl", *(SILO_LEVELS if protected else ())):
         raise PrivacyError(
-            f"privacy.level = {level!r} is work of the silo's agent with a Task, and nobody does it here: "
+            f"privacy.level = {level!r} is work of the silo's agent, and nobody does it here: "
             "nothing leaves without the protection that the job promises"
         )
     return level

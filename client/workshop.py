@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.metrics import Metrics
-from roundtable.client.silo_account import Payment, payment
+from roundtable.client.silo_account import Protection, payment
 from roundtable.client.silo_state import SiloState
 from roundtable.client.trainer import Trained, write_update
 from roundtable.client.training import check_evaluation, evaluate, split_data, train
@@ -65,6 +65,7 @@ class _Bench:
     model: nn.Module | dict[str, Tensor]
     layout: Layout
     out: Tensor
+    mode: str = "auto"
 
 
 class Workshop:
@@ -84,6 +85,7 @@ class Workshop:
         bench, start = self._prepare(order)
         data, _ = self._data_of(order.task, bench.task)
         local = self._state.load(order.job, before=order.round)
+        protection = self._protection(order, bench.mode)
         update = train(
             bench.task,
             bench.model,
@@ -97,15 +99,17 @@ class Workshop:
             local=start.local if local is None else local,
             progress=progress,
             out=bench.out,
-            pay=self._payment(order),
+            protection=protection,
         )
+        bench.mode = protection.mode
         digest, size = write_update(Path(order.output), update.delta, bench.config.transfer.encoding)
         self._state.save(order.job, order.round, update.local)
         return Trained(digest, size, update.examples, update.metrics)
 
-    def _payment(self, order: Order) -> Payment:
+    def _protection(self, order: Order, mode: str) -> Protection:
         settings, folder = self._settings, Path(self._settings.jobs).parent / "privacy"
-        return payment(folder, order.job, order.round, order.attempt, settings.epsilon, settings.delta)
+        step = (order.job, order.round, order.attempt)
+        return Protection(payment(folder, *step, settings.epsilon, settings.delta), mode=mode)
 
     def evaluate(self, order: Order, progress: Progress) -> Metrics:
         """Evaluates the model, with the silo's own tensors in it, on the silo's test data."""

@@ -29,15 +29,15 @@ def choose(
     clip_norm: float,
     mode: str = "auto",
 ) -> ClippedSum:
-    """The fastest of `MODES` that gives the right sums for this model, or the one named by `mode`.
+    """The fastest of `MODES` that gives the right sums for this model, the first, or the one named by `mode`.
 
     Each is first checked against one backward pass for each of a few examples. Modes that would hold
     more than a gibibyte of per-example gradients are left out. Raises `PrivacyError` with every mode's
     reason where none works.
     """
-    if mode not in ("auto", *MODES):
+    if mode not in ("auto", "first", *MODES):
         raise PrivacyError(
-            f"the mode of per-example gradients is {mode!r}; choose auto or one of {', '.join(MODES)}"
+            f"the mode of per-example gradients is {mode!r}; choose auto, first or one of {', '.join(MODES)}"
         )
     examples = list(range(min(_CHECKED_EXAMPLES, dataset_size)))
     model.train()
@@ -56,7 +56,8 @@ def choose(
             return candidate
 
         batch = fetch(torch.arange(batch_size))
-        return _fastest(attach, model, lambda: batch, batch_size, MODES if mode == "auto" else (mode,))
+        names = MODES if mode in ("auto", "first") else (mode,)
+        return _fastest(attach, model, lambda: batch, batch_size, names, mode != "auto")
 
 
 def _fastest(
@@ -65,6 +66,7 @@ def _fastest(
     batch: Callable[[], object],
     size: int,
     names: tuple[str, ...],
+    first: bool,
 ) -> ClippedSum:
     reasons, times = [], {}
     for name in names:
@@ -73,7 +75,7 @@ def _fastest(
         except UnsupportedModel as error:
             reasons.append(f"{name}: {error}")
             continue
-        if len(names) == 1:
+        if first:
             return candidate
         times[name] = _time_two_steps(candidate, model, batch(), size)
         candidate.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from types import TracebackType
 
 import torch
@@ -57,41 +58,52 @@ def make_private(
     the batch of these examples of the silo. `config` brings `clip_norm`, `batch_size` (expected, over all
     processes), and `noise_multiplier`, or the `epsilon` that `total_steps` steps over the whole job may
     cost. `physical_batch` bounds how many examples are in memory at once. `mode` is `auto` (a probe of two
-    steps decides) or the `mode` of an earlier training of the same model. With `group`, each process
-    brings its own part of the data; the noise is added once. `sources` seeds the noise in a simulation.
+    steps decides), `first` (the first of `MODES` that is right, whatever the clock says: a simulation that
+    is repeated gives the same bits) or the `mode` of an earlier training of the same model. With `group`,
+    each process brings its own part of the data; the noise is added once. `sources` seeds the noise in a
+    simulation.
 
     Raises `PrivacyError` for a model or a loss that cannot be made private, with what to do about it.
     """
     if config.level != "example" or config.clip_norm is None or config.delta is None:
         raise PrivacyError(f"example-level training needs privacy.level = 'example', not {config.level!r}")
-    if config.batch_size is None:
-        raise PrivacyError("privacy.batch_size is missing: the expected number of examples in a step")
     total = _total(dataset_size, group)
-    if not 0 < config.batch_size <= total:
-        raise PrivacyError(f"privacy.batch_size is {config.batch_size}, the data has {total} examples")
-    check_delta(config.delta, total)
     check_model(model)
-    charge = Charge(
-        "gaussian",
-        "example",
-        "poisson",
-        (("gradient", config.noise_multiplier or 1.0),),
-        rate=config.batch_size / total,
-    )
-    if config.noise_multiplier is None:
-        steps = total_steps or config.local_steps
-        if config.epsilon is None or steps is None:
-            raise PrivacyError(
-                "privacy.noise_multiplier is missing, and without total_steps epsilon cannot give it"
-            )
-        charge = solve_noise(
-            charge.repeated(steps), config.epsilon, config.delta, config.accountant
-        ).repeated(1)
+    charge = step_charge(config, total, total_steps)
     size = min(physical_batch, max(2, round(config.batch_size)), dataset_size)
     sums = choose(model, loss_fn, fetch, dataset_size, size, config.clip_norm, mode)
     return PrivateTraining(
         model, optimizer, sums, fetch, dataset_size, charge, config, physical_batch, sources, group
     )
+
+
+def step_charge(config: PrivacyConfig, examples: int, total_steps: int | None = None) -> Charge:
+    """What one step over `examples` examples costs: by the noise that is given, or solved for the budget.
+
+    Raises `PrivacyError` for a batch or a δ that does not fit so many examples.
+    """
+    if config.batch_size is None:
+        raise PrivacyError("privacy.batch_size is missing: the expected number of examples in a step")
+    if not 0 < config.batch_size <= examples:
+        raise PrivacyError(f"privacy.batch_size is {config.batch_size}, the data has {examples} examples")
+    assert config.delta is not None
+    check_delta(config.delta, examples)
+    parts = (("gradient", config.noise_multiplier or 1.0),)
+    charge = Charge("gaussian", "example", "poisson", parts, rate=config.batch_size / examples)
+    if config.noise_multiplier is not None:
+        return charge
+    steps = total_steps or config.local_steps
+    if config.epsilon is None or steps is None:
+        raise PrivacyError(
+            "privacy.noise_multiplier is missing, and without total_steps epsilon cannot give it"
+        )
+    return _solved(charge.repeated(steps), config.epsilon, config.delta, config.accountant).repeated(1)
+
+
+@lru_cache(maxsize=256)
+def _solved(charge: Charge, epsilon: float, delta: float, accountant: str) -> Charge:
+    """Every round of a job asks the same again."""
+    return solve_noise(charge, epsilon, delta, accountant)
 
 
 class PrivateTraining:

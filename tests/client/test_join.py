@@ -19,6 +19,7 @@ from roundtable.client.join import join
 from roundtable.core import JobConfig, LayoutRules, load_task
 from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, ResourceError, TaskError
 from roundtable.core.initial import initial_model
+from roundtable.privacy.example_level import SiloAccount
 
 KEY = ("job-1", 1, 1, "train")
 
@@ -142,15 +143,38 @@ async def test_what_cannot_be_submitted_is_said_to_the_script(silo) -> None:
     assert not silo.delta().any()
 
 
-async def test_a_privacy_that_only_the_silo_could_keep_is_refused(silo) -> None:
-    silo.job = silo.job.model_copy(update={"privacy": {"level": "client_local"}})
-    running = await scripted(silo, lambda rounds: [None for _ in rounds])
+async def test_what_a_script_submits_leaves_with_the_silos_noise_and_nothing_exact(silo) -> None:
+    table = {"level": "client_local", "clip_norm": 1.0, "noise_multiplier": 5.0, "delta": 1e-3}
+    silo.job = silo.job.model_copy(update={"privacy": table})
+
+    def body(rounds: Any) -> None:
+        for round in rounds:
+            round.submit(round.arrays, examples=12, metrics={"loss": 0.5})
+
+    running = await scripted(silo, body)
+    silo.coordinator.say(instruction=silo.instruction())
+    await silo.coordinator.until(lambda: KEY in silo.coordinator.receipts)
+    header = silo.coordinator.uploads[KEY].header
+    assert (header.examples, list(header.metrics)) == (1, [])
+    assert 3.0 < float(silo.delta().std()) < 7.0
+    account = SiloAccount.from_json((silo.config.state / "privacy" / "client.json").read_text())
+    assert [(entry.job, entry.round) for entry in account.entries] == [("job-1", 1)]
+    silo.coordinator.say(withdraw={"step": {"job": "job-1"}, "reason": "over"})
+    await running
+
+
+async def test_a_privacy_that_no_script_can_keep_is_refused(silo) -> None:
+    table = {"level": "example", "clip_norm": 1.0, "noise_multiplier": 5.0, "delta": 1e-3}
+    silo.job = silo.job.model_copy(update={"privacy": table})
+    seen: list[Any] = []
+    running = await scripted(silo, seen.extend)
     silo.coordinator.say(instruction=silo.instruction())
     failure = await silo.coordinator.hear("failure")
     assert failure.kind == "refused"
-    assert "client_local" in failure.detail
+    assert "bounds the gradient of every example, and a script submits weights" in failure.detail
     silo.coordinator.say(withdraw={"step": {"job": "job-1"}, "reason": "over"})
     await running
+    assert seen == [], "the script is not even asked"
 
 
 async def test_an_error_in_the_script_ends_the_agent(silo) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from roundtable.client.silo_account import payment
+from roundtable.client.silo_account import Protection, payment
 from roundtable.client.training import LocalUpdate, train
-from roundtable.core import Layout, Site, Task, parse_job
+from roundtable.client.workshop import Order, Settings, Workshop
+from roundtable.core import ArrayTask, Layout, Site, Task, load_task, parse_job, save_model
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded, PrivacyError
-from roundtable.privacy.example_level import SiloAccount
+from roundtable.core.initial import initial_model
+from roundtable.core.task import initial_state
+from roundtable.privacy.example_level import SiloAccount, probe
 
 TABLE = """
 task = "t"
@@ -31,6 +35,23 @@ level = "{level}"
 clip_norm = 1.0
 delta = 1e-3
 {more}
+"""
+
+
+POINTS = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from roundtable.core import Task
+
+class Points(Task):
+    def model(self):
+        return nn.Linear(4, 2)
+    def data(self, site):
+        points = torch.randn(40, 4, generator=torch.Generator().manual_seed(3))
+        return (points, (points.sum(1) > 0).long()), None
+    def loss(self, model, batch):
+        return cross_entropy(model(batch[0]), batch[1])
 """
 
 
@@ -62,8 +83,10 @@ def once(job: JobConfig, folder: Path, epsilon: float | None = None, norm: bool 
     model = task.model()
     layout = Layout.of(model)
     data, _ = task.data(Site("alder"))
-    pay = payment(folder, "job", 1, 1, epsilon, None)
-    return train(task, model, data, job, layout, layout.flatten(model), round=1, client="alder", pay=pay)
+    protection = Protection(payment(folder, "job", 1, 1, epsilon, None))
+    return train(
+        task, model, data, job, layout, layout.flatten(model), round=1, client="alder", protection=protection
+    )
 
 
 def account(folder: Path, unit: str) -> SiloAccount:
@@ -114,6 +137,72 @@ def test_a_model_that_mixes_examples_is_refused_with_advice(tmp_path: Path) -> N
     with pytest.raises(PrivacyError, match="GroupNorm"):
         once(job_of("example"), tmp_path, norm=True)
     assert not (tmp_path / "example.json").exists()
+
+
+class Averages(ArrayTask):
+    """NumPy alone: no gradients."""
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {"w": np.zeros(600, np.float32)}
+
+    def data(self, site: Site) -> list[float]:
+        return [1.0, 2.0]
+
+    def fit(self, arrays, data, options):  # type: ignore[no-untyped-def]
+        return {"w": arrays["w"] + 1.0}, len(data), {"loss": 0.5}
+
+    def evaluate(self, arrays, data):  # type: ignore[no-untyped-def]
+        return {}
+
+
+def fit_arrays(level: str, folder: Path) -> LocalUpdate:
+    task = Averages()
+    model = initial_state(task, 0)
+    layout = Layout.of(model)
+    protection = Protection(payment(folder, "job", 1, 1, None, None))
+    data, job = task.data(Site("alder")), job_of(level)
+    vector = torch.zeros(layout.size)
+    return train(task, model, data, job, layout, vector, round=1, client="alder", protection=protection)
+
+
+def test_an_array_task_gets_the_silos_noise_on_its_clipped_update(tmp_path: Path) -> None:
+    update = fit_arrays("client_local", tmp_path)
+    assert (update.examples, update.metrics) == (1, {})
+    assert update.delta.std().item() == pytest.approx(1.0, rel=0.15)
+    assert abs(update.delta.mean().item() - 600**-0.5) < 0.15, "clipped from 24.5 to a norm of 1"
+    assert len(account(tmp_path, "client").entries) == 1
+
+
+def test_an_array_task_cannot_promise_privacy_of_records(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="gradient of every example, and an ArrayTask gives none"):
+        fit_arrays("example", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_way_to_gradients_is_found_once_in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later rounds are given the mode that the first one chose: they check it and time nothing."""
+    timed: list[str] = []
+    honest = probe._time_two_steps
+
+    def count(candidate, *rest):  # type: ignore[no-untyped-def]
+        timed.append(candidate.name)
+        return honest(candidate, *rest)
+
+    monkeypatch.setattr(probe, "_time_two_steps", count)
+    (tmp_path / "points.py").write_text(POINTS)
+    job = job_of("example").model_copy(update={"task": "points"})
+    task = load_task("points.py", tmp_path)
+    model = initial_model(job, task)
+    save_model(tmp_path / "model", model)
+    shop = Workshop(Settings("alder", str(tmp_path), str(tmp_path / "jobs"), "cpu", 1, {}))
+    for round in (1, 2):
+        order = Order(
+            "job", round, "train", job.to_json(), "points.py", str(tmp_path / "model"),
+            model.layout.fingerprint, str(tmp_path / f"update-{round}"),
+        )  # fmt: skip
+        shop.train(order, lambda done, total, loss: None)
+        assert len(timed) == len(set(timed)) > 1
+    assert len(account(tmp_path / "privacy", "example").entries) == 2
 
 
 def test_without_an_account_nothing_is_trained() -> None:

@@ -190,7 +190,7 @@ def test_the_probe_chooses_a_mode_that_works() -> None:
         assert training.mode in ("hooks", "functorch")
     with pytest.raises(PrivacyError, match="no way to per-example gradients"):
         private(Bilinear(), Data(VECTORS), mode="bookkeeping")
-    with pytest.raises(PrivacyError, match="choose auto or one of"):
+    with pytest.raises(PrivacyError, match="choose auto, first or one of"):
         private(mlp(), Data(VECTORS), mode="magic")
 
 
