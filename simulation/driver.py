@@ -27,6 +27,7 @@ from roundtable.simulation.backend import Backend, Failed, Trained, World
 from roundtable.simulation.devices import Transfer
 from roundtable.simulation.faults import Fault, Faults
 from roundtable.simulation.fleet import Fleet
+from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.workshop import Collected, LocalState, Workshop
 
 
@@ -89,7 +90,8 @@ class Driver:
         self.history: list[m.RoundRecord] = []
         self.model = world.initial
         self.server = initial_server_state(plan, world.layout.size)
-        self._workshop = Workshop(world, backend)
+        self._ledger = SimulatedLedger(world.job, plan)
+        self._workshop = Workshop(world, backend, self._ledger)
         self._faults = Faults.of(world.job)
         start = model_digest(world.initial)
         kind = engine_for(world.job)
@@ -133,6 +135,7 @@ class Driver:
         self.now = self.fleet.now = checkpoint.now
         self.history = list(history)
         self._workshop.local = dict(checkpoint.local)
+        self._ledger.resume(history)
         self._next = (checkpoint.model, checkpoint.server)
         kind = engine_for(self.world.job)
         self._engine = kind.restore(
@@ -161,7 +164,7 @@ class Driver:
                     self._timers[action.timer] = action.at
                     self._push(action.at, m.DeadlinePassed(action.timer))
                 case m.Authorize():
-                    self._push(self.now, m.Authorized(action.step))
+                    self._push(self.now, self._ledger.authorize(action.step))
                 case m.Aggregate():
                     self._aggregate(action)
                 case m.Commit():
@@ -271,12 +274,15 @@ class Driver:
         except (AggregationError, InvalidUpdate) as error:
             self._push(self.now, m.AggregationFailed(step, str(error)))
             return
+        told = self._ledger.told(step)
         metadata = {**self.model.metadata, "round": str(step.round)}
+        if told:
+            metadata["privacy"] = self._ledger.statement()
         model = Model(self.world.layout, combined.vector, self.model.local, metadata)
         self._next = (model, combined.state)
         weights = combined.weights if collected.weights is None else collected.weights
         training = collected.secure.training if collected.secure else {}
-        account = (combined.excluded, weights, combined.diagnosis, combined.charge, training)
+        account = (combined.excluded, weights, combined.diagnosis, {**combined.charge, **told}, training)
         self._push(self.now, m.Aggregated(step, model_digest(model), f"round-{step.round}", *account))
 
     def _combine(self, step: m.Step, collected: Collected) -> Combined:
@@ -308,6 +314,7 @@ class Driver:
             self.history.append(record)
             self.listener.committed(record, self._checkpoint)
             self._workshop.commit()
+            self._ledger.committed()
         self._step = m.Step(0, 0, "")
         self._due, self._answers = {}, {}
         self._timers.clear()

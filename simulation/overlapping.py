@@ -54,7 +54,9 @@ class BufferedDriver(Driver):
         for name, update in state.buffer.items():
             assert update.asked is not None
             made, index = update.asked[0] - 1, self.world.names.index_of(name)
-            list(self._workshop.train(made + 1, self._earlier[made], [index], [int(update.digest)]))
+            list(
+                self._workshop.train(made + 1, self._earlier[made], [index], [int(update.digest)], paid=True)
+            )
         there = {self.world.names.index_of(n): given for n, given in self._at_work.items() if not given.away}
         for (index, given), examples in zip(there.items(), self._examples(list(there)), strict=True):
             self._schedule(index, given.step, examples, given.since)

@@ -31,8 +31,6 @@ from roundtable.privacy.secagg import (
     run_in_memory,
 )
 
-OFFERED = ("none", "client", "dp_ftrl", "distributed")
-
 
 @dataclass(frozen=True)
 class SecureAggregation:
@@ -43,16 +41,8 @@ class SecureAggregation:
 
     @classmethod
     def of(cls, job: JobConfig, columns: int) -> SecureAggregation | None:
-        """The job's secure aggregation; None where it asks for none.
-
-        Raises PrivacyError for a level of privacy that is not simulated.
-        """
-        privacy = PrivacyConfig.from_table(job.privacy)
-        if privacy.level not in OFFERED:
-            raise PrivacyError(
-                f"privacy.level = {privacy.level!r} is not simulated; offered are {', '.join(OFFERED)}"
-            )
-        return cls(job, columns) if privacy.secure_aggregation else None
+        """The job's secure aggregation; None where it asks for none."""
+        return cls(job, columns) if PrivacyConfig.from_table(job.privacy).secure_aggregation else None
 
     @property
     def label(self) -> str:

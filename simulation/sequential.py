@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.batches import count_examples
-from roundtable.client.training import evaluate, train
+from roundtable.client.silo_account import Protection
+from roundtable.client.training import SILO_LEVELS, evaluate, train
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
 from roundtable.core.task import initial_state
+from roundtable.privacy import NoiseSource, SeededNoise
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.clients import Clients
 
@@ -77,8 +79,20 @@ class Sequential:
             device=self.device,
             local=item.local,
             out=row,
+            protection=self._protection(round, item),
         )
         return Trained(item.client, update.examples, update.steps, update.loss, update.metrics, update.local)
+
+    def _protection(self, round: int, item: Work) -> Protection | None:
+        """What a silo does for itself, with noise that can be repeated; the simulation keeps the accounts."""
+        job = self.world.job
+        if job.privacy.get("level") not in SILO_LEVELS:
+            return None
+
+        def source(purpose: str) -> NoiseSource:
+            return SeededNoise(job.seed, round, item.client, f"own {purpose}")
+
+        return Protection(lambda privacy, charge: None, source, "first")
 
     def _evaluate(self, vector: Tensor, item: Work) -> Measured:
         world = self.world

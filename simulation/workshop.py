@@ -9,11 +9,13 @@ from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix, UpdateMatrix
 from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import PrivacyError
 from roundtable.engine import GroupMeans
 from roundtable.engine.messages import Aggregate, Update
 from roundtable.privacy import SecureMean
 from roundtable.simulation.attacks import Attackers
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
+from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.secure import SecureAggregation
 
 LocalState = Mapping[str, Tensor]
@@ -37,9 +39,10 @@ class Workshop:
     those of the attempt under way: an attempt that fails leaves no trace.
     """
 
-    def __init__(self, world: World, backend: Backend) -> None:
+    def __init__(self, world: World, backend: Backend, ledger: SimulatedLedger) -> None:
         self.world = world
         self.backend = backend
+        self._ledger = ledger
         self.local: dict[int, LocalState] = {}
         self.pending: dict[int, LocalState] = {}
         self._attackers = Attackers.of(world.job)
@@ -59,17 +62,27 @@ class Workshop:
         return [count or 0 for count in self.backend.examples(list(self._work(indices)))]
 
     def train(
-        self, round: int, vector: Tensor, indices: Sequence[int], places: Sequence[int] | None = None
+        self,
+        round: int,
+        vector: Tensor,
+        indices: Sequence[int],
+        places: Sequence[int] | None = None,
+        *,
+        paid: bool = False,
     ) -> Iterator[tuple[int, Trained | Failed]]:
         """Trains clients; gives the place of each one's update, and its answer. Places are taken one after
-        the other unless they are given."""
+        the other unless they are given. `paid` is what a resumed run makes again: no account is charged."""
         if self._rows is None:
             self._rows = self.backend.rows(self._capacity)
         if places is None:
             places = range(self._used, self._used + len(indices))
             self._used += len(indices)
-        rows = [self._rows[place] for place in places]
         place_of = {self.world.names[index]: place for index, place in zip(indices, places, strict=True)}
+        if self._ledger.keeps_own and not paid:
+            refused = self._refused(indices)
+            yield from ((place_of[answer.client], answer) for answer in refused.values())
+            indices = [index for index in indices if index not in refused]
+        rows = [self._rows[place_of[self.world.names[index]]] for index in indices]
         for answer in self.backend.train(round, vector, list(self._work(indices)), rows):
             place = place_of[answer.client]
             if isinstance(answer, Trained):
@@ -100,6 +113,17 @@ class Workshop:
         if places == list(range(len(places))):
             return Collected(TensorMatrix(rows[: len(places)]), updates)
         return Collected(TensorMatrix(rows).select(places), updates)
+
+    def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
+        """The clients whose own accounts do not hold a round; the others have paid for it."""
+        found = {}
+        for index, examples in zip(indices, self.examples(indices), strict=True):
+            client = self.world.names[index]
+            try:
+                self._ledger.pay(client, examples)
+            except PrivacyError as error:
+                found[index] = Failed(client, "refused", str(error))
+        return found
 
     def _total(self, backend: Summing, updates: Sequence[Update]) -> Collected:
         """The mean, taken where the updates are."""

@@ -11,12 +11,14 @@ from roundtable.cli.output import duration
 def round_line(number: int, rounds: int, figures: Mapping[str, Any]) -> str:
     """One line, for example `round  3/20  accuracy 0.9123  loss 0.3011  3 of 3 silos  0.8 s`.
 
-    `figures` has `training` and `evaluation` (name → mean), `contributors` and `cohort`, and `seconds`
-    where time is real.
+    `figures` has `training` and `evaluation` (name → mean), `contributors` and `cohort`, `seconds` where
+    time is real, and `epsilon`, spent so far, under differential privacy.
     """
     width = len(str(rounds))
     parts = [f"round {number:{width}d}/{rounds}"]
     parts += [f"{name} {value}" for name, value in metrics_of(figures).items()]
+    if "epsilon" in figures:
+        parts.append(f"epsilon {figures['epsilon']:.3f}")
     parts.append(f"{figures.get('contributors', 0)} of {figures.get('cohort', 0)} silos")
     if "seconds" in figures:
         parts.append(duration(figures["seconds"]))
@@ -42,7 +44,12 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "cohort": len(record["cohort"]),
         "contributors": len(record["contributors"]),
         "seconds": record["ended"] - record["started"],
+        **_epsilon(record["charge"]),
     }
+
+
+def _epsilon(charge: Mapping[str, Any]) -> dict[str, float]:
+    return {"epsilon": charge["epsilon"]} if "epsilon" in charge else {}
 
 
 def _means(sums: Mapping[str, Any]) -> dict[str, float]:

@@ -129,6 +129,7 @@ def _sentence(progress: Progress) -> str:
             "evaluation": means(record.evaluation),
             "contributors": len(record.contributors),
             "cohort": len(record.cohort),
+            **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),
         }
         return round_line(progress.round, progress.rounds, figures)
     if progress.note is not None and progress.note.kind not in ("round_started", "round_committed"):
@@ -143,6 +144,7 @@ def _values(result: Result) -> dict[str, Any]:
         "reason": result.reason,
         "backend": result.backend,
         "history": [dict(row) for row in result.history],
+        "privacy": result.model.metadata.get("privacy"),
         "run_dir": str(result.run_dir) if result.run_dir else None,
         "job": json.loads(result.job.to_json()),
     }
@@ -152,5 +154,10 @@ def _report(result: Result) -> None:
     click.echo("")
     click.echo(f"{result.job.title}: {result.status}, {result.reason}")
     click.echo(f"Ran {result.backend}")
+    if result.job.privacy.get("level", "none") != "none":
+        click.echo(
+            "Differential privacy: no guarantee. The noise of a simulation can be repeated; epsilon is "
+            "what a real run with these settings would spend."
+        )
     if result.run_dir is not None:
         click.echo(f"Results are in {result.run_dir}.")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from roundtable.client.batches import Batch, count_examples, training_batches
 from roundtable.client.borrowing import isolated_randomness
+from roundtable.client.training import SILO_LEVELS
 from roundtable.core.errors import InvalidUpdate
 from roundtable.core.seeds import derive_seed, torch_generator
 from roundtable.core.task import ArrayTask, Task, initial_state
@@ -36,6 +37,8 @@ def why_not(world: World) -> str | None:
     task = world.task
     if isinstance(task, ArrayTask):
         return "an ArrayTask trains with code of its own, not with torch"
+    if (level := world.job.privacy.get("level")) in SILO_LEVELS:
+        return f"at privacy.level = {level!r} each client makes its update private itself"
     if getattr(type(task), "optimizer", Task.optimizer) is not Task.optimizer:
         return f"{type(task).__name__} brings an optimizer of its own"
     for spec in world.layout.tensors:

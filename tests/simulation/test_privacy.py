@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from roundtable.core.errors import PrivacyError
+from roundtable.privacy import Charge, compose
 
 UNIFORM = {"aggregation__weighting": "uniform", "evaluation__every": 0}
 SECURE = {**UNIFORM, "privacy": {"secure_aggregation": True, "clip_norm": 50.0}}
@@ -103,14 +104,86 @@ def test_correlated_noise_keeps_a_client_from_rounds_too_close_together(run):
     assert all(before.isdisjoint(after) for before, after in pairwise(cohorts))
 
 
+OWN = {"clip_norm": 1.0, "delta": 1e-3, "noise_multiplier": 1.0}
+ONE_STEP = {"algorithm__epochs": 1, "algorithm__steps": 2, "algorithm__batch_size": 4}
+
+
+@pytest.mark.parametrize("level", ["example", "client_local"])
+def test_what_silos_do_for_themselves_is_simulated_by_the_agents_own_code(run, level):
+    settings = {**UNIFORM, **ONE_STEP, "privacy": {**OWN, "level": level}, "rounds": 2}
+    one, two = run(**settings), run(**settings)
+    assert one.status == "finished"
+    assert torch.equal(one.model.vector, two.model.vector), "noise can be repeated here, and only here"
+    other = run(**settings, seed=6)
+    assert not torch.equal(one.model.vector, other.model.vector)
+    last = one.history.records[-1]
+    assert last.training == {}
+    assert last.charge["guarantee"] is False
+    assert one.model.metadata["privacy"].startswith("NO GUARANTEE")
+    (charge,) = (
+        {Charge.from_json(text) for text in last.charge["paid"]} if level == "client_local" else [None]
+    )
+    most = one.history["epsilon"][-1]
+    if charge is not None:
+        assert most == pytest.approx(compose([charge.repeated(2)], 1e-3))
+    assert most > one.history["epsilon"][0] > 0.0
+    assert f"epsilon = {most:.3f}" in one.model.metadata["privacy"]
+
+
+@pytest.mark.parametrize("level", ["example", "client_local"])
+def test_workers_give_the_same_bits_where_silos_add_the_noise(run, level):
+    settings = {**UNIFORM, **ONE_STEP, "privacy": {**OWN, "level": level}, "rounds": 2}
+    result = run(**settings, simulation__backend="processes", simulation__workers=2)
+    assert torch.equal(result.model.vector, run(**settings).model.vector)
+    assert result.status == "finished"
+
+
+def test_a_budget_stops_a_simulation_before_the_round_that_would_pass_it(run):
+    table = {**CENTRAL, "noise_multiplier": 1.0, "epsilon": 12.0}
+    result = run(**UNIFORM, privacy=table, rounds=50)
+    assert result.status == "finished"
+    assert "above its budget of 12" in result.reason
+    done = len(result.history)
+    charge = Charge.from_json(result.history.records[0].charge["charge"])
+    assert compose([charge.repeated(done)], 1e-3) <= 12.0 < compose([charge.repeated(done + 1)], 1e-3)
+    assert result.history["epsilon"][-1] == pytest.approx(compose([charge.repeated(done)], 1e-3))
+
+
+def test_the_budget_of_each_silo_stops_noise_of_its_own(run):
+    table = {**OWN, "level": "client_local", "noise_multiplier": 3.0, "epsilon": 4.0}
+    result = run(**UNIFORM, **ONE_STEP, privacy=table, rounds=50)
+    assert "above its budget of 4" in result.reason
+    assert 0 < len(result.history) < 50
+    assert max(result.history["epsilon"]) <= 4.0
+
+
+def test_a_silo_whose_records_have_spent_their_budget_refuses_while_others_go_on(run):
+    """Sizes differ: the smallest data set is sampled at the highest rate and is spent first."""
+    table = {**OWN, "level": "example", "epsilon": 5.0}
+    whole = {"cohort__size": 8, "cohort__minimum": 2}
+    result = run(**UNIFORM, **ONE_STEP, **whole, privacy=table, rounds=4)
+    refused = result.history.records[-1].failures
+    assert 0 < len(refused) < 8
+    assert all("above its budget of 5" in reason for reason in refused.values())
+    assert not result.history.records[0].failures
+
+
+def test_a_resumed_run_goes_on_with_its_accounts(run, tmp_path):
+    table = {**OWN, "level": "client_local", "noise_multiplier": 3.0, "epsilon": 4.0}
+    settings = {**UNIFORM, **ONE_STEP, "privacy": table}
+    whole = run(**settings, rounds=50)
+    run(**settings, rounds=1, _run_dir=tmp_path / "run")
+    resumed = run(**settings, rounds=50, _run_dir=tmp_path / "run", _resume=True)
+    assert resumed.history["epsilon"] == whole.history["epsilon"]
+    assert resumed.reason == whole.reason
+    assert torch.equal(resumed.model.vector, whole.model.vector)
+
+
 @pytest.mark.parametrize(
     ("privacy", "message"),
     [
         ({"secure_aggregation": True}, "clip_norm is missing"),
-        (
-            {"level": "example", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
-            "'example' is not simulated",
-        ),
+        ({"level": "example", "clip_norm": 0.0, "noise_multiplier": 1.0, "delta": 1e-5}, "clip_norm is 0.0"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(run, privacy, message):
