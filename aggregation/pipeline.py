@@ -73,6 +73,10 @@ class AggregationConfig:
         inherits = find_pre_aggregation(name).takes_f and "f" in self.parameters
         return {**({"f": self.parameters["f"]} if inherits else {}), **given}
 
+    def takes(self, provided: str) -> bool:
+        """Whether the rule looks at something beside the round's updates: previous, root_update, history."""
+        return find_rule(self.rule).takes(provided)
+
     @property
     def needs_gram(self) -> bool:
         """Whether a round measures the Gram matrix of its updates."""

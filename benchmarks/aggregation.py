@@ -201,23 +201,20 @@ def compare(
     )
     print(f"triad bandwidth {bandwidth:.1f} GB/s; input {updates.nbytes / 1e6:.0f} MB")
     print(f"{'rule':28}{'ours':>9}{'plain':>9}{'ByzFL':>9}{'Flower':>9}{'ratio':>8}{'MB':>7}{'ByzFL':>7}")
-    peers = (
-        {} if skip_slow else {"ByzFL": byzfl_works(updates, f, memory), "Flower": flower_works(updates, f)}
-    )
+    peers: dict[str, dict[str, Work]] = {}
+    if not skip_slow:
+        peers = {"ByzFL": byzfl_works(updates, f, memory), "Flower": flower_works(updates, f)}
     for name, work in our_works(updates, f).items():
         if only and name not in only:
             continue
-        seconds, memory = timed(work, repeats)
+        seconds, taken = timed(work, repeats)
         plain = without_kernels(work, 1)
         theirs = {peer: timed(works[name], repeats) for peer, works in peers.items() if name in works}
         best = min((value for value, _ in theirs.values()), default=float("nan"))
         print(
-            f"{name:28}{seconds:9.4f}{plain:9.4f}"
-            + "".join(
-                f"{theirs[peer][0]:9.3f}" if peer in theirs else f"{'–':>9}" for peer in ("ByzFL", "Flower")
-            )
-            + f"{best / seconds:8.1f}{memory:7.0f}"
-            + (f"{theirs['ByzFL'][1]:7.0f}" if "ByzFL" in theirs else f"{'–':>7}"),
+            f"{name:28}{seconds:9.4f}{plain:9.4f}{cell(theirs, 'ByzFL', 0, '9.3f')}"
+            f"{cell(theirs, 'Flower', 0, '9.3f')}{best / seconds:8.1f}{taken:7.0f}"
+            f"{cell(theirs, 'ByzFL', 1, '7.0f')}",
             flush=True,
         )
         if name == "mean, one by one":
@@ -231,28 +228,44 @@ def cell(found: dict[str, tuple[float, float]], peer: str, place: int, style: st
     return format(found[peer][place], style) if peer in found else "–".rjust(width)
 
 
-def out_of_core(folder: Path, clients: int, columns: int) -> None:
-    """Rules over files that together exceed what they may use of memory; peak of the whole process."""
+def out_of_core(folder: Path, clients: int, columns: int, warm: bool) -> None:
+    """Rules over files that together exceed what they may use of memory; peak of the whole process.
+
+    Before each rule the files are read once by themselves, in the same state: not cached, or as they are.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{index:03}.f32" for index in range(clients)]
     for index, path in enumerate(paths):
         if not path.exists() or path.stat().st_size != 4 * columns:
             np.random.default_rng(index).standard_normal(columns, dtype=np.float32).tofile(path)
     names = [ClientRow(f"silo-{index:03}", norm=columns**0.5) for index in range(clients)]
-    size, f = 4 * columns * clients, clients // 5
-    seconds = read_all(paths)
-    print(f"{clients} files of {columns} parameters, {size / 1e9:.1f} GB; read once in {seconds:.1f} s")
-    for rule, parameters in (
-        ("median", {}),
-        ("trimmed_mean", {"f": f}),
-        ("multi_krum", {"f": f}),
-        ("geometric_median", {}),
+    size, f = 4 * columns * clients / 1e9, clients // 5
+    print(
+        f"{clients} files of {columns} parameters, {size:.1f} GB, {'cached' if warm else 'not cached'}, "
+        f"{torch.get_num_threads()} threads of {os.cpu_count()} processors"
+    )
+    print(f"{'rule':20}{'reading, s':>12}{'rule, s':>9}{'passes':>8}{'GB/s':>7}{'of reading':>12}{'MB':>6}")
+    for rule, parameters, read in (
+        ("median", {}, 1.0),
+        ("trimmed_mean", {"f": f}, 1.0),
+        ("multi_krum", {"f": f}, 2 - f / clients),
+        ("geometric_median", {}, 2.0),
     ):
+        if not warm:
+            forget(paths)
+        seconds = read_all(paths)
+        if not warm:
+            forget(paths)
         start = time.perf_counter()
         aggregate(FileMatrix(paths, columns), names, AggregationConfig(rule, parameters))
         taken = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"{rule:20}{taken:8.1f} s {taken / seconds:6.1f} times the reading, peak memory {peak:.0f} MB")
+        speed = read * size / taken
+        print(
+            f"{rule:20}{seconds:12.1f}{taken:9.1f}{read:8.1f}{speed:7.2f}{speed * seconds / size:12.2f}"
+            f"{peak:6.0f}",
+            flush=True,
+        )
 
 
 def read_all(paths: list[Path]) -> float:
@@ -264,6 +277,14 @@ def read_all(paths: list[Path]) -> float:
             while file.readinto(buffer):
                 pass
     return time.perf_counter() - start
+
+
+def forget(paths: list[Path]) -> None:
+    """Asks the system to drop what it has cached of the files."""
+    for path in paths:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main() -> None:
@@ -278,10 +299,11 @@ def main() -> None:
     parser.add_argument("--peer-memory", type=float, default=8.0, help="GB; what needs more is not run")
     parser.add_argument("--skip-slow", action="store_true", help="do not run the peers")
     parser.add_argument("--out-of-core", type=Path, metavar="DIR", help="write files here and aggregate them")
+    parser.add_argument("--warm", action="store_true", help="leave the files in the system's cache")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.out_of_core:
-        out_of_core(options.out_of_core, options.clients or 100, options.columns or 25_000_000)
+        out_of_core(options.out_of_core, options.clients or 100, options.columns or 25_000_000, options.warm)
         return
     compare(
         options.clients or 20,

@@ -202,8 +202,11 @@ class AggregationTable(Table):
     pre: Annotated[tuple[Open, ...], BeforeValidator(_tuple)] = Field(
         (), description="pre-aggregations in order, each a table with a name and its parameters"
     )
-    weighting: Literal["examples", "uniform", "inverse_loss"] = Field(
+    weighting: Literal["examples", "uniform", "inverse_loss", "custom"] = Field(
         "examples", description="weights of the mean"
+    )
+    weights: dict[str, Annotated[Finite, Field(ge=0)]] = Field(
+        default_factory=dict, description='weight of each silo by name, for weighting = "custom"'
     )
     server_optimizer: ServerOptimizerTable = Field(default_factory=ServerOptimizerTable)
     validation: ValidationTable = Field(default_factory=ValidationTable)
@@ -283,6 +286,9 @@ class JobConfig(Table):
     )
     name: Name | None = Field(None, description="name of the job; default: the task's")
     rounds: int = Field(10, ge=0, lt=1 << 32, description="rounds to run")
+    root_examples: int = Field(
+        100, ge=1, description="examples that the coordinator trusts, for a rule such as fltrust"
+    )
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
         0, description="of initial weights, batches and simulated chance"
     )

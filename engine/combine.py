@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from roundtable.aggregation import (
-    AggregationConfig,
     ClientRow,
     Context,
     OptimizerState,
+    TensorMatrix,
     UpdateMatrix,
     aggregate,
-    find_rule,
 )
 from roundtable.core.errors import AggregationError, EncodingError
 from roundtable.core.layout import Layout
@@ -28,6 +27,7 @@ from roundtable.core.models import Model
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.discount import discounted
 from roundtable.engine.messages import Update
+from roundtable.engine.past import remembered, sums_with
 from roundtable.engine.plan import Plan, PrivacyPlan
 from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource, local_gaussian_charge
 
@@ -35,14 +35,16 @@ from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource, local_g
 @dataclass(frozen=True)
 class ServerState:
     """What passes from round to round beside the model: the server optimizer's vectors and counters,
-    the last aggregate where the rule starts from it, the clip norm where it adapts, and of noise that
-    is correlated over rounds the last draws `[bands − 1, d]` with the number of rounds that had theirs."""
+    the last aggregate where the rule starts from it, the clip norm where it adapts, of noise that is
+    correlated over rounds the last draws `[bands − 1, d]` with the number of rounds that had theirs, and
+    the sum of each client's updates so far where the rule compares them."""
 
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     previous: Tensor | None = None
     clip_norm: float | None = None
     drawn: Tensor | None = None
     draws: int = 0
+    past: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to_model(self) -> Model:
         """As an artifact: vectors become tensors, numbers metadata; `from_model` is exact."""
@@ -55,6 +57,7 @@ class ServerState:
         if self.drawn is not None:
             vectors |= {f"drawn.{slot}": noise for slot, noise in enumerate(self.drawn)}
             metadata["draws"] = str(self.draws)
+        vectors |= {f"past.{client}": total for client, total in self.past.items()}
         layout = Layout.of(vectors)
         return Model(layout, layout.flatten(vectors), metadata=metadata)
 
@@ -77,7 +80,8 @@ class ServerState:
         drawn = torch.stack([tensors[f"drawn.{slot}"] for slot in range(slots)]) if slots else None
         if "draws" in model.metadata and drawn is None:
             drawn = torch.empty(0, 0)
-        return cls(OptimizerState(vectors, scalars), tensors.get("previous"), bound, drawn, draws)
+        past = {name.removeprefix("past."): t for name, t in tensors.items() if name.startswith("past.")}
+        return cls(OptimizerState(vectors, scalars), tensors.get("previous"), bound, drawn, draws, past)
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,13 @@ def combine(
     seed: int,
     noise: NoiseSource | None = None,
     diagnose: bool = False,
+    root_update: Tensor | None = None,
 ) -> Combined:
     """The outcome of round `round` (from 1): row i of `matrix` is the update of `updates[i]`.
 
     `model` is the global vector, float32 [d]; it is left alone. `noise` is needed by plans with
-    central noise. Raises AggregationError where the updates give no sound answer.
+    central noise, `root_update` [d] by rules that compare with training on trusted data. Raises
+    AggregationError where the updates give no sound answer.
     """
     if plan.central is not None:
         if noise is None:
@@ -122,7 +128,8 @@ def combine(
         return _with_noise(plan, plan.central, matrix, updates, model, state, round, noise)
     matrix = discounted(matrix, updates, round, plan.staleness_exponent)
     rows = [ClientRow(update.client, update.examples, update.loss) for update in updates]
-    context = Context(previous=state.previous)
+    sums = sums_with(state.past, matrix, updates) if plan.aggregation.takes("history") else None
+    context = Context(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
     result = aggregate(
         matrix,
         rows,
@@ -132,10 +139,11 @@ def combine(
         diagnose=diagnose,
     )
     optimizer, vector = plan.optimizer.apply(state.optimizer, model, result.vector, round - 1)
-    previous = result.vector if _starts_from_previous(plan.aggregation) else None
+    previous = result.vector if plan.aggregation.takes("previous") else None
+    past = remembered(state.past, sums, updates, result.diagnosis.clients) if sums is not None else {}
     return Combined(
         _finite(vector),
-        ServerState(optimizer, previous),
+        ServerState(optimizer, previous, past=past),
         excluded={exclusion.client: exclusion.message for exclusion in result.excluded},
         weights=result.weights,
         diagnosis=result.diagnosis.to_dict(),
@@ -213,10 +221,6 @@ def _noise_of_silos(plan: Plan, noise: NoiseSource | None) -> Mapping[str, Any]:
         account["noise_multiplier"] = plan.silo_noise
         account["silo_charge"] = local_gaussian_charge(plan.silo_noise).to_json()
     return account
-
-
-def _starts_from_previous(config: AggregationConfig) -> bool:
-    return find_rule(config.rule).takes("previous")
 
 
 def _finite(vector: Tensor) -> Tensor:

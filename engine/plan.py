@@ -128,6 +128,7 @@ def aggregation_config(table: AggregationTable) -> AggregationConfig:
         parameters=table.parameters,
         pre=steps,
         weighting=table.weighting,
+        weights=table.weights,
         validation=table.validation.policy,
         max_norm=table.validation.max_norm,
     )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from roundtable.aggregation import FileMatrix, find_rule
+from torch import Tensor
+
+from roundtable.aggregation import FileMatrix
 from roundtable.core.config import JobConfig
+from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import (
     Combined,
@@ -32,13 +36,28 @@ class Outcome:
     artifacts: tuple[ArtifactRow, ...]
 
 
+class Trusted(Protocol):
+    """Training on data of the coordinator's own: whoever starts the service brings it."""
+
+    def offers(self, task: str) -> bool:
+        """Whether there are trusted data for a job's task."""
+
+    def update(self, job: JobConfig, layout: Layout, vector: Tensor, round: int) -> Tensor:
+        """local − global after a round of training from `vector`: float32 [layout.size].
+
+        Raises AggregationError where the task fails.
+        """
+
+
 class Combiner:
     """Combines one job's updates. Blocks for as long as that takes: call it in a thread."""
 
-    def __init__(self, job: JobConfig, plan: Plan, artifacts: LocalArtifacts) -> None:
-        self._job, self._artifacts = job, artifacts
+    def __init__(
+        self, job: JobConfig, plan: Plan, artifacts: LocalArtifacts, trusted: Trusted | None = None
+    ) -> None:
+        self._job, self._artifacts, self._trusted = job, artifacts, trusted
         # A rule that starts from the last aggregate needs it afterwards; others let the model take its place.
-        keeps_aggregate = find_rule(plan.aggregation.rule).takes("previous")
+        keeps_aggregate = plan.aggregation.takes("previous")
         self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
 
     def __call__(
@@ -58,7 +77,13 @@ class Combiner:
         state = self._state(action.optimizer, old.layout.size)
         if isinstance(mean, GroupMeans):
             combined = combine_groups(
-                self._plan, mean, old.vector, state, round=action.step.round, seed=self._job.seed
+                self._plan,
+                mean,
+                old.vector,
+                state,
+                round=action.step.round,
+                seed=self._job.seed,
+                diagnose=self._job.aggregation.diagnosis,
             )
         elif mean is not None:
             combined = combine_mean(
@@ -96,7 +121,14 @@ class Combiner:
             round=action.step.round,
             seed=self._job.seed,
             noise=SecureNoise() if self._plan.central else None,
+            diagnose=self._job.aggregation.diagnosis,
+            root_update=self._root_update(action, old),
         )
+
+    def _root_update(self, action: m.Aggregate, old: Model) -> Tensor | None:
+        if self._trusted is None or not self._plan.aggregation.takes("root_update"):
+            return None
+        return self._trusted.update(self._job, old.layout, old.vector, action.step.round)
 
     def _state(self, optimizer: str, columns: int) -> ServerState:
         if not optimizer:
@@ -110,6 +142,6 @@ class Combiner:
 
 def _worth_keeping(state: ServerState) -> bool:
     """The count of steps alone matters to no optimizer."""
-    return bool(state.optimizer.vectors) or any(
+    return bool(state.optimizer.vectors or state.past) or any(
         kept is not None for kept in (state.previous, state.clip_norm, state.drawn)
     )

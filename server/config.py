@@ -11,6 +11,14 @@ from pydantic import Field, field_validator
 from roundtable.core.config import Seconds, Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.toml import TomlDocument, read_toml, validate
+from roundtable.server.oidc import OidcTable
+
+
+class RootTable(Table):
+    """`[root_data.NAME]`: data that the coordinator trusts, for jobs whose task has this name."""
+
+    task: str = Field(description="the coordinator's own code: file.py:Class, module:Class or an entry point")
+    data: dict[str, Any] = Field(default_factory=dict, description="the task's site.options")
 
 
 class ServerConfig(Table):
@@ -48,7 +56,11 @@ class ServerConfig(Table):
         0, ge=0, description="and the model of every so-manyth round, for good; 0 keeps no others"
     )
 
-    @field_validator("listen")
+    root_data: dict[str, RootTable] = Field(
+        default_factory=dict, description="trusted data by task name, for rules such as fltrust"
+    )
+
+    @field_validator("listen", "enrolment")
     @classmethod
     def _address(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
@@ -83,3 +95,12 @@ def load_server_config(path: Path | None = None, overrides: Mapping[str, Any] | 
             "credentials": str(base / config.credentials),
         }
     )
+            "root_data": {name: _below(base, table) for name, table in config.root_data.items()},
+
+
+def _below(base: Path, table: RootTable) -> RootTable:
+    """With the path of the task's file made absolute."""
+    place, colon, name = table.task.partition(":")
+    if not place.endswith(".py"):
+        return table
+    return table.model_copy(update={"task": f"{base / place}{colon}{name}"})

@@ -23,6 +23,7 @@ from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.server.access import Access
 from roundtable.server.agents import AgentService
+from roundtable.server.combining import Trusted
 from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.config import ServerConfig
 from roundtable.server.effects import Services
@@ -47,8 +48,13 @@ RETURN_SECONDS = 2.0
 class Coordinator:
     """The service: opened by `start`, ended by `stop`; everything durable is ready to be started again."""
 
-    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
-        self.config, self.clock = config, clock
+    def __init__(
+        self,
+        config: ServerConfig,
+        clock: Callable[[], float] = time.time,
+        trusted: Trusted | None = None,
+    ) -> None:
+        self.config, self.clock, self.trusted = config, clock, trusted
         self.port = 0
         self.jobs: Jobs
         self._database: Database
@@ -108,6 +114,7 @@ class Coordinator:
         )
         self.jobs = Jobs(services)
         self._server = self._serve(services, credentials)
+            trusted=self.trusted,
         await self.jobs.start()
         await self._server.start()
         loop = asyncio.get_running_loop()
@@ -164,18 +171,21 @@ class Coordinator:
             log.warning("%s was last seen now, which could not be stored: %s", name, error)
 
 
-def run_server(config: ServerConfig) -> int:
-    """Runs until SIGTERM or SIGINT; the exit code is 0, or 1 with one line about what is wrong."""
+def run_server(config: ServerConfig, trusted: Trusted | None = None) -> int:
+    """Runs until SIGTERM or SIGINT; the exit code is 0, or 1 with one line about what is wrong.
+
+    `trusted` trains on data of the coordinator's own, for rules that measure updates by them.
+    """
     tune_for_transfers()
     try:
-        asyncio.run(_until_signal(config))
+        asyncio.run(_until_signal(config, trusted))
     except RoundtableError as error:
         print(f"roundtable server: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _until_signal(config: ServerConfig) -> None:
+async def _until_signal(config: ServerConfig, trusted: Trusted | None) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -184,7 +194,7 @@ async def _until_signal(config: ServerConfig) -> None:
     begun = False
     while not stopped.is_set():
         try:
-            begun = await _one_term(config, stopping) or begun
+            begun = await _one_term(config, stopping, trusted) or begun
         except StorageError as error:
             # Once it has run, a coordinator waits for its database however long that is away.
             if not begun:
@@ -193,9 +203,9 @@ async def _until_signal(config: ServerConfig) -> None:
             await asyncio.wait([stopping], timeout=RETURN_SECONDS)
 
 
-async def _one_term(config: ServerConfig, stopping: asyncio.Task[bool]) -> bool:
+async def _one_term(config: ServerConfig, stopping: asyncio.Task[bool], trusted: Trusted | None) -> bool:
     """From standing by, over being active, to the signal to stop or another coordinator's turn."""
-    coordinator = Coordinator(config)
+    coordinator = Coordinator(config, trusted=trusted)
     starting = asyncio.get_running_loop().create_task(coordinator.start())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():

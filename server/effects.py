@@ -24,7 +24,7 @@ from roundtable.privacy import SecureMean
 from roundtable.proto import agent_pb2
 from roundtable.server import wire
 from roundtable.server.artifacts import LocalArtifacts
-from roundtable.server.combining import Combiner
+from roundtable.server.combining import Combiner, Trusted
 from roundtable.server.ledger import Account
 from roundtable.server.retention import Retention
 from roundtable.server.secure import SecureRounds
@@ -53,6 +53,8 @@ class Services:
     retention: Retention
 
 
+    tracking: Path
+    trusted: Trusted | None = None
 @dataclass
 class Progress:
     """How far an agent says it is; kept in memory only."""

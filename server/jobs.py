@@ -186,6 +186,13 @@ class Jobs:
             id=secrets.token_hex(6),
             name=job.title[:100],
             request_id=wish.request_id,
+        trusted = self._services.trusted
+        if plan.aggregation.takes("root_update") and not (trusted and trusted.offers(job.task)):
+            raise ConfigError(
+                f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
+                f"and this coordinator has none for the task {job.task!r}: give its coordinator.toml a table "
+                "[root_data.NAME] with task and data"
+            )
             submitter=wish.submitter,
             config=job.to_json(),
             initial_model=wish.model,
@@ -233,7 +240,7 @@ class Jobs:
         account = None
         if plan.privacy.private:
             account = Account(row.id, job, plan, services.database, services.clock, self._reserving)
-        combiner = Combiner(job, plan, services.artifacts)
+        combiner = Combiner(job, plan, services.artifacts, services.trusted)
         secure = None
         if plan.privacy.secure_aggregation:
             secure = SecureRounds(row.id, job, layout.size, services)

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from roundtable.aggregation import find_rule
 from roundtable.client.batches import as_tensors
+from roundtable.client.root import NAME, RootData
 from roundtable.client.training import split_data
 from roundtable.core.errors import RoundtableError, TaskError
 from roundtable.core.task import Site
@@ -64,6 +66,24 @@ class Clients:
                 f"{type(world.task).__name__}.data() failed for {site.name}: {type(error).__name__}: {error}"
             ) from error
         return (self._poison(index, train) if self._poison else train), test
+
+
+def trusted_data(world: World) -> RootData | None:
+    """What the coordinator would hold of its own, where the rule compares updates with it: a random part of
+    all data. Raises what the task raises, as a TaskError."""
+    if not find_rule(world.job.aggregation.rule).takes("root_update"):
+        return None
+    simulation = world.job.simulation
+    site = Site(NAME, options=simulation.data)
+    try:
+        return RootData(world.task, site, simulation.root_examples, world.job.seed)
+    except RoundtableError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"{type(world.task).__name__}.data() failed for the coordinator's own data: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _bytes_of(dataset: Any) -> int:

@@ -24,6 +24,7 @@ from roundtable.engine.combine import Combined, ServerState, combine, combine_me
 from roundtable.engine.plan import Plan
 from roundtable.privacy import SeededNoise
 from roundtable.simulation.backend import Backend, Failed, Trained, World
+from roundtable.simulation.clients import trusted_data
 from roundtable.simulation.devices import Transfer
 from roundtable.simulation.faults import Fault, Faults
 from roundtable.simulation.fleet import Fleet
@@ -92,6 +93,7 @@ class Driver:
         self.server = initial_server_state(plan, world.layout.size)
         self._ledger = SimulatedLedger(world.job, plan)
         self._workshop = Workshop(world, backend, self._ledger)
+        self._trusted = trusted_data(world)
         self._faults = Faults.of(world.job)
         start = model_digest(world.initial)
         kind = engine_for(world.job)
@@ -306,7 +308,14 @@ class Driver:
             # Seeded, so that a run can be repeated; what it charges says that no guarantee rests on it.
             noise=SeededNoise(seed, step.round, step.attempt, "noise"),
             diagnose=self.world.job.aggregation.diagnosis,
+            root_update=self._root_update(step),
         )
+
+    def _root_update(self, step: m.Step) -> Tensor | None:
+        """What the coordinator's own training gives from the same model."""
+        if self._trusted is None:
+            return None
+        return self._trusted.update(self.world.job, self.world.layout, self.model.vector, step.round)
 
     def _commit(self, record: m.RoundRecord) -> None:
         self.model, self.server = self._next

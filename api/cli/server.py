@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from roundtable.server.combining import Trusted
+    from roundtable.server.config import ServerConfig
 
 
 @click.command()
@@ -37,7 +42,16 @@ def server(
     service_logs()
     options = {"listen": listen, "state": _absolute(state), "database": database}
     settings = load_server_config(config, {**options, "credentials": _absolute(credentials)})
-    return run_server(settings)
+    return run_server(settings, _trusted(settings))
+
+
+def _trusted(settings: ServerConfig) -> Trusted | None:
+    """Without trusted data the coordinator needs no task, and imports no training code."""
+    if not settings.root_data:
+        return None
+    from roundtable.trusted import TrustedData
+
+    return TrustedData(settings.root_data)
 
 
 def service_logs() -> None:
