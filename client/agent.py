@@ -23,7 +23,8 @@ from roundtable.client.workshop import choose_device, list_devices
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity import Credentials, load_credentials
 from roundtable.core.memory import tune_for_transfers
-from roundtable.proto import agent_pb2, agent_pb2_grpc
+from roundtable.proto import agent_pb2
+from roundtable.proto.pieces import agents_stub
 
 _log = logging.getLogger("roundtable.agent")
 # A wrong certificate or version heals only when somebody mends it. Said once it may as well be a
@@ -111,7 +112,7 @@ class Agent:
         config = self._config
         try:
             async with open_channel(self._address, config.credentials) as channel:
-                stub: agent_pb2_grpc.AgentsAsyncStub = agent_pb2_grpc.AgentsStub(channel)  # type: ignore[assignment]
+                stub = agents_stub(channel)
                 session = Session(stub)
                 own = certificate_of(config.credentials)
                 greeting = hello(config.tasks, dict(config.metadata), list_devices(), duties.spooled, own)

@@ -18,7 +18,7 @@ from roundtable.client.workshop import choose_device
 from roundtable.core.identity import load_credentials
 from roundtable.core.layout import Layout
 from roundtable.core.task import ArrayTask, Site, initial_state, load_task
-from roundtable.proto import agent_pb2_grpc
+from roundtable.proto.pieces import agents_stub
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ def free_bytes(config: AgentConfig) -> int:
 async def _greet(config: AgentConfig) -> Greeting:
     try:
         async with open_channel(config.coordinator, config.credentials) as channel:
-            stub: agent_pb2_grpc.AgentsAsyncStub = agent_pb2_grpc.AgentsStub(channel)  # type: ignore[assignment]
-            session = Session(stub)
+            session = Session(agents_stub(channel))
             # No task is offered, so that no round selects an agent that leaves at once.
             welcome = await session.greet(hello((), dict(config.metadata), (), ()))
             offset = welcome.clock - time.time()

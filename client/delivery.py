@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 from roundtable.client.spool import Finished
 from roundtable.core.faults import reach
-from roundtable.proto import CHUNK_BYTES, agent_pb2, agent_pb2_grpc, common_pb2
+from roundtable.proto import CHUNK_BYTES, agent_pb2, agent_pb2_grpc
+from roundtable.proto.pieces import Piece
 
 Sent = Callable[[int, int], None]
 
@@ -25,19 +27,20 @@ async def upload(
         if not state.wanted:
             return state.receipt
         offset = state.offset
-    receipt = await stub.Upload(_parts(update, source, offset, sent))
+    parts: Any = _parts(update, source, offset, sent)
+    receipt = await stub.Upload(parts)
     reach("receipt_here", update.step.round, update.step.phase)
     return receipt
 
 
 async def _parts(
     update: Finished, source: Path, offset: int, sent: Sent
-) -> AsyncIterator[agent_pb2.UploadPart]:
-    yield agent_pb2.UploadPart(header=update.header(offset))
+) -> AsyncIterator[agent_pb2.UploadHeader | Piece]:
+    yield update.header(offset)
     with source.open("rb") as file:
         file.seek(offset)
         while data := file.read(CHUNK_BYTES):
-            yield agent_pb2.UploadPart(chunk=common_pb2.Chunk(offset=offset, data=data))
+            yield Piece(offset, data)
             offset += len(data)
             sent(offset, update.size)
             reach("upload_part", update.step.round, update.step.phase)

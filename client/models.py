@@ -52,10 +52,11 @@ class ModelCache:
         async with self._turn:
             path = self._folder / f"{artifact.digest}.safetensors"
             if not self._have(path, artifact):
+                # Before and not after: the pages of memory that the oldest file had serve the new one.
+                self._prune(max(self._keep, users) - 1)
                 await self._download(stub, artifact, path, received)
             os.utime(path)
             self._verified.add(artifact.digest)
-            self._prune(max(self._keep, users))
             return path
 
     def _have(self, path: Path, artifact: common_pb2.Artifact) -> bool:
@@ -106,7 +107,7 @@ class ModelCache:
 
     def _prune(self, keep: int) -> None:
         files = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
-        for file in files[:-keep]:
+        for file in files[: max(0, len(files) - keep)]:
             file.unlink()
             self._verified.discard(file.stem)
 

@@ -23,7 +23,7 @@ from roundtable.server.runner import JobRunner
 from roundtable.server.sessions import Identity, Session
 from roundtable.server.store import ClientRow
 from roundtable.server.store.clients import remember
-from roundtable.server.uploads import Uploads
+from roundtable.server.uploads import Part, Uploads
 
 log = logging.getLogger("roundtable.server.agents")
 
@@ -81,8 +81,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:
         return await self._uploads.status(caller(context), request)
 
-    async def Upload(
-        self, requests: AsyncIterator[agent_pb2.UploadPart], context: Context
+    async def Upload(  # type: ignore[override]
+        self, requests: AsyncIterator[Part], context: Context
     ) -> agent_pb2.UploadReceipt:
         return await self._uploads.receive(caller(context), requests)
 

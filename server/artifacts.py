@@ -46,7 +46,7 @@ class ArtifactStore(Protocol):
         owner: str,
         digest: str,
         size: int,
-        observe: Callable[[bytes], None] | None = None,
+        observe: Callable[[bytes | memoryview], None] | None = None,
         offset: int | None = None,
     ) -> BlobWriter:
         """For an upload or the rest of it, from `offset` if given, otherwise from where it stopped; to be
@@ -102,11 +102,11 @@ class LocalArtifacts:
         owner: str,
         digest: str,
         size: int,
-        observe: Callable[[bytes], None] | None = None,
+        observe: Callable[[bytes | memoryview], None] | None = None,
         offset: int | None = None,
     ) -> BlobWriter:
         partial = self._partial / _partial_name(owner, digest)
-        return BlobWriter(partial, size, digest, self._adopt, observe, offset)
+        return BlobWriter(partial, size, digest, self._adopt, observe, offset, direct=True)
 
     def received(self, owner: str, digest: str) -> int:
         try:

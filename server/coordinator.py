@@ -21,6 +21,7 @@ from roundtable.core.identity import Credentials, load_credentials
 from roundtable.core.memory import tune_for_transfers
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
+from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.access import Access
 from roundtable.server.agents import AgentService
 from roundtable.server.combining import Trusted
@@ -142,6 +143,7 @@ class Coordinator:
         operators = OperatorService(
             self.jobs, services, self._transfer, release, self.config.max_artifact_bytes
         )
+        server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)
         operator_pb2_grpc.add_OperatorsServicer_to_server(operators, server)
         secure = grpc.ssl_server_credentials(

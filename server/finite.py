@@ -21,11 +21,11 @@ class FiniteCheck:
         self._seen = 0
         self.first_bad: int | None = None
 
-    def __call__(self, data: bytes) -> None:
+    def __call__(self, data: bytes | memoryview) -> None:
         if self._rest:
-            data = self._rest + data
+            data = b"".join((self._rest, data))
         count = len(data) // self._stored.itemsize
-        self._rest = data[count * self._stored.itemsize :]
+        self._rest = bytes(data[count * self._stored.itemsize :])
         if count and self.first_bad is None:
             values = np.frombuffer(data, dtype=self._stored, count=count)
             bad = self._bad_bfloat16(values) if self._half else self._bad_float32(values)

@@ -16,6 +16,7 @@ from roundtable.core.errors import StorageError, TransferError
 from roundtable.engine import messages as m
 from roundtable.privacy import Budget
 from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
+from roundtable.proto.pieces import Piece
 from roundtable.server import accounts, transfer, wire
 from roundtable.server.access import Context, Refusal, caller
 from roundtable.server.artifacts import DIGEST
@@ -225,11 +226,11 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         await self._services.database.write(note)
 
 
-async def _chunks(requests: AsyncIterator[operator_pb2.PutPart]) -> AsyncIterator[common_pb2.Chunk]:
+async def _chunks(requests: AsyncIterator[operator_pb2.PutPart]) -> AsyncIterator[Piece]:
     async for part in requests:
         if part.WhichOneof("part") != "chunk":
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after the header only chunks follow")
-        yield part.chunk
+        yield Piece(part.chunk.offset, part.chunk.data)
 
 
 def _newest(records: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ import grpc
 from roundtable.core.errors import StorageError
 from roundtable.core.faults import reach
 from roundtable.proto import CHUNK_BYTES
-from roundtable.proto.common_pb2 import Chunk
+from roundtable.proto.pieces import Piece
 from roundtable.server.access import Context, Refusal
 from roundtable.server.blobs import BlobWriter
 
@@ -54,7 +54,7 @@ async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExe
             after = offset + sum(map(len, pieces))
             ahead = loop.run_in_executor(threads, _read, file, after) if after < size else None
             for data in pieces:
-                await context.write(Chunk(offset=offset, data=data))
+                await context.write(Piece(offset, data))
                 offset += len(data)
                 reach("model_part_sent")
     finally:
@@ -64,7 +64,7 @@ async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExe
 
 
 async def receive(
-    chunks: AsyncIterator[Chunk], writer: BlobWriter, size: int, threads: ThreadPoolExecutor
+    pieces: AsyncIterator[Piece], writer: BlobWriter, size: int, threads: ThreadPoolExecutor
 ) -> None:
     """Appends chunks to the writer; they are written while the next ones arrive.
 
@@ -72,22 +72,21 @@ async def receive(
     """
     loop = asyncio.get_running_loop()
     pending: asyncio.Future[None] | None = None
-    waiting: list[bytes] = []
+    waiting: list[bytes | memoryview] = []
     expected = writer.offset
     try:
-        async for chunk in chunks:
-            if chunk.offset != expected:
+        async for piece in pieces:
+            if piece.offset != expected:
                 raise Refusal(
                     grpc.StatusCode.OUT_OF_RANGE,
-                    f"a chunk at offset {chunk.offset} came where {expected} was expected; go on from there",
+                    f"a chunk at offset {piece.offset} came where {expected} was expected; go on from there",
                 )
-            # Each access of the field copies it.
-            data = chunk.data
+            data = piece.data
             expected += len(data)
             if len(data) > MAX_CHUNK_BYTES or expected > size:
                 raise Refusal(
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    f"a chunk of {len(data)} bytes at {chunk.offset}: chunks hold at most "
+                    f"a chunk of {len(data)} bytes at {piece.offset}: chunks hold at most "
                     f"{MAX_CHUNK_BYTES}, and {size} were announced in all",
                 )
             waiting.append(data)
@@ -117,6 +116,6 @@ def _read(file: int, offset: int) -> list[bytes]:
     return pieces
 
 
-def _write(writer: BlobWriter, pieces: list[bytes]) -> None:
+def _write(writer: BlobWriter, pieces: list[bytes | memoryview]) -> None:
     for data in pieces:
         writer.write(data)

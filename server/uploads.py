@@ -16,7 +16,7 @@ from roundtable.core.errors import SiteFailure, TransferError
 from roundtable.core.faults import reach
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
-from roundtable.proto.common_pb2 import Chunk
+from roundtable.proto.pieces import Piece
 from roundtable.server import transfer, wire
 from roundtable.server.access import Refusal
 from roundtable.server.artifacts import DIGEST
@@ -32,6 +32,7 @@ log = logging.getLogger("roundtable.server.uploads")
 
 MOST_CORRUPTIONS = 3
 Receipt = agent_pb2.UploadReceipt
+Part = Piece | agent_pb2.UploadHeader | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Uploads:
         received = self._services.artifacts.received(offer.owner, header.content.digest)
         return agent_pb2.UploadState(offset=min(received, header.content.size), wanted=True)
 
-    async def receive(self, client: str, parts: AsyncIterator[agent_pb2.UploadPart]) -> Receipt:
+    async def receive(self, client: str, parts: AsyncIterator[Part]) -> Receipt:
         """Takes a whole upload; the receipt says what became of the update, durably."""
         header = await _header(parts)
         offer = await self._consider(client, header)
@@ -123,7 +124,7 @@ class Uploads:
         status = Receipt.DUPLICATE if receipt == "accepted" else Receipt.REJECTED
         return Receipt(status=status, reason=reason)
 
-    async def _take(self, offer: Offer, parts: AsyncIterator[agent_pb2.UploadPart]) -> Receipt:
+    async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Receipt:
         content, finite = offer.header.content, None
         if offer.runner.effects.secure is None:
             dtype = get_encoding(offer.header.encoding).dense_dtype
@@ -134,7 +135,7 @@ class Uploads:
         writer = self._services.artifacts.receive(*place)
         try:
             await transfer.in_thread(self._threads, writer.open)
-            await transfer.receive(_chunks(parts, offer.step), writer, content.size, self._threads)
+            await transfer.receive(_pieces(parts, offer.step), writer, content.size, self._threads)
             return await self._complete(offer, writer, finite)
         finally:
             writer.close()
@@ -215,19 +216,19 @@ class Uploads:
         )
 
 
-async def _header(parts: AsyncIterator[agent_pb2.UploadPart]) -> agent_pb2.UploadHeader:
+async def _header(parts: AsyncIterator[Part]) -> agent_pb2.UploadHeader:
     async for part in parts:
-        if part.WhichOneof("part") == "header":
-            return part.header
+        if isinstance(part, agent_pb2.UploadHeader):
+            return part
         break
     raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "an upload begins with its header")
 
 
-async def _chunks(parts: AsyncIterator[agent_pb2.UploadPart], step: m.Step) -> AsyncIterator[Chunk]:
+async def _pieces(parts: AsyncIterator[Part], step: m.Step) -> AsyncIterator[Piece]:
     async for part in parts:
-        if part.WhichOneof("part") != "chunk":
+        if not isinstance(part, Piece):
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after an upload's header only chunks follow")
-        yield part.chunk
+        yield part
         reach("update_part", step.round, step.phase)
 
 
