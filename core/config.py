@@ -276,6 +276,9 @@ class SimulationTable(Table):
     )
     faults: Open = Field(default_factory=dict, description="dropouts and crashes to inject")
     attack: Open = Field(default_factory=dict, description="byzantine clients: name, count and parameters")
+    root_examples: int = Field(
+        100, ge=1, description="examples that the coordinator trusts, for a rule such as fltrust"
+    )
 
 
 class JobConfig(Table):
@@ -286,9 +289,6 @@ class JobConfig(Table):
     )
     name: Name | None = Field(None, description="name of the job; default: the task's")
     rounds: int = Field(10, ge=0, lt=1 << 32, description="rounds to run")
-    root_examples: int = Field(
-        100, ge=1, description="examples that the coordinator trusts, for a rule such as fltrust"
-    )
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
         0, description="of initial weights, batches and simulated chance"
     )

@@ -11,7 +11,6 @@ from pydantic import Field, field_validator
 from roundtable.core.config import Seconds, Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.toml import TomlDocument, read_toml, validate
-from roundtable.server.oidc import OidcTable
 
 
 class RootTable(Table):
@@ -60,7 +59,7 @@ class ServerConfig(Table):
         default_factory=dict, description="trusted data by task name, for rules such as fltrust"
     )
 
-    @field_validator("listen", "enrolment")
+    @field_validator("listen")
     @classmethod
     def _address(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
@@ -93,9 +92,9 @@ def load_server_config(path: Path | None = None, overrides: Mapping[str, Any] | 
             "database": database,
             "artifacts": str(base / config.artifacts) if config.artifacts else str(state / "artifacts"),
             "credentials": str(base / config.credentials),
+            "root_data": {name: _below(base, table) for name, table in config.root_data.items()},
         }
     )
-            "root_data": {name: _below(base, table) for name, table in config.root_data.items()},
 
 
 def _below(base: Path, table: RootTable) -> RootTable:

@@ -112,10 +112,10 @@ class Coordinator:
             compute=self._compute,
             writer=secrets.token_hex(8),
             retention=Retention(self._database, artifacts, Keep(config.keep_models, config.keep_every)),
+            trusted=self.trusted,
         )
         self.jobs = Jobs(services)
         self._server = self._serve(services, credentials)
-            trusted=self.trusted,
         await self.jobs.start()
         await self._server.start()
         loop = asyncio.get_running_loop()

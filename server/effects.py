@@ -51,10 +51,9 @@ class Services:
     compute: ThreadPoolExecutor
     writer: str
     retention: Retention
-
-
-    tracking: Path
     trusted: Trusted | None = None
+
+
 @dataclass
 class Progress:
     """How far an agent says it is; kept in memory only."""

@@ -179,13 +179,6 @@ class Jobs:
             reason = str(error).replace(str(path), f"artifact {wish.model[:12]}")
             raise ConfigError(f"the initial model cannot be used: {reason}") from error
         plan = _plan(job, layout, population, spent)
-        engine = engine_for(job)(job, wish.model, secrets.randbits(63), separation=plan.separation)
-        noise = plan.central.noise_multiplier if plan.central else None
-        now = self._services.clock()
-        row = JobRow(
-            id=secrets.token_hex(6),
-            name=job.title[:100],
-            request_id=wish.request_id,
         trusted = self._services.trusted
         if plan.aggregation.takes("root_update") and not (trusted and trusted.offers(job.task)):
             raise ConfigError(
@@ -193,6 +186,13 @@ class Jobs:
                 f"and this coordinator has none for the task {job.task!r}: give its coordinator.toml a table "
                 "[root_data.NAME] with task and data"
             )
+        engine = engine_for(job)(job, wish.model, secrets.randbits(63), separation=plan.separation)
+        noise = plan.central.noise_multiplier if plan.central else None
+        now = self._services.clock()
+        row = JobRow(
+            id=secrets.token_hex(6),
+            name=job.title[:100],
+            request_id=wish.request_id,
             submitter=wish.submitter,
             config=job.to_json(),
             initial_model=wish.model,
