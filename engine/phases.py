@@ -300,4 +300,5 @@ def _figures(record: m.RoundRecord) -> dict[str, Any]:
         "cohort": len(record.cohort),
         "contributors": len(record.contributors),
         "seconds": record.ended - record.started,
+        **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),
     }

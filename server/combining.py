@@ -24,6 +24,7 @@ from roundtable.engine import (
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureMean, SecureNoise
 from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.ledger import Guarantee
 from roundtable.server.memory import SlicedOptimizer, give_back_free_memory
 from roundtable.server.store import ArtifactRow
 
@@ -64,10 +65,10 @@ class Combiner:
         self,
         action: m.Aggregate,
         now: float,
-        privacy: str = "",
+        privacy: Guarantee | None = None,
         mean: SecureMean | GroupMeans | None = None,
     ) -> Outcome:
-        """`privacy` is the statement that the new model carries; with `mean`, no single update is known.
+        """`privacy` is the guarantee that the new model carries; with `mean`, no single update is known.
 
         Raises AggregationError or InvalidUpdate where there is no sound answer.
         """
@@ -93,7 +94,7 @@ class Combiner:
             combined = self._combine(action, old, state)
         metadata = {"job": self._job.title, "round": str(action.step.round)}
         if privacy:
-            metadata["privacy"] = privacy
+            metadata["privacy"] = privacy.statement
         model = self._store(Model(old.layout, combined.vector, old.local, metadata), "model", now)
         artifacts = [model]
         if _worth_keeping(combined.state):
@@ -105,7 +106,7 @@ class Combiner:
             combined.excluded,
             combined.weights,
             combined.diagnosis,
-            combined.charge,
+            {**combined.charge, **(privacy.figures if privacy else {})},
             mean.training if mean is not None else {},
         )
         return Outcome(event, tuple(artifacts))

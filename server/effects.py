@@ -25,7 +25,7 @@ from roundtable.proto import agent_pb2
 from roundtable.server import wire
 from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.combining import Combiner, Trusted
-from roundtable.server.ledger import Account
+from roundtable.server.ledger import Account, Guarantee
 from roundtable.server.retention import Retention
 from roundtable.server.secure import SecureRounds
 from roundtable.server.sessions import Sessions
@@ -220,18 +220,18 @@ class Effects:
     async def _aggregate(self, action: m.Aggregate) -> None:
         """Combines; waits for room if the disk is full, and pauses the job if there is none for long."""
         loop, now = asyncio.get_running_loop(), self._services.clock()
-        statement = ""
+        guarantee: Guarantee | None = None
         mean: SecureMean | GroupMeans | None = None
         charge = None
         if self._account is not None:
             charge = partial(self._patiently, lambda account: account.release(action.step))
-            statement = await self._patiently(lambda account: account.statement(action.step))
+            guarantee = await self._patiently(lambda account: account.guarantee(action.step))
         for pause in (*FULL_DISK_PAUSES, None):
             try:
                 if self.secure is not None and mean is None:
                     mean = await self.secure.total(action, charge)
                 outcome = await loop.run_in_executor(
-                    self._services.compute, self._combiner, action, now, statement, mean
+                    self._services.compute, self._combiner, action, now, guarantee, mean
                 )
             except ResourceError as error:
                 log.error("round %d: %s", action.step.round, error, extra={"job": self._job})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def population_of(job: JobConfig) -> str:
     """Whose privacy a job spends: `privacy.population_name`, or the task, which stands for its data."""
     named = job.privacy.get("population_name")
     return str(named) if named else Path(job.task.partition(":")[0]).stem
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What a published model promises, in words and in figures; no figures where silos keep the accounts."""
+
+    statement: str
+    figures: Mapping[str, float]
 
 
 class Account:
@@ -103,10 +112,10 @@ class Account:
             for update in updates
         ]
 
-    async def statement(self, step: m.Step) -> str:
-        """The guarantee, in words, of the model that this step publishes; its own charge is counted."""
+    async def guarantee(self, step: m.Step) -> Guarantee:
+        """The guarantee of the model that this step publishes; its own charge is counted."""
         if self._privacy.level == "example":
-            return silo_statement(self._privacy)
+            return Guarantee(silo_statement(self._privacy), {})
         known = await self._database.read(lambda connection: totals(connection, self.population))
         jobs = await self._database.read(lambda connection: jobs_of(connection, self.population))
         paid = [total for total in known if total.released]
@@ -114,12 +123,13 @@ class Account:
         at = (self._job, step.round, step.attempt)
         if charge is not None and not await self._database.read(lambda c: is_released(c, *at)):
             paid.append(Total("", charge.to_json(), True, 1))
-        return await asyncio.to_thread(self._statement, paid, tuple(sorted({*jobs, self._job})))
+        return await asyncio.to_thread(self._guarantee, paid, tuple(sorted({*jobs, self._job})))
 
-    def _statement(self, paid: Sequence[Total], jobs: tuple[str, ...]) -> str:
+    def _guarantee(self, paid: Sequence[Total], jobs: tuple[str, ...]) -> Guarantee:
         assert self._privacy.delta is not None
         spent = worst(paid, self.population, self._privacy.delta, self._privacy.accountant, jobs)
-        return statement(self._privacy, spent, self._plan.central.sampling if self._plan.central else "")
+        words = statement(self._privacy, spent, self._plan.central.sampling if self._plan.central else "")
+        return Guarantee(words, {"epsilon": spent.epsilon, "delta": spent.delta})
 
     def _row(self, silo: str, step: m.Step, charge: Charge, released: bool) -> LedgerRow:
         at = (self._job, step.round, step.attempt)

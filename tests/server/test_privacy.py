@@ -61,6 +61,10 @@ async def test_the_budget_ends_the_job(settings: Callable[..., ServerConfig], ce
     assert compose(charges, 1e-3, "pld") <= 18.0 < compose([*charges, charges[0]], 1e-3, "pld")
     records = [json.loads(record) for record in detail.history]
     assert all(record["charge"]["level"] == "client" for record in records)
+    told = [event.detail for event in events if event.kind == "round_committed"]
+    assert [json.loads(detail)["epsilon"] for detail in told] == [
+        pytest.approx(compose([charge.repeated(n)], 1e-3, "pld")) for n, charge in enumerate(charges, 1)
+    ]
 
 
 async def test_what_an_attempt_reserved_is_given_back(
