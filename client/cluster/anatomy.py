@@ -1,0 +1,114 @@
+"""What a model is made of, as far as a plan needs it: weights, repeated blocks, ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter, counted once however many names it has."""
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int
+    itemsize: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model from outside.
+
+    `blocks` are the names of its repeated parts in order, `units` those and its other top-level parts in the
+    order of definition: where a pipeline may be cut. `tied` lists names that share a parameter.
+    """
+
+    weights: tuple[Weight, ...]
+    buffer_bytes: int
+    blocks: tuple[str, ...]
+    units: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+
+    @property
+    def elements(self) -> int:
+        """Parameters."""
+        return sum(weight.elements for weight in self.weights)
+
+    def unit_of(self, name: str) -> str | None:
+        """The unit in which a parameter or module lies; None for one on the model itself."""
+        for unit in self.units:
+            if name == unit or name.startswith(f"{unit}."):
+                return unit
+        return None
+
+    def within(self, unit: str) -> tuple[Weight, ...]:
+        """The weights of a unit."""
+        return tuple(weight for weight in self.weights if weight.name.startswith(f"{unit}."))
+
+
+def dissect(model: nn.Module) -> Anatomy:
+    """The anatomy of a model, real, fake or on the meta device."""
+    first: dict[int, str] = {}
+    tied: list[tuple[str, str]] = []
+    weights: list[Weight] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            tied.append((first[id(parameter)], name))
+            continue
+        first[id(parameter)] = name
+        weights.append(
+            Weight(
+                name,
+                tuple(parameter.shape),
+                parameter.numel(),
+                parameter.element_size(),
+                parameter.requires_grad,
+            )
+        )
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    blocks = find_blocks(model)
+    return Anatomy(tuple(weights), buffers, blocks, _units(model, blocks), tuple(tied))
+
+
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Names of the model's repeated parts: the container of equal modules that holds most parameters."""
+    best: tuple[str, ...] = ()
+    most = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        runs = _runs(module)
+        for run in runs:
+            held = sum(p.numel() for key in run for p in module._modules[key].parameters())
+            if held > most:
+                best, most = tuple(f"{name}.{key}" if name else key for key in run), held
+    return best
+
+
+def _runs(container: nn.Module) -> list[list[str]]:
+    """Keys of two or more equal children in a row that are made of several parts each."""
+    runs: list[list[str]] = []
+    kind: type | None = None
+    for key, child in container._modules.items():
+        compound = child is not None and next(child.children(), None) is not None
+        if compound and type(child) is kind:
+            runs[-1].append(key)
+        else:
+            kind = type(child) if compound else None
+            if compound:
+                runs.append([key])
+    return [run for run in runs if len(run) > 1]
+
+
+def _units(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    container = blocks[0].rpartition(".")[0] if blocks else ""
+    units: list[str] = []
+    for name, child in model.named_children():
+        if name == container:
+            units.extend(f"{name}.{key}" for key, _ in child.named_children())
+        else:
+            units.append(name)
+    return tuple(units)

@@ -1,0 +1,228 @@
+"""One rank's work on a job: model, optimizer and data stay warm between rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roundtable.client.batches import ordered_batches
+from roundtable.client.borrowing import isolated_randomness
+from roundtable.client.cluster.batches import Share, SharedBatches, Sharing
+from roundtable.client.cluster.meshes import Meshes
+from roundtable.client.cluster.optimizing import (
+    align_gradients,
+    clip_gradients,
+    gradient_norm,
+    make_correction,
+    make_optimizer,
+    set_decay,
+)
+from roundtable.client.cluster.replica import Replica
+from roundtable.client.cluster.shards import Places, local_of
+from roundtable.client.cluster.strategy import Strategy
+from roundtable.client.cluster.tensor_parallel import TensorParallel
+from roundtable.client.metrics import Metrics, add, checked
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import InvalidUpdate
+from roundtable.core.layout import Layout
+from roundtable.core.seeds import derive_seed
+from roundtable.core.task import Task
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step as the whole group saw it; `norm` is the gradient's before clipping."""
+
+    step: int
+    steps: int
+    examples: int
+    loss: float
+    norm: float
+    learning_rate: float
+
+
+@dataclass
+class Progress:
+    """How far a round is: sums over the examples seen."""
+
+    seen: int = 0
+    loss_sum: float = 0.0
+
+
+Watch = Callable[[StepReport], None]
+
+
+@dataclass
+class Bench:
+    """A job on this rank."""
+
+    task: Task
+    job: JobConfig
+    layout: Layout
+    strategy: Strategy
+    meshes: Meshes
+    device: torch.device
+    client: str
+    tensor_parallel: TensorParallel | None = None
+    replica: Replica = field(init=False)
+    places: Places = field(init=False)
+    optimizer: torch.optim.Optimizer | None = None
+
+    def __post_init__(self) -> None:
+        self.replica = Replica(self.task, self.strategy, self.meshes, self.device, self.tensor_parallel)
+        self.places = Places(self.layout)
+
+    def load(self, vector: Tensor, others: Mapping[str, Tensor]) -> None:
+        """Puts a model in, each rank its own parts; `others` are tensors that do not travel."""
+        self.replica.load(self.places, vector, others)
+
+    def batches(self, data: Any, round: int) -> SharedBatches:
+        """The round's steps, this rank's share of each."""
+        table = self.job.algorithm
+        mesh = self.strategy.mesh
+        sharing = Sharing(
+            self.meshes.data_rank,
+            mesh.data,
+            self.strategy.micro_batch,
+            mesh.pp,
+            self.strategy.schedule == "interleaved",
+        )
+        return SharedBatches(
+            data,
+            sharing,
+            batch_size=table.batch_size,
+            stream=(self.job.seed, round, self.client),
+            epochs=table.epochs,
+            steps=table.steps,
+        )
+
+    def begin(self, round: int) -> float:
+        """A fresh optimizer, or the one kept; gives the round's learning rate."""
+        parameters = self.replica.parameters()
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.task, parameters, self.job, self.strategy, self.meshes)
+        return set_decay(self.optimizer, self.job, round)
+
+    def fit(self, batches: SharedBatches, round: int, done: Progress, watch: Watch) -> None:
+        """Takes the steps that are left; `watch` is called after each, on every rank, and may raise.
+
+        Raises InvalidUpdate, on every rank, for a loss that is not finite.
+        """
+        rate = self.begin(round)
+        correction = make_correction(self.job, self.replica.parameters())
+        self.replica.train()
+        for share in batches:
+            with self._randomness(round, batches.position):
+                loss, norm = self._step(share, correction)
+            if not math.isfinite(loss):
+                raise InvalidUpdate(
+                    "non_finite",
+                    f"the training loss is {loss} at step {batches.position} of round {round}; lower "
+                    "[algorithm] learning_rate, set max_gradient_norm, or look for bad values in the data",
+                )
+            done.seen += share.total
+            done.loss_sum += loss * share.total
+            watch(StepReport(batches.position, batches.steps, share.total, loss, norm, rate))
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        self._average_buffers()
+
+    def evaluate(self, data: Any, batch_size: int) -> Metrics:
+        """Named (sum, count) over the test data, "loss" among them; the same on every rank."""
+        sums: Metrics = {}
+        self.replica.train(False)
+        ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
+        with torch.no_grad(), isolated_randomness(derive_seed(0, "evaluation"), self.device):
+            for index, batch in enumerate(ordered_batches(data, batch_size, self.device)):
+                models = self.replica.models([batch.data])
+                # Every rank runs every batch, as shards are gathered together; one of them counts it.
+                if models is None or index % ranks != rank or self.meshes.place("tp"):
+                    if models is not None and self.strategy.mesh.pp == 1:
+                        self._measure(models[0], batch.data, batch.size)
+                    continue
+                add(sums, self._measure(models[0], batch.data, batch.size))
+        return self._summed(sums)
+
+    def _measure(self, model: Any, data: Any, size: int) -> Metrics:
+        with self.replica.precision():
+            found: Metrics = {"loss": (float(self.task.loss(model, data)) * size, size)}
+            if (measure := getattr(self.task, "metrics", None)) is not None:
+                add(found, checked(measure(model, data), self.task, reserved="loss"))
+        return found
+
+    def _summed(self, sums: Metrics) -> Metrics:
+        """Sums over all ranks; only those that counted know the names, so ranks agree on them first."""
+        names = sorted({name for names in gathered_names(sorted(sums)) for name in names})
+        if not names:
+            return {}
+        pairs = [sums.get(name, (0.0, 0)) for name in names]
+        table = torch.tensor(pairs, dtype=torch.float64, device=self.device)
+        dist.all_reduce(table)
+        return {name: (float(row[0]), int(row[1])) for name, row in zip(names, table.tolist(), strict=True)}
+
+    def _step(self, share: Share, correction: Callable[[], None] | None) -> tuple[float, float]:
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        # Ranks average their gradients, so each weighs its examples by how many ranks there are.
+        weights = [size * self.strategy.mesh.data / share.total for size in share.sizes]
+        moved = [_moved(batch, self.device) for batch in share.batches]
+        losses = self.replica.backward(moved, weights)
+        parameters, limit = self.replica.parameters(), self.job.algorithm.max_gradient_norm
+        align_gradients(parameters)
+        if correction is not None:
+            correction()
+        if limit is not None:
+            norm = clip_gradients(parameters, limit, self.meshes, self.device)
+        else:
+            norm = gradient_norm(parameters, self.meshes, self.device)
+        self.optimizer.step()
+        return self._mean(losses, share), float(norm)
+
+    def _mean(self, losses: Tensor | None, share: Share) -> float:
+        """The batch's mean loss over all ranks."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if losses is not None and self.meshes.place("tp") == 0:
+            sizes = torch.tensor(share.sizes, dtype=torch.float64, device=self.device)
+            total = (losses.double() * sizes).nan_to_num(math.inf, math.inf, math.inf).sum()
+        dist.all_reduce(total)
+        return float(total) / share.total
+
+    def _randomness(self, round: int, step: int) -> Any:
+        """Ranks with the same examples draw the same numbers; a step that is done again draws them again."""
+        path: Sequence[str | int] = (round, self.client, "training", step, self.meshes.data_rank)
+        return isolated_randomness(derive_seed(self.job.seed, *path), self.device)
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Running statistics differ from rank to rank with the examples: their mean is the silo's."""
+        if self.strategy.mesh.data == 1:
+            return
+        group = self.meshes.hybrid
+        for _, tensor in self.replica.tensors():
+            if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                for index in range(group.ndim):
+                    dist.all_reduce(local_of(tensor), group=group.get_group(index))
+                local_of(tensor).div_(self.strategy.mesh.data)
+
+
+def gathered_names(names: list[str]) -> list[list[str]]:
+    """The lists of all ranks, on every rank."""
+    from roundtable.client.cluster.talk import gather_text
+
+    return [text.split("\n") if text else [] for text in gather_text("\n".join(names))]
+
+
+def _moved(data: Any, device: torch.device) -> Any:
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: _moved(value, device) for key, value in data.items()}
+    if isinstance(data, (tuple, list)):
+        return type(data)(_moved(value, device) for value in data)
+    return data

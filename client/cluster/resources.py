@@ -1,0 +1,161 @@
+"""`[cluster]` in agent.toml: what the silo's cluster has, and what of the plan is set by hand.
+
+[cluster]
+nodes = 2
+devices = 8                  # of each node; "auto" counts the GPUs of this machine
+memory = "80GiB"             # of one device; "auto" asks it
+
+[cluster.strategy]           # any of these fixes what the planner would choose
+tp = 8
+micro_batch = 2
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from roundtable.core.config import Names, Seconds, Table
+from roundtable.core.errors import ConfigError
+
+_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?)B?\s*$")
+_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {"Ki": 1 << 10, "ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+
+
+def parse_bytes(value: str | int | float) -> int:
+    """80GiB, 500MB or a number of bytes; ConfigError for anything else."""
+    if isinstance(value, (int, float)):
+        return int(value)
+    found = _BYTES.match(value)
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f"{value!r} is no amount of memory; write it as 80GiB, 500MB or bytes")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def format_bytes(count: float) -> str:
+    """For people: 1.50 GiB, 312 MiB."""
+    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(count) >= unit:
+            amount = count / unit
+            return f"{amount:.0f} {name}" if abs(amount) >= 100 else f"{amount:.2f} {name}"
+    return f"{count:.0f} B"
+
+
+def _memory(value: object) -> object:
+    if value == "auto" or not isinstance(value, (str, int, float)):
+        return value
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+Memory = Annotated[int | Literal["auto"], BeforeValidator(_memory)]
+
+
+class StrategyTable(Table):
+    """`[cluster.strategy]`: what is set here, the planner keeps; see Strategy."""
+
+    pp: int | None = Field(None, ge=1, description="pipeline stages")
+    dp: int | None = Field(None, ge=1, description="replicas")
+    fsdp: int | None = Field(None, ge=1, description="shards of one replica")
+    tp: int | None = Field(None, ge=1, description="parts of each layer; keep them within a node")
+    ep: int | None = Field(None, ge=1, description="ranks that share out experts")
+    data_parallel: Literal["none", "ddp", "zero1", "zero2", "zero3"] | None = Field(None, description="kind")
+    micro_batch: int | None = Field(None, ge=1, description="examples at once on a rank")
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = Field(None, description="of the pipeline")
+    virtual_stages: int | None = Field(None, ge=1, description="stages of a rank, interleaved")
+    sequence_parallel: bool | None = Field(None, description="shard norms and residuals over tp too")
+    checkpointing: Literal["none", "every", "selective"] | None = Field(
+        None, description="of activations: recompute blocks, or all but their matrix products"
+    )
+    checkpoint_every: int | None = Field(None, ge=1, description="every: which blocks; 1 for each")
+    offload: bool | None = Field(None, description="parameters and optimizer wait in CPU memory")
+    reduction: Literal["exact", "bfloat16", "powersgd", "topk"] | None = Field(
+        None, description="how DDP's gradients travel"
+    )
+    local_steps: int | None = Field(None, ge=0, description="replicas of dp meet every so many steps")
+    outer_learning_rate: float | None = Field(None, gt=0, description="local_steps: of the outer step")
+    outer_momentum: float | None = Field(None, ge=0, lt=1, description="local_steps: Nesterov's")
+
+
+class ClusterTable(Table):
+    """`[cluster]`: the silo trains over several processes."""
+
+    nodes: int = Field(1, ge=1, description="machines")
+    devices: int | Literal["auto"] = Field("auto", description="of each node")
+    memory: Memory = Field("auto", description="of one device, for example 80GiB")
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, else gloo")
+    launch: Literal["torchrun", "external"] = Field(
+        "torchrun", description="external: Slurm or Kubernetes starts the ranks (deploy/cluster)"
+    )
+    interface: str | None = Field(None, description="network interface of the ranks, for example eth0")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="of forward and backward")
+    timeout: Seconds = Field(600.0, gt=0, description="a collective that takes longer is a hang")
+    restarts: int = Field(3, ge=0, description="of the group in a round, before the silo reports a failure")
+    checkpoint_steps: int = Field(0, ge=0, description="steps between checkpoints in a round; 0: none")
+    checkpoints: Names = Field((), description="up to two more folders that get a copy of each checkpoint")
+    keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
+    strategy: StrategyTable = Field(default_factory=StrategyTable)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a plan may use. `memory` is one device's, in bytes; `device` is cuda or cpu."""
+
+    nodes: int
+    devices: int
+    memory: int
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def world(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        plural = "s" if self.devices > 1 else ""
+        return f"{nodes}{self.devices} {self.device} device{plural} with {format_bytes(self.memory)} each"
+
+    def with_world(self, world: int) -> Resources:
+        """As many devices in all, over whole nodes where that goes up, else on one."""
+        if world % self.devices == 0:
+            return Resources(world // self.devices, self.devices, self.memory, self.device)
+        if world < self.devices:
+            return Resources(1, world, self.memory, self.device)
+        raise ConfigError(
+            f"a world of {world} is no whole number of nodes with {self.devices} devices each; "
+            "set nodes and devices in [cluster]"
+        )
+
+
+def find_resources(table: ClusterTable) -> Resources:
+    """The silo's resources, `auto` filled in from this machine."""
+    import torch
+
+    gpus = torch.cuda.device_count() if table.backend != "gloo" else 0
+    if table.backend == "nccl" and not gpus:
+        raise ConfigError('[cluster] backend = "nccl" needs CUDA devices, and torch finds none here')
+    device: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
+    devices = table.devices if table.devices != "auto" else gpus or 1
+    if gpus and devices > gpus and table.launch == "torchrun":
+        raise ConfigError(f"[cluster] devices = {devices}: this machine has {gpus} CUDA devices")
+    memory = table.memory
+    if memory == "auto":
+        memory = torch.cuda.get_device_properties(0).total_memory if gpus else _memory_of_cpu() // devices
+    return Resources(table.nodes, devices, memory, device)
+
+
+def _memory_of_cpu() -> int:
+    limit = Path("/sys/fs/cgroup/memory.max")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        return min(total, int(text))
+    return total

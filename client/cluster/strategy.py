@@ -1,0 +1,135 @@
+"""How a model is spread over a silo's devices: values that a planner chooses and a person may set."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from roundtable.core.errors import ConfigError
+
+DataParallel = Literal["none", "ddp", "zero1", "zero2", "zero3"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Checkpointing = Literal["none", "every", "selective"]
+Precision = Literal["float32", "bfloat16"]
+Reduction = Literal["exact", "bfloat16", "powersgd", "topk"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of the device mesh; their product without `ep` is the world.
+
+    `pp` pipeline stages, `dp` replicas, `fsdp` shards of one replica, `tp` parts of each layer. The `ep`
+    ranks that share out experts are neighbours within `fsdp`: ep divides it.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name, degree in asdict(self).items():
+            if degree < 1:
+                raise ConfigError(f"mesh: {name} = {degree}; a degree is at least 1")
+        if self.fsdp % self.ep:
+            raise ConfigError(
+                f"mesh: ep = {self.ep} does not divide fsdp = {self.fsdp}: the ranks that share experts are "
+                "ranks that shard the rest"
+            )
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.pp * self.dp * self.fsdp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different examples."""
+        return self.dp * self.fsdp
+
+    def __str__(self) -> str:
+        degrees = [f"{name}{degree}" for name, degree in asdict(self).items() if degree > 1]
+        return " × ".join(degrees) or "one device"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Everything that decides what each rank holds and computes.
+
+    `micro_batch` is the most examples a rank runs at once; what is left of its share of a batch is
+    accumulated. `checkpoint_every` counts blocks (1: each). `reduction` is how gradients travel under DDP;
+    `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
+    2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
+    """
+
+    mesh: Mesh = field(default_factory=Mesh)
+    data_parallel: DataParallel = "none"
+    micro_batch: int = 1
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 1
+    offload: bool = False
+    precision: Precision = "float32"
+    reduction: Reduction = "exact"
+    local_steps: int = 0
+    outer_learning_rate: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        mesh, kind = self.mesh, self.data_parallel
+        sharded = kind in ("zero2", "zero3")
+        if mesh.fsdp > 1 and not sharded:
+            raise ConfigError(f"data_parallel = {kind!r} does not shard: give fsdp's {mesh.fsdp} ranks to dp")
+        if kind in ("ddp", "zero1") and (mesh.tp > 1 or mesh.pp > 1 or mesh.ep > 1):
+            raise ConfigError(
+                f"data_parallel = {kind!r} stands alone; with tp, pp or ep use zero2 or zero3, which also "
+                "replicate (dp) where fsdp = 1"
+            )
+        if kind == "none" and mesh.data > 1:
+            raise ConfigError("data_parallel = 'none' leaves the ranks of dp without a common gradient")
+        if self.reduction != "exact" and kind != "ddp":
+            raise ConfigError(f"reduction = {self.reduction!r} is a hook of DDP; data_parallel is {kind!r}")
+        if self.local_steps and mesh.dp == 1:
+            raise ConfigError("local_steps lets the replicas of dp train apart, and there is only one")
+        if self.offload and not sharded:
+            raise ConfigError("offload = true needs zero2 or zero3, which keep parameters in shards")
+        if (self.virtual_stages > 1) != (self.schedule == "interleaved"):
+            raise ConfigError("virtual_stages above 1 and schedule = 'interleaved' belong together")
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> Strategy:
+        """The strategy that `to_plain` described."""
+        return cls(**{**values, "mesh": Mesh(**values["mesh"])})
+
+    def halved(self) -> Strategy:
+        """With half the micro-batch, after an out-of-memory."""
+        return replace(self, micro_batch=max(1, self.micro_batch // 2))
+
+    def __str__(self) -> str:
+        said = [str(self.mesh)]
+        names = {"none": "", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+        kind = names[self.data_parallel]
+        if kind.startswith("ZeRO-") and self.mesh.dp > 1 and self.mesh.fsdp > 1:
+            kind += " within, replicated over dp (HSDP)"
+        said.append(kind)
+        if self.mesh.pp > 1:
+            said.append(f"pipeline {self.schedule}")
+        if self.sequence_parallel:
+            said.append("sequence parallel")
+        if self.checkpointing != "none":
+            every = f" of every {self.checkpoint_every} blocks" if self.checkpoint_every > 1 else ""
+            said.append(f"checkpointing {self.checkpointing}{every}")
+        said.append("offload to CPU" if self.offload else "")
+        said.append(f"micro-batch {self.micro_batch}")
+        said.append(self.precision)
+        said.append("" if self.reduction == "exact" else f"gradients by {self.reduction}")
+        if self.local_steps:
+            said.append(f"replicas meet every {self.local_steps} steps")
+        return ", ".join(part for part in said if part)

@@ -1,0 +1,85 @@
+"""Each strategy gives what one process gives, from the same seed and the same global batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_cases import Case, adam, experts, run_cases
+from ranks import run_ranks
+
+from roundtable.client.cluster.strategy import Mesh, Strategy
+
+STEPS = {"steps": 4, "batch_size": 8, "max_gradient_norm": 0.5}
+
+
+def plan(kind: str = "none", micro: int = 2, **options: Any) -> Strategy:
+    mesh = {key: options.pop(key) for key in ("pp", "dp", "fsdp", "tp", "ep") if key in options}
+    return Strategy(Mesh(**mesh), kind, micro, **options)  # type: ignore[arg-type]
+
+
+def case(name: str, strategy: Strategy, algorithm: dict[str, Any] | None = None, **model: Any) -> Case:
+    return Case(name, strategy, adam(**model), {**STEPS, **(algorithm or {})})
+
+
+TWO = [
+    case("ddp", plan("ddp", dp=2)),
+    case("zero1", plan("zero1", dp=2)),
+    case("zero2", plan("zero2", fsdp=2)),
+    case("zero3", plan("zero3", fsdp=2)),
+    case("zero3 tied", plan("zero3", fsdp=2), tied=True),
+    case("ddp ragged", plan("ddp", dp=2), {"batch_size": 7, "epochs": 1, "steps": 10}),
+    case("zero3 fedprox", plan("zero3", fsdp=2), {"name": "fedprox", "mu": 0.1}),
+    case("zero3 checkpointed", plan("zero3", fsdp=2, checkpointing="every")),
+    case("zero3 selective", plan("zero3", fsdp=2, checkpointing="selective")),
+    case("tp", plan(tp=2)),
+    case("tp sequence", plan(tp=2, sequence_parallel=True)),
+    case("tp tied", plan(tp=2, sequence_parallel=True), tied=True),
+    case("gpipe", plan(pp=2, schedule="gpipe")),
+    case("1f1b", plan(pp=2)),
+    case("1f1b ragged", plan(pp=2), {"batch_size": 7}),
+    case("interleaved", plan(pp=2, schedule="interleaved", virtual_stages=2)),
+]
+
+
+FOUR = [
+    case("hsdp", plan("zero3", dp=2, fsdp=2)),
+    case("zero2 of four", plan("zero2", fsdp=4, micro=1)),
+    case("dp tp", plan("zero2", dp=2, tp=2, sequence_parallel=True)),
+    case("fsdp tp", plan("zero3", fsdp=2, tp=2, sequence_parallel=True)),
+    case("pp fsdp", plan("zero2", pp=2, fsdp=2)),
+    case("pp tp", plan(pp=2, tp=2, sequence_parallel=True)),
+    case("gpipe of four", plan(pp=4, schedule="gpipe", micro=1)),
+    case("few examples", plan("zero3", fsdp=4), {"batch_size": 3}),
+    Case("ep", plan("zero3", fsdp=4, ep=2), experts(), STEPS),
+    Case("ep whole", plan("zero2", fsdp=4, ep=4), experts(), STEPS),
+]
+SHORT = {"steps": 2}
+EIGHT = [
+    case("3d", plan("zero2", pp=2, fsdp=2, tp=2, sequence_parallel=True), SHORT),
+    case("3d interleaved", plan("zero2", pp=2, dp=2, tp=2, schedule="interleaved", virtual_stages=2)),
+    case("hsdp tp", plan("zero3", dp=2, fsdp=2, tp=2, sequence_parallel=True, checkpointing="every")),
+]
+
+
+def check(found: list[dict[str, Any]], cases: list[Case]) -> None:
+    for each in cases:
+        for rank, results in enumerate(found):
+            result = results[each.name]
+            assert result["weights"] < each.tolerance, (each.name, rank, result)
+            assert result["file"] < 1e-6, (each.name, rank, result)
+            assert result["loss"] < 1e-6, (each.name, rank, result)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    check(run_ranks(run_cases, 2, TWO, tmp_path), TWO)
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    check(run_ranks(run_cases, 4, FOUR, tmp_path), FOUR)
+
+
+@pytest.mark.slow
+def test_eight_ranks(tmp_path: Path) -> None:
+    check(run_ranks(run_cases, 8, EIGHT, tmp_path), EIGHT)

@@ -1,0 +1,134 @@
+"""Small tasks for clusters: a transformer in the manner of torchtitan, and a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from roundtable.client.cluster.experts import MixtureOfExperts
+from roundtable.core import Task
+
+
+class Attention(nn.Module):
+    """Causal attention; the head dimension is fixed, the number of heads follows from the width."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.wq, self.wk = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.wv, self.wo = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, dim] → the same shape."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(dim, hidden), nn.Linear(dim, hidden)
+        self.w2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] → the same shape."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """Pre-norm block."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention, self.feed_forward = Attention(dim, heads), FeedForward(dim, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, dim] → the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """A decoder whose forward skips the parts that a pipeline stage does not have."""
+
+    def __init__(
+        self,
+        vocabulary: int = 64,
+        dim: int = 32,
+        layers: int = 4,
+        heads: int = 4,
+        hidden: int = 64,
+        length: int = 16,
+        tied: bool = False,
+        block: type[nn.Module] = Block,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(block(dim, heads, hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        angles = torch.arange(length).unsqueeze(1) * 0.1 + torch.arange(dim)
+        self.register_buffer("positions", angles.sin() * 0.02, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden states → logits or hidden states."""
+        if self.embed is not None:
+            x = self.embed(x) + self.positions[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.head is None else self.head(x)
+
+
+class Mixture(nn.Module):
+    """A block whose feed-forward part is a mixture of experts."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention, self.moe = Attention(dim, heads), MixtureOfExperts(dim, hidden, experts=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, dim] → the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.moe(self.ffn_norm(x))
+
+
+class Language(Task):
+    """Next-token prediction on random tokens."""
+
+    def __init__(
+        self, examples: int = 64, length: int = 16, dtype: torch.dtype = torch.float32, **model: Any
+    ):
+        self._examples, self._length, self._dtype, self._model = examples, length, dtype, model
+
+    def model(self) -> nn.Module:
+        return Transformer(length=self._length, **self._model).to(self._dtype)
+
+    def data(self, site: Any) -> Any:
+        generator = torch.Generator().manual_seed(int(site.options.get("seed", 0)))
+        vocabulary = self._model.get("vocabulary", 64)
+        tokens = torch.randint(vocabulary, (self._examples + 16, self._length + 1), generator=generator)
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return (x[:-16], y[:-16]), (x[-16:], y[-16:])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        right = model(batch[0]).argmax(-1) == batch[1]
+        return {"accuracy": (right.sum(), right.numel())}
