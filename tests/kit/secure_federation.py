@@ -69,9 +69,8 @@ class Federation:
             issue(folder / "ca", name, "agent", folder / name)
         return cls(folder, names)
 
-    @asynccontextmanager
-    async def coordinator(self) -> AsyncIterator[Coordinator]:
-        config = ServerConfig(
+    def server_config(self) -> ServerConfig:
+        return ServerConfig(
             listen=f"127.0.0.1:{self.port}",
             state=str(self.folder / "server"),
             database=f"sqlite:///{self.folder / 'coordinator.db'}",
@@ -79,7 +78,10 @@ class Federation:
             credentials=str(self.folder / "hub"),
             heartbeat=1.0,
         )
-        coordinator = Coordinator(config)
+
+    @asynccontextmanager
+    async def coordinator(self) -> AsyncIterator[Coordinator]:
+        coordinator = Coordinator(self.server_config())
         await coordinator.start()
         self.port = coordinator.port
         try:

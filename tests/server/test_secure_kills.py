@@ -1,0 +1,247 @@
+"""SIGKILL in the middle of secure aggregation: it goes on, or begins anew with fresh keys; no mask twice.
+
+The coordinator, or one silo, is a process of its own and is killed at a stated place; the others run here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sqlite3
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from secure_federation import QUIET, SECURE, Federation, unit
+from secure_process import COLUMNS, ended, free_port, masked_by, note_masks, start_coordinator, start_silo
+
+from roundtable.client import duties, secure
+from roundtable.core.models import open_model
+from roundtable.privacy.secagg.wire import Kind, unseal
+from roundtable.proto import operator_pb2
+
+NAMES = ("alder", "birch", "cedar")
+TABLE = '[cohort]\nsize = 3\nretries = 9\ndeadline = "40s"\n'
+NOISY = (
+    QUIET
+    + """
+[aggregation]
+weighting = "uniform"
+[privacy]
+level = "distributed"
+secure_aggregation = true
+clip_norm = 2.0
+noise_multiplier = 0.5
+delta = 1e-3
+"""
+)
+
+
+class Deaf:
+    """Keeps messages of one kind from one silo; `heard` is set when the first has come."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.silo, self.kind, self.heard = "", Kind.EVIDENCE, asyncio.Event()
+        handle, advertise = secure.SecureAttempts.handle, duties.Duties._advertise
+
+        def told(attempts: Any, step: Any, message: bytes) -> bytes | None:
+            if attempts._name == self.silo and unseal(message).kind is self.kind:
+                self.heard.set()
+                return None
+            return handle(attempts, step, message)
+
+        def first(own: Any, step: Any) -> None:
+            if own._client == self.silo and self.kind is Kind.ADVERTISE:
+                self.heard.set()
+            else:
+                advertise(own, step)
+
+        monkeypatch.setattr(secure.SecureAttempts, "handle", told)
+        monkeypatch.setattr(duties.Duties, "_advertise", first)
+
+    def keep(self, silo: str, kind: Kind) -> None:
+        self.silo, self.kind = silo, kind
+        self.heard.clear()
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Federation:
+    made = Federation.make(tmp_path, *NAMES)
+    made.port = free_port()
+    return made
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deaf:
+    monkeypatch.setattr(secure.SecureAttempt, "mask", note_masks(tmp_path))
+    return Deaf(monkeypatch)
+
+
+async def submit(operator: Any, text: str = SECURE) -> str:
+    job = await operator.submit(TABLE + text, rounds=1, vector=torch.zeros(COLUMNS))
+    return str(job.id)
+
+
+async def ends_well(federation: Federation, operator: Any, job: str) -> int:
+    """The job finishes with the mean of all silos; the attempt that it took."""
+    await operator.watch_until(job, "finished")
+    detail = await operator.job(job)
+    path = federation.folder / "result.safetensors"
+    path.write_bytes(await operator.fetch(detail.job.model.digest))
+    weights = torch.tensor([10.0, 30.0, 50.0])
+    rows = torch.stack([unit(place, 1, COLUMNS) for place in range(3)])
+    assert (open_model(path).vector - (weights / weights.sum()) @ rows).abs().max() < 1e-5
+    return int(json.loads(detail.history[-1])["attempt"])
+
+
+def no_mask_twice(federation: Federation) -> None:
+    """Every vector was masked under a key of its own, in every attempt, at every silo."""
+    for name in NAMES:
+        masked = masked_by(federation.folder, name)
+        assert masked, f"{name} has masked nothing"
+        keys = [key for _, key, _ in masked]
+        assert len(set(keys)) == len(keys)
+        attempts = [attempt for attempt, _, _ in masked]
+        assert len(set(attempts)) == len(attempts)
+
+
+def charged(federation: Federation) -> list[tuple[int, int]]:
+    """(attempt, released) of everything in the ledger."""
+    with sqlite3.connect(federation.folder / "coordinator.db") as database:
+        return list(database.execute("SELECT attempt, released FROM ledger ORDER BY id"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Kind.ADVERTISE, Kind.PEERS, Kind.INBOX, Kind.ALIVE, Kind.EVIDENCE])
+async def test_the_coordinator_is_killed(federation: Federation, deaf: Deaf, kind: Kind) -> None:
+    """In each phase: cedar does not answer, the others have, and then nobody is there to ask."""
+    trainers = federation.trainers(COLUMNS)
+    deaf.keep("cedar", kind)
+    first = start_coordinator(federation)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(ended(first))
+        await stack.enter_async_context(federation.agents(trainers))
+        async with federation.operator() as operator:
+            job = await submit(operator)
+            async with asyncio.timeout(60):
+                await deaf.heard.wait()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        deaf.keep("", kind)
+        stack.enter_context(ended(start_coordinator(federation)))
+        operator = await stack.enter_async_context(federation.operator())
+        assert await ends_well(federation, operator, job) == 1
+    assert [len(trainer.steps) for trainer in trainers.values()] == [1, 1, 1]
+    no_mask_twice(federation)
+
+
+AGAIN = ["before:PEERS", "after:PEERS", "before:INBOX", "after:INBOX", "*/train/masked", "*/train/keys_kept"]
+UPLOAD = ["*/train/update_described", "*/train/upload_part", "*/train/receipt_here"]
+ON = [*UPLOAD, "before:ALIVE", "after:ALIVE", "before:EVIDENCE", "after:EVIDENCE"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [*AGAIN, *ON])
+async def test_a_silo_is_killed(federation: Federation, deaf: Deaf, fault: str) -> None:
+    """Before its masked vector is spooled, its keys and the attempt of three are lost; else it goes on."""
+    trainers = {name: trainer for name, trainer in federation.trainers(COLUMNS).items() if name != "cedar"}
+    first = start_silo(federation, "cedar", fault)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(ended(first))
+        await stack.enter_async_context(federation.coordinator())
+        await stack.enter_async_context(federation.agents(trainers))
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator)
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(first.wait) == -signal.SIGKILL
+        stack.enter_context(ended(start_silo(federation, "cedar")))
+        attempt = await ends_well(federation, operator, job)
+    assert attempt == 1 if fault in ON else attempt > 1
+    no_mask_twice(federation)
+
+
+async def test_what_can_be_seen_is_charged_before_it_is_asked_for(federation: Federation, deaf: Deaf) -> None:
+    """A job that is cancelled while its sum is being unmasked has spent its privacy."""
+    deaf.keep("cedar", Kind.EVIDENCE)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, NOISY)
+        async with asyncio.timeout(60):
+            await deaf.heard.wait()
+        assert charged(federation) == [(1, 1)]
+        await operator.stub.CancelJob(operator_pb2.JobRequest(job=job))
+        await operator.watch_until(job, "cancelled")
+    assert charged(federation) == [(1, 1)]
+
+
+async def test_a_job_cancelled_before_it_can_be_seen_has_spent_nothing(
+    federation: Federation, deaf: Deaf
+) -> None:
+    deaf.keep("cedar", Kind.ALIVE)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
+        operator = await stack.enter_async_context(federation.operator())
+        job = await submit(operator, NOISY)
+        async with asyncio.timeout(60):
+            await deaf.heard.wait()
+        assert charged(federation) == [(1, 0)]
+        await operator.stub.CancelJob(operator_pb2.JobRequest(job=job))
+        await operator.watch_until(job, "cancelled")
+    assert charged(federation) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["cancelled", "finished"])
+async def test_a_coordinator_killed_while_it_unmasks_has_charged(
+    federation: Federation, deaf: Deaf, then: str
+) -> None:
+    deaf.keep("cedar", Kind.EVIDENCE)
+    first = start_coordinator(federation)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(ended(first))
+        await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
+        async with federation.operator() as operator:
+            job = await submit(operator, NOISY)
+            async with asyncio.timeout(60):
+                await deaf.heard.wait()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert charged(federation) == [(1, 1)]
+        if then == "finished":
+            deaf.keep("", Kind.EVIDENCE)
+        stack.enter_context(ended(start_coordinator(federation)))
+        operator = await stack.enter_async_context(federation.operator())
+        if then == "cancelled":
+            await operator.stub.CancelJob(operator_pb2.JobRequest(job=job))
+        await operator.watch_until(job, then)
+    assert charged(federation) == [(1, 1)]
+
+
+@pytest.mark.slow
+async def test_a_round_that_may_have_been_seen_is_not_summed_again(
+    federation: Federation, deaf: Deaf
+) -> None:
+    """The deadline of unmasking passes with two of three shares out: the job pauses, and stays charged."""
+    deaf.keep("cedar", Kind.EVIDENCE)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
+        operator = await stack.enter_async_context(federation.operator())
+        table = '[cohort]\nsize = 3\nretries = 1\ndeadline = "6s"\n'
+        job = str((await operator.submit(table + NOISY, rounds=1, vector=torch.zeros(COLUMNS))).id)
+        events = await operator.watch_until(job, "paused")
+        failed = [event.message for event in events if event.kind == "attempt_failed"]
+        assert "shares of a secret" in failed[0]
+        assert charged(federation)[0] == (1, 1)
+        deaf.keep("", Kind.EVIDENCE)
+        await operator.stub.ResumeJob(operator_pb2.JobRequest(job=job))
+        events = await operator.watch_until(job, "paused")
+        said = " ".join(event.message for event in events)
+        assert "another attempt of round 1 was unmasked already" in said
+    assert charged(federation)[0] == (1, 1)
