@@ -173,18 +173,13 @@ class Coordinator:
             log.warning("%s was last seen now, which could not be stored: %s", name, error)
 
 
-def run_server(config: ServerConfig, trusted: Trusted | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; the exit code is 0, or 1 with one line about what is wrong.
+def run_server(config: ServerConfig, trusted: Trusted | None = None) -> None:
+    """Runs until SIGTERM or SIGINT. Raises RoundtableError for what a person must mend.
 
     `trusted` trains on data of the coordinator's own, for rules that measure updates by them.
     """
     tune_for_transfers()
-    try:
-        asyncio.run(_until_signal(config, trusted))
-    except RoundtableError as error:
-        print(f"roundtable server: {error}", file=sys.stderr)
-        return 1
-    return 0
+    asyncio.run(_until_signal(config, trusted))
 
 
 async def _until_signal(config: ServerConfig, trusted: Trusted | None) -> None:

@@ -179,8 +179,11 @@ class JobRunner:
             match action:
                 case m.Note():
                     self._add_event(batch, action)
-                case m.StatusChanged(status, reason):
-                    self._add_event(batch, m.Note(f"job_{status}", f"the job is {status}: {reason}"))
+                case m.StatusChanged("running", reason):
+                    self._add_event(batch, m.Note("job_running", f"the job is running: {reason}"))
+                case m.StatusChanged():
+                    # Why a job has ended or is paused the engine has noted itself.
+                    pass
                 case m.Commit(record):
                     batch.records.append(record_to_plain(record))
                     batch.effects.append(action)

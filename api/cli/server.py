@@ -31,7 +31,7 @@ def server(
     state: Path | None,
     database: str | None,
     credentials: Path | None,
-) -> int:
+) -> None:
     """Run the coordinator, with the settings of CONFIG (coordinator.toml); options win.
 
     Ctrl-C stops it cleanly; started again on the same state it goes on with every job.
@@ -42,7 +42,7 @@ def server(
     service_logs()
     options = {"listen": listen, "state": _absolute(state), "database": database}
     settings = load_server_config(config, {**options, "credentials": _absolute(credentials)})
-    return run_server(settings, _trusted(settings))
+    run_server(settings, _trusted(settings))
 
 
 def _trusted(settings: ServerConfig) -> Trusted | None:

@@ -163,6 +163,7 @@ async def test_following_begins_anywhere_and_ends_with_the_job(
         work.cancel()
     assert [event.sequence for event in live] == list(range(1, len(live) + 1))
     assert live[-1].kind == "job_finished"
+    assert [event.kind for event in live].count("job_finished") == 1
     updates = [
         update
         async for update in operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job.id, from_sequence=5))

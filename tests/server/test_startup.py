@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from service import running
 
-from roundtable.core.errors import ConfigError, ResourceError, StorageError
+from roundtable.core.errors import ConfigError, ResourceError, RoundtableError, StorageError
 from roundtable.core.identity import issue
 from roundtable.server import Coordinator, ServerConfig, load_server_config, run_server
 
@@ -19,13 +19,12 @@ Settings = Callable[..., ServerConfig]
 
 
 def complaint(config: ServerConfig, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a coordinator prints that cannot start."""
-    assert run_server(config) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("roundtable server: ")
-    assert printed.err.count("\n") == 1
-    return printed.err
+    """The one line that a coordinator ends with that cannot start."""
+    with pytest.raises(RoundtableError) as caught:
+        run_server(config)
+    assert capsys.readouterr().out == ""
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_a_port_in_use(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
