@@ -27,10 +27,10 @@ from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import agents_stub
 
 _log = logging.getLogger("roundtable.agent")
-# A wrong certificate or version heals only when somebody mends it. Said once it may as well be a
-# coordinator that was killed in the middle of a handshake; said so often in a row it is true.
+# A wrong certificate or version heals only when somebody mends it. At first it may as well be a coordinator
+# that was killed in the middle of a handshake, or a line that spoils bytes; said for so long it is true.
 _SLOW_SECONDS = 60.0
-_SURE_AFTER = 3
+_SURE_AFTER_SECONDS = 30.0
 _STANDBY_SECONDS = 2.0
 _GOODBYE_SECONDS = 1.0
 _CLOCK_TOLERANCE = 60.0
@@ -52,7 +52,7 @@ class Agent:
         self._deliver = False
         self._coordinator = ""
         self._complaint = ""
-        self._wrong = 0
+        self._wrong_since: float | None = None
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self._address = next(self._addresses)
 
@@ -135,8 +135,10 @@ class Agent:
         if str(error) != self._complaint:
             self._complaint = str(error)
             _log.warning("not connected: %s; trying again", error)
-        self._wrong = self._wrong + 1 if isinstance(error, (IdentityError, ProtocolError)) else 0
-        if self._wrong >= _SURE_AFTER:
+        now = time.monotonic()
+        wrong = isinstance(error, (IdentityError, ProtocolError))
+        self._wrong_since = (self._wrong_since or now) if wrong else None
+        if self._wrong_since is not None and now - self._wrong_since >= _SURE_AFTER_SECONDS:
             return _SLOW_SECONDS
         self._address = next(self._addresses)
         # One of several is active, or will be within seconds.
@@ -154,7 +156,7 @@ class Agent:
                 "seem expired or not yet valid",
                 offset,
             )
-        self._coordinator, self._complaint, self._wrong = welcome.coordinator, "", 0
+        self._coordinator, self._complaint, self._wrong_since = welcome.coordinator, "", None
 
     async def _finish(self, duties: Duties, session: asyncio.Task[None]) -> None:
         """Gives what is under way some time, as long as the connection stands."""

@@ -74,6 +74,8 @@ class Federation:
     silos: tuple[str, ...] = SILOS
     settings: dict[str, Any] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
+    program: str = "agent_process"
+    task: str = TASK
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class Federation:
         issue(self.folder / "ca", "olga", "operator", self.folder / "olga")
         for name in self.silos:
             issue(self.folder / "ca", name, "agent", self.folder / name)
-        (self.folder / "toy.py").write_text(TASK)
+        (self.folder / "toy.py").write_text(self.task)
 
     def coordinator(self, fault: str = "", name: str = "hub", **changes: Any) -> subprocess.Popen[bytes]:
         """Starts a coordinator; returns once it says that it listens."""
@@ -114,7 +116,7 @@ class Federation:
             "folder": str(self.folder),
             **changes,
         }
-        program = Path(__file__).with_name("agent_process.py")
+        program = Path(__file__).with_name(f"{self.program}.py")
         return self._start(name, [sys.executable, str(program), json.dumps(values)], fault)
 
     def kill(self, name: str) -> None:
