@@ -160,6 +160,8 @@ class Hello(google.protobuf.message.Message):
     CLOCK_FIELD_NUMBER: builtins.int
     SPOOLED_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    COORDINATOR_FIELD_NUMBER: builtins.int
+    SEEN_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The agent's software version."""
     protocol: builtins.int
@@ -168,6 +170,10 @@ class Hello(google.protobuf.message.Message):
     """Unix time at the agent, to notice a clock that is off."""
     identity: builtins.bytes
     """The silo's identity certificate (PEM), with which it signs in secure aggregation; empty if it has none."""
+    coordinator: builtins.str
+    """The coordinator (see Welcome) that the silo worked for last, and the newest step that it was asked for in
+    each of its jobs: a coordinator that knows of less was restored from an old backup.
+    """
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the tasks that this silo has installed and allows."""
@@ -184,6 +190,8 @@ class Hello(google.protobuf.message.Message):
     def spooled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Step]:
         """Steps whose finished update waits in the agent's spool."""
 
+    @property
+    def seen(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Step]: ...
     def __init__(
         self,
         *,
@@ -195,8 +203,10 @@ class Hello(google.protobuf.message.Message):
         clock: builtins.float = ...,
         spooled: collections.abc.Iterable[roundtable.proto.common_pb2.Step] | None = ...,
         identity: builtins.bytes = ...,
+        coordinator: builtins.str = ...,
+        seen: collections.abc.Iterable[roundtable.proto.common_pb2.Step] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "devices", b"devices", "identity", b"identity", "metadata", b"metadata", "protocol", b"protocol", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "metadata", b"metadata", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Hello = Hello
 
