@@ -254,6 +254,16 @@ class TransferTable(Table):
     )
 
 
+class TrackingTable(Table):
+    """`[tracking]`: where the rounds' figures go beside the job's own history; each needs its extra."""
+
+    tensorboard: str | None = Field(None, min_length=1, description="folder of event files")
+    mlflow: str | None = Field(
+        None, min_length=1, description="folder of a database, or a tracking server's address"
+    )
+    wandb: str | None = Field(None, min_length=1, description="project of an offline Weights & Biases run")
+
+
 class SimulationTable(Table):
     """`[simulation]`: what only a simulation needs; ignored when the job is submitted."""
 
@@ -301,6 +311,7 @@ class JobConfig(Table):
     evaluation: EvaluationTable = Field(default_factory=EvaluationTable)
     stop: StopTable = Field(default_factory=StopTable)
     transfer: TransferTable = Field(default_factory=TransferTable)
+    tracking: TrackingTable = Field(default_factory=TrackingTable)
     simulation: SimulationTable = Field(default_factory=SimulationTable)
 
     @property

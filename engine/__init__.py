@@ -4,7 +4,7 @@ from roundtable.engine.buffered import BufferedEngine, engine_for
 from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.engine import RoundEngine
 from roundtable.engine.groups import GroupMean, GroupMeans, combine_groups
-from roundtable.engine.metrics import add_up, mean, means
+from roundtable.engine.metrics import add_up, figures, mean, means
 from roundtable.engine.plan import Plan, PrivacyPlan, make_plan
 from roundtable.engine.population import NumberedClients, NumberedNames, Population, Roster
 from roundtable.engine.selection import STRATEGIES, Candidate
@@ -33,6 +33,7 @@ __all__ = [
     "combine_groups",
     "combine_mean",
     "engine_for",
+    "figures",
     "initial_server_state",
     "make_plan",
     "mean",

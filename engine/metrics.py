@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from roundtable.engine.messages import RoundRecord
+
 Sums = Mapping[str, tuple[float, int]]
 
 
@@ -26,3 +28,19 @@ def mean(sums: Sums, name: str) -> float | None:
 def means(sums: Sums) -> dict[str, float]:
     """The mean of every metric that has one."""
     return {name: value / count for name, (value, count) in sums.items() if count}
+
+
+def figures(record: RoundRecord) -> dict[str, int | float]:
+    """A committed round in numbers, named as in a history: train_NAME for training means, NAME for
+    evaluation means, and in buffered rounds the updates' mean staleness."""
+    ages = record.staleness.values()
+    return {
+        "clients": len(record.contributors),
+        "failed": len(record.failures),
+        "excluded": len(record.excluded),
+        "time": record.ended,
+        **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),
+        **({"staleness": sum(ages) / len(ages)} if ages else {}),
+        **{f"train_{name}": value for name, value in means(record.training).items()},
+        **means(record.evaluation),
+    }

@@ -34,9 +34,9 @@ class Comparison:
     @property
     def settings(self) -> list[str]:
         """Dotted keys of the job in which at least two runs differ."""
-        flat = [_flat(run.job) for run in self.runs]
-        keys = dict.fromkeys(key for values in flat for key in values)
-        return [key for key in keys if any(values.get(key) != flat[0].get(key) for values in flat)]
+        all_flat = [flat(run.job) for run in self.runs]
+        keys = dict.fromkeys(key for values in all_flat for key in values)
+        return [key for key in keys if any(values.get(key) != all_flat[0].get(key) for values in all_flat)]
 
     @property
     def columns(self) -> list[str]:
@@ -66,7 +66,7 @@ class Comparison:
         return curves({run.name: run.history for run in self.runs}, path)
 
     def _row(self, run: Run) -> dict[str, Any]:
-        settings, history = _flat(run.job), run.history
+        settings, history = flat(run.job), run.history
         seconds = [value for value in history.seconds if value is not None]
         row: dict[str, Any] = {"run": run.name, **{key: settings.get(key) for key in self.settings}}
         row |= {"rounds": len(history), "seconds": sum(seconds)}
@@ -91,15 +91,15 @@ def compare(paths: Sequence[Path]) -> Comparison:
     return Comparison(tuple(open_run(path) for path in paths))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as dotted keys."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def _last(history: History, name: str) -> Any:

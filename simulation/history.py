@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from roundtable.core.errors import ResourceError
-from roundtable.engine import means
+from roundtable.engine import figures
 from roundtable.engine.messages import RoundRecord
 
 Value = int | float | None
@@ -76,7 +76,7 @@ class History(Sequence[Row]):
         try:
             pandas = import_module("pandas")
         except ImportError as error:
-            raise ResourceError("to_pandas() needs pandas: pip install pandas") from error
+            raise ResourceError("to_pandas() needs pandas: pip install 'roundtable[pandas]'") from error
         return pandas.DataFrame(list(self), columns=self.columns)
 
     def __repr__(self) -> str:
@@ -100,22 +100,10 @@ class History(Sequence[Row]):
 
     def _row(self, index: int) -> dict[str, Value]:
         record = self.records[index]
-        return {
-            "round": record.round,
-            "attempt": record.attempt,
-            "clients": len(record.contributors),
-            "failed": len(record.failures),
-            "excluded": len(record.excluded),
-            "time": record.ended,
-            "seconds": self.seconds[index],
-            **(
-                {"staleness": sum(record.staleness.values()) / len(record.staleness)}
-                if record.staleness
-                else {}
-            ),
-            **{f"train_{name}": value for name, value in means(record.training).items()},
-            **means(record.evaluation),
-        }
+        found = figures(record)
+        counted = {name: found[name] for name in ("clients", "failed", "excluded", "time")}
+        first = {"round": record.round, "attempt": record.attempt, **counted, "seconds": self.seconds[index]}
+        return {**first, **found}
 
 
 def _text(value: Value) -> str:

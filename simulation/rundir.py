@@ -33,7 +33,7 @@ from roundtable.engine.messages import Note, RoundRecord
 from roundtable.simulation.driver import Checkpoint
 from roundtable.simulation.history import History
 
-_MAY_DIFFER = {"rounds", "name"}
+_MAY_DIFFER = {"rounds", "name", "tracking"}
 _MAY_DIFFER_IN_SIMULATION = {"backend", "workers", "device", "masking"}
 _QUIET = {"update_received"}
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
+from roundtable.client.private_training import check_task
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ResourceError, TaskError
 from roundtable.core.initial import initial_model
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task
+from roundtable.core.tracking import TrackedRun, Trackers, check_trackers
 from roundtable.engine.messages import Note, RoundRecord, Step
-from roundtable.engine.plan import make_plan
+from roundtable.engine.plan import make_plan, weak_signal_of
 from roundtable.simulation.backend import World
 from roundtable.simulation.choose import make_backend
+from roundtable.simulation.comparison import flat
 from roundtable.simulation.config import check_population, devices_table
 from roundtable.simulation.devices import Devices
 from roundtable.simulation.driver import Checkpoint
@@ -58,20 +64,27 @@ def simulate(
     with ExitStack() as stack:
         stack.enter_context(one_thread())
         check_population(job)
+        check_trackers(job.tracking)
         world = make_world(job, task, folder)
         layout = world.layout
         slices = tuple(place for _, place in layout.slices())
         plan = make_plan(job, job.simulation.clients, slices)
+        check_task(world.task, job)
+        weak = weak_signal_of(job, plan, job.simulation.clients, layout.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
         backend, why = make_backend(world)
         stack.callback(backend.close)
         if run is not None:
             run.describe(_environment(backend.name, backend.description, why))
-        listener = _Listener(job, run, progress)
+        trackers = _trackers(job, run, folder)
+        stack.callback(trackers.close, finished=False)
+        listener = _Listener(job, run, progress, trackers)
+        if weak is not None:
+            listener.note(Note("weak_signal", f"warning: {weak}"), 0.0)
         driver = driver_of(world, plan, backend, Fleet(world.names, devices), listener)
         if run is not None and (last := run.last(world.initial)) is not None:
-            listener.seconds = list(last[1].seconds)
+            listener.taken_up(last[1])
             driver.resume(last[0], last[1].records)
         driver.run()
         history = History(tuple(driver.history), tuple(listener.seconds))
@@ -85,10 +98,22 @@ def simulate(
             said,
             run.path if run else None,
         )
+        trackers.close(finished=True)
         if run is not None:
             run.finish(history, driver.model)
             _plot_if_possible(result, run.path / "curves.png")
         return result
+
+
+def _trackers(job: JobConfig, run: RunDirectory | None, folder: Path) -> Trackers:
+    """The job's `[tracking]`; a run without a folder is a new one each time."""
+    when = time.strftime("%Y%m%d-%H%M%S")
+    name = run.path.name if run else f"{job.title.replace('/', '.')}-{when}"
+    place = str(run.path.resolve()) if run else f"{os.getpid()}.{time.time_ns()}"
+    key = blake3(place.encode()).hexdigest(length=8)
+    settings = flat(job.model_dump(mode="json", exclude_defaults=True))
+    tracked = TrackedRun(job.title, name, key, settings)
+    return Trackers(job.tracking, folder, tracked, lambda said: warnings.warn(said, stacklevel=2))
 
 
 def make_world(job: JobConfig, task: AnyTask | type[Task] | type[ArrayTask] | None, folder: Path) -> World:
@@ -119,16 +144,25 @@ def _reference(task: AnyTask) -> tuple[str, Path] | None:
 
 
 class _Listener:
-    """Passes on what happens: to the run directory, and to whoever watches."""
+    """Passes on what happens: to the run directory, to trackers, and to whoever watches."""
 
-    def __init__(self, job: JobConfig, run: RunDirectory | None, report: Report | None) -> None:
+    def __init__(
+        self, job: JobConfig, run: RunDirectory | None, report: Report | None, trackers: Trackers
+    ) -> None:
         self._job = job
+        self._trackers = trackers
         self._run = run
         self._report = report
         self._begun = time.monotonic()
         self._new_rounds = 0
         self._round_begun = self._begun
         self.seconds: list[float | None] = []
+
+    def taken_up(self, history: History) -> None:
+        """A run goes on: trackers hear what they may have missed."""
+        self.seconds = list(history.seconds)
+        for record, row in zip(history.records, history, strict=True):
+            self._trackers.log(record.round, row)
 
     def committed(self, record: RoundRecord, checkpoint: Callable[[], Checkpoint]) -> None:
         now = time.monotonic()
@@ -137,6 +171,7 @@ class _Listener:
         self._new_rounds += 1
         if self._run is not None:
             self._run.commit(record, seconds, checkpoint())
+        self._trackers.log(record.round, History((record,), (seconds,))[0])
         if self._report is not None:
             left = (now - self._begun) / self._new_rounds * (self._job.rounds - record.round)
             self._report(

@@ -209,3 +209,46 @@ def test_ray_that_is_not_installed_is_said(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ResourceError, match=r"pip install .roundtable\[ray\]"):
         run(simulation__backend="ray")
+
+
+class TestTracking:
+    def test_a_simulation_writes_what_its_history_says(self, run, tmp_path):
+        pytest.importorskip("tensorboard")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        table = {"tensorboard": str(tmp_path / "runs")}
+        for rounds in (2, 4):
+            result = run(rounds=rounds, tracking=table, _run_dir=tmp_path / "first", _resume=rounds == 4)
+        shown = EventAccumulator(str(tmp_path / "runs" / "first"))
+        shown.Reload()
+        assert [event.step for event in shown.Scalars("accuracy")] == [1, 2, 3, 4]
+        values = [event.value for event in shown.Scalars("accuracy")]
+        assert values == pytest.approx(result.history["accuracy"])
+        assert {"train_loss", "clients", "time", "seconds"} <= set(shown.Tags()["scalars"])
+
+    def test_what_is_not_installed_is_said_before_round_1(self, run, monkeypatch):
+        def absent(name):
+            raise ImportError(f"No module named {name!r}")
+
+        monkeypatch.setattr("roundtable.core.tracking.import_module", absent)
+        with pytest.raises(ResourceError, match=r"'roundtable\[wandb\]'"):
+            run(tracking={"wandb": "project"})
+
+
+class TestPandas:
+    def test_a_history_becomes_a_frame(self, run):
+        pytest.importorskip("pandas")
+        history = run(evaluation__every=2).history
+        frame = history.to_pandas()
+        assert list(frame.columns) == history.columns
+        assert frame["accuracy"].isna().tolist() == [True, False, False]
+        assert frame["train_loss"].tolist() == history["train_loss"]
+
+    def test_without_pandas_the_extra_is_named(self, run, monkeypatch):
+        def absent(name):
+            raise ImportError(f"No module named {name!r}")
+
+        history = run(rounds=1).history
+        monkeypatch.setattr("roundtable.simulation.history.import_module", absent)
+        with pytest.raises(ResourceError, match=r"pip install 'roundtable\[pandas\]'"):
+            history.to_pandas()
