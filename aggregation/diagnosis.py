@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from roundtable.aggregation.gram import squared_distances
 from roundtable.aggregation.validation import Exclusion
+
+_ARRAYS = ("norms", "influence", "contribution", "cosine", "distance")
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,8 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, object]:
         """Everything as plain lists and numbers, for JSON."""
-        arrays = ("norms", "influence", "contribution", "cosine", "distance")
         values: dict[str, object] = {
-            name: None if (array := getattr(self, name)) is None else array.tolist() for name in arrays
+            name: None if (array := getattr(self, name)) is None else array.tolist() for name in _ARRAYS
         }
         values["rule"] = self.rule
         values["clients"] = list(self.clients)
@@ -45,6 +47,20 @@ class Diagnosis:
             values[name] = [vars(exclusion) for exclusion in getattr(self, name)]
         values["details"] = {key: _plain(value) for key, value in self.details.items()}
         return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Diagnosis:
+        """The diagnosis that `to_dict` wrote, as a round's record holds it."""
+        measured = {
+            name: None if values.get(name) is None else np.array(values[name], dtype=np.float64)
+            for name in _ARRAYS
+        }
+        left_out, clipped = (
+            tuple(Exclusion(**fault) for fault in values.get(name, ())) for name in ("excluded", "clipped")
+        )
+        details = dict(values.get("details", {}))
+        clients = tuple(values["clients"])
+        return cls(values["rule"], clients, left_out, clipped, details=details, **measured)
 
     def verdicts(self) -> list[tuple[str, str]]:
         """`(client, verdict)`: used, left out and why, rejected, or weighed down and by how much."""
@@ -64,8 +80,9 @@ class Diagnosis:
         return sorted(rows)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows of text, for a terminal."""
-        header = ["silo", "norm", "influence", "contribution", "verdict"]
+        """Header and rows of text, for a terminal; of cosines and distances the median over all others."""
+        header = ["silo", "norm", "cosine", "distance", "influence", "contribution", "verdict"]
+        cosine, distance = _to_others(self.cosine), _to_others(self.distance)
         index = {client: position for position, client in enumerate(self.clients)}
 
         def cell(values: np.ndarray | None, client: str, style: str) -> str:
@@ -75,6 +92,8 @@ class Diagnosis:
             [
                 client,
                 cell(self.norms, client, ".4g"),
+                cell(cosine, client, ".2f"),
+                cell(distance, client, ".4g"),
                 cell(self.influence, client, ".1%"),
                 cell(self.contribution, client, ".1%"),
                 verdict,
@@ -121,6 +140,14 @@ def contributions(products: np.ndarray, influence: np.ndarray) -> np.ndarray:
     along = products @ influence
     length = float(influence @ along)
     return influence * along / length if length > 0 else np.zeros_like(influence)
+
+
+def _to_others(pairs: np.ndarray | None) -> np.ndarray | None:
+    """The median of each row without its diagonal, [n]; None where it was not measured or has one row."""
+    if pairs is None or len(pairs) < 2:
+        return None
+    others = pairs[~np.eye(len(pairs), dtype=bool)].reshape(len(pairs), -1)
+    return np.asarray(np.median(others, axis=1))
 
 
 def _plain(value: object) -> object:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from roundtable.cli.diagnose import diagnose
 from roundtable.cli.job_view import loading_lines, print_detail, summary_of
 from roundtable.cli.options import connect, connection_options, json_option, set_option
 from roundtable.cli.output import ago, as_dict, interruptible, print_json, print_table
@@ -143,6 +144,9 @@ def show(
         print_json(values)
     else:
         print_detail(detail)
+
+
+job.add_command(diagnose)
 
 
 @job.command("watch")

@@ -16,6 +16,7 @@ from roundtable.aggregation import (
     AggregationConfig,
     ClientRow,
     Context,
+    Diagnosis,
     StreamingMean,
     TensorMatrix,
     aggregate,
@@ -464,6 +465,11 @@ def test_diagnosis_says_who_was_rejected_and_by_how_much(tmp_path: Path) -> None
     assert header[0] == "silo"
     assert len(lines) == 8
     assert all(len(line) == len(header) for line in lines)
+    again = Diagnosis.from_dict(plain)
+    assert again.to_dict() == diagnosis.to_dict()
+    assert again.table() == (header, lines)
+    median_cosine = np.median(np.delete(diagnosis.cosine[0], 0))
+    assert lines[0][header.index("cosine")] == format(median_cosine, ".2f")
     diagnosis.plot(tmp_path / "heat.png")
     assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
 

@@ -132,6 +132,13 @@ def test_the_same_request_is_the_same_job(service: Service, roundtable: Command,
     assert json.loads(roundtable(*line).out)["id"] == job
 
 
+def test_diagnose_a_job(service: Service, roundtable: Command, job: str) -> None:
+    said = roundtable("job", "diagnose", job, *service.options)
+    assert said.out.startswith("round 3 of 3: mean over 2 updates")
+    assert [line.split()[0] for line in said.out.splitlines()[2:4]] == ["north", "south"]
+    assert "set [aggregation] diagnosis = true" in said.out
+
+
 def test_list_and_show(service: Service, roundtable: Command, job: str) -> None:
     listed = {
         found["id"]: found for found in json.loads(roundtable("job", "list", *service.options, "--json").out)
