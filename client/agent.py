@@ -10,6 +10,7 @@ import time
 
 import grpc
 
+from roundtable.client.acquaintance import Acquaintance
 from roundtable.client.config import AgentConfig
 from roundtable.client.connection import Backoff, Link, Refused, Session, explain, hello, open_channel
 from roundtable.client.duties import Duties
@@ -55,6 +56,7 @@ class Agent:
         self._wrong_since: float | None = None
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self._address = next(self._addresses)
+        self._acquaintance: Acquaintance
 
     def stop(self, *, deliver: bool = False) -> None:
         """Ends `run` cleanly; finished updates stay in the spool for the next start.
@@ -79,6 +81,7 @@ class Agent:
             models = ModelCache(self._config.state / "models", self._config.cached_models)
             link = Link()
             spool = Spool(self._config.state / "spool")
+            self._acquaintance = Acquaintance(self._config.state / "coordinator.json")
             duties = Duties(self._config, identity.name, link, trainer, models, spool)
             try:
                 await trainer.start()
@@ -116,12 +119,19 @@ class Agent:
                 session = Session(stub)
                 own = certificate_of(config.credentials)
                 greeting = hello(config.tasks, dict(config.metadata), list_devices(), duties.spooled, own)
-                welcome = await session.greet(greeting)
+                welcome = await session.greet(self._acquaintance.introduce(greeting))
                 self._connected(welcome, name)
+                for message in self._acquaintance.meet(welcome.coordinator):
+                    duties.handle(message)
                 backoff.reset()
+
+                def handle(message: agent_pb2.ToAgent) -> None:
+                    self._acquaintance.note(message)
+                    duties.handle(message)
+
                 link.attach(stub, session.outbox)
                 try:
-                    await session.run(welcome.heartbeat_seconds, duties.handle, lambda: duties.state)
+                    await session.run(welcome.heartbeat_seconds, handle, lambda: duties.state)
                 finally:
                     link.detach()
         except grpc.aio.AioRpcError as error:

@@ -19,6 +19,7 @@ from roundtable.server.access import Context, Refusal, caller
 from roundtable.server.artifacts import DIGEST
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
+from roundtable.server.past import forgotten
 from roundtable.server.runner import JobRunner
 from roundtable.server.sessions import Identity, Session
 from roundtable.server.store import ClientRow
@@ -110,6 +111,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 hello.clock - now,
                 extra={"site": name},
             )
+        if old := await forgotten(self._jobs, self._services.database, hello):
+            return client, old
         return client, self._identify(name, hello.identity)
 
     def _identify(self, name: str, certificate: bytes) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import click
 
+from roundtable.cli.backup import backup, restore
 from roundtable.cli.ca import ca
 from roundtable.cli.client import client
 from roundtable.cli.clients import clients
@@ -49,6 +50,8 @@ def cli(verbose: bool) -> None:
 
 
 for command in (
+    backup,
+    restore,
     ca,
     client,
     clients,

@@ -95,6 +95,16 @@ class Database:
             return str(found or ""), inspector.has_table("lease")
 
     @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """A connection in this thread that sees the database as it is now, for as long as the block lasts."""
+        level = {} if self.embedded else {"isolation_level": "REPEATABLE READ"}
+        try:
+            with self._reader.connect().execution_options(**level) as connection, connection.begin():
+                yield connection
+        except SQLAlchemyError as error:
+            raise explain(error, self.url) from error
+
+    @contextmanager
     def transaction(self) -> Iterator[Connection]:
         """A transaction in this thread, beside those of `write`; it passes no fence."""
         try:

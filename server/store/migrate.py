@@ -25,6 +25,21 @@ def upgrade(connection: Connection, url: str) -> None:
         command.upgrade(alembic_config(connection), "head")
 
 
+def revision_of(connection: Connection) -> str | None:
+    """The version of the tables; None where there are none."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def make(connection: Connection, revision: str) -> None:
+    """Makes the tables of one version in an empty database. StorageError for a version that is newer."""
+    config = alembic_config(connection)
+    if revision not in {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}:
+        raise StorageError(
+            f"tables of version {revision} belong to a newer version of Roundtable: use that version"
+        )
+    command.upgrade(config, revision)
+
+
 def is_current(connection: Connection, url: str) -> bool:
     """Whether nothing is missing. StorageError for a database that a newer version has written."""
     scripts = ScriptDirectory.from_config(alembic_config(connection))
