@@ -229,8 +229,14 @@ class RoundEngine:
         if attempt is None or event.step != attempt.step:
             return
         attempt.aggregated = event
+        faults = {fault["client"]: fault["reason"] for fault in event.diagnosis.get("excluded", ())}
         for client, reason in sorted(event.excluded.items()):
-            self._context.note("update_excluded", f"the update of {client} was left out: {reason}", client)
+            detail = {"reason": faults[client]} if client in faults else {}
+            message = f"the update of {client} was left out: {reason}"
+            self._context.note("update_excluded", message, client, detail)
+        for fault in event.diagnosis.get("clipped", ()):
+            message = f"the update of {fault['client']} was clipped: {fault['message']}"
+            self._context.note("update_clipped", message, fault["client"], {"reason": fault["reason"]})
         if self._phases.evaluation_due(attempt.round):
             self._phases.begin_evaluation(now)
         else:
