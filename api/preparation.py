@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roundtable.client.private_training import check_task
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.initial import initial_model
 from roundtable.core.models import Model
 from roundtable.core.task import AnyTask, load_task
-from roundtable.engine.plan import make_plan
+from roundtable.engine.plan import make_plan, weak_signal_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Prepared:
     job: JobConfig
     task: AnyTask
     model: Model
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(path: Path, overrides: Mapping[str, Any] | None = None) -> Prepared:
@@ -32,5 +34,8 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None) -> Prepared:
     task = load_task(job.task, path.parent, trains=False)
     model = initial_model(job, task)
     slices = tuple(place for _, place in model.layout.slices())
-    make_plan(job, max(job.cohort.size or 1, job.simulation.clients), slices)
-    return Prepared(job, task, model)
+    population = max(job.cohort.size or 1, job.simulation.clients)
+    plan = make_plan(job, population, slices)
+    check_task(task, job)
+    weak = weak_signal_of(job, plan, population, model.layout.size)
+    return Prepared(job, task, model, (weak,) if weak else ())

@@ -16,7 +16,7 @@ from roundtable.client.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.layout import Layout
-from roundtable.core.task import Task
+from roundtable.core.task import AnyTask, ArrayTask, Task, lacks
 from roundtable.privacy import (
     Charge,
     PrivacyConfig,
@@ -25,7 +25,7 @@ from roundtable.privacy import (
     local_gaussian_charge,
     noise_for,
 )
-from roundtable.privacy.example_level import make_private, step_charge
+from roundtable.privacy.example_level import check_model, make_private, step_charge
 
 
 def fit_privately(
@@ -79,6 +79,21 @@ def _steps(job: JobConfig, examples: int) -> tuple[PrivacyConfig, int]:
     batch = privacy.batch_size or job.algorithm.batch_size
     steps = privacy.local_steps or job.algorithm.steps or job.algorithm.epochs * math.ceil(examples / batch)
     return replace(privacy, batch_size=batch), steps
+
+
+def check_task(task: AnyTask, job: JobConfig) -> None:
+    """Raises PrivacyError, with advice, for a task that no silo could train as the job's level asks.
+
+    What needs data (whether a loss is the mean over its examples) is found at the silo before its first step.
+    """
+    if job.privacy.get("level") != "example":
+        return
+    if isinstance(task, ArrayTask) or lacks(task):
+        raise PrivacyError(
+            'privacy.level = "example" bounds the gradient of every example: it needs a Task with a model, '
+            'data and a loss, not an ArrayTask or a script; for those use level "client_local"'
+        )
+    check_model(task.model())
 
 
 def only_parameters(delta: Tensor, module: nn.Module, layout: Layout) -> None:

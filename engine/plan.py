@@ -28,6 +28,7 @@ from roundtable.privacy import (
     local_gaussian_charge,
     noise_for,
     solve_noise,
+    weak_signal,
 )
 
 
@@ -87,6 +88,28 @@ class Plan:
     def separation(self) -> int:
         """The least number of rounds from one contribution of a client to its next."""
         return self.central.ftrl.separation if self.central and self.central.ftrl else 1
+
+
+def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) -> str | None:
+    """A warning with the ratio where noise leaves little of any signal; `dimension` is the layout's size."""
+    privacy = plan.privacy
+    noise = privacy.noise_multiplier or plan.silo_noise
+    if plan.central is not None:
+        noise = plan.central.noise_multiplier
+    if not privacy.private or dimension == 0 or noise is None:
+        return None
+    population = max(population, privacy.population or 0) if privacy.unit == "client" else population
+    cohort = _expected_cohort(job.cohort, population)
+    if privacy.level == "example":
+        batch, steps = (
+            privacy.batch_size or job.algorithm.batch_size,
+            privacy.local_steps or job.algorithm.steps,
+        )
+        if steps is None:
+            return None  # How many steps an epoch has, only the silos know.
+        privacy = replace(privacy, batch_size=batch, local_steps=steps)
+    sampling = accountant_for(job.cohort.strategy, population, cohort)
+    return weak_signal(privacy, noise, sampling, dimension, max(1, job.rounds))
 
 
 def make_plan(

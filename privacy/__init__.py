@@ -18,7 +18,7 @@ from roundtable.privacy.ledger import Budget, Entry, Spent, check, hold, reserve
 from roundtable.privacy.levels import charges, ftrl_plan, noise_for
 from roundtable.privacy.mechanisms import NoisyVector, add_gaussian, local_gaussian
 from roundtable.privacy.noise import NoiseSource, SecureNoise, SeededNoise
-from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render
+from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render, weak_signal
 from roundtable.privacy.sampling import SamplingModel, accountant_for
 from roundtable.privacy.secure_round import SecureMean, SecureRound, distributed_noise
 from roundtable.privacy.statement import account_statement, statement
@@ -83,4 +83,5 @@ __all__ = [
     "solve_steps",
     "spent",
     "statement",
+    "weak_signal",
 ]

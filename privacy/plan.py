@@ -83,6 +83,28 @@ def privacy_plan(
     return replace(plan, warnings=_warnings(plan, config, sampling))
 
 
+def weak_signal(
+    config: PrivacyConfig, noise_multiplier: float, sampling: SamplingModel, dimension: int, rounds: int
+) -> str | None:
+    """A warning with the greatest signal-to-noise where a job's noise leaves little or nothing; else None."""
+    error = _error_at(config, noise_multiplier, sampling, rounds, rounds)
+    return _signal(rounds * _summed(config, sampling.cohort) / (error * math.sqrt(dimension)), rounds)
+
+
+def _signal(ratio: float, rounds: int) -> str | None:
+    if ratio < _HOPELESS:
+        return (
+            f"The noise drowns everything: even if all updates agreed, after {rounds} rounds the signal "
+            f"would be {ratio:.2g} of the noise. Take a larger cohort, a smaller model, or a larger budget."
+        )
+    if ratio < _WEAK:
+        return (
+            f"Little signal is left: at best {ratio:.2g} times the noise after {rounds} rounds. Expect a "
+            "clear loss of accuracy; a larger cohort helps most."
+        )
+    return None
+
+
 def _points(rounds: int) -> Sequence[int]:
     return [max(1, round(rounds * i / _POINTS)) for i in range(1, _POINTS + 1)]
 
@@ -99,8 +121,10 @@ def _row(
 
 
 def _summed(config: PrivacyConfig, cohort: float) -> float:
-    """How many contributions of norm C are added before the noise that `_error_at` counts."""
-    return float(config.batch_size or 1) if config.level == "example" else float(cohort)
+    """How many contributions of norm C a round adds before the noise that `_error_at` counts."""
+    if config.level == "example":
+        return float((config.batch_size or 1) * (config.local_steps or 1) * cohort)
+    return float(cohort)
 
 
 def _error_at(config: PrivacyConfig, noise: float, sampling: SamplingModel, rounds: int, upto: int) -> float:
@@ -110,6 +134,8 @@ def _error_at(config: PrivacyConfig, noise: float, sampling: SamplingModel, roun
         return prefix_error(plan, upto) / plan.clip_norm
     if config.level == "client_local":
         return noise * math.sqrt(upto * sampling.cohort)
+    if config.level == "example":
+        return noise * math.sqrt(upto * (config.local_steps or 1) * sampling.cohort)
     return noise * math.sqrt(upto)
 
 
@@ -161,20 +187,8 @@ def _alternatives(
 
 
 def _warnings(plan: PrivacyPlan, config: PrivacyConfig, sampling: SamplingModel) -> tuple[str, ...]:
-    found = []
-    ratio = plan.rows[-1].signal_to_noise
-    if ratio < _HOPELESS:
-        found.append(
-            f"The noise drowns everything: even if all updates agreed, after {plan.rows[-1].round} rounds "
-            "the signal would "
-            f"be {ratio:.2g} of the noise. Take a larger cohort, a smaller model, or a larger budget."
-        )
-    elif ratio < _WEAK:
-        found.append(
-            f"Little signal is left: at best {ratio:.2g} times the noise after {plan.rows[-1].round} "
-            "rounds. Expect a "
-            "clear loss of accuracy; a larger cohort helps most."
-        )
+    weak = _signal(plan.rows[-1].signal_to_noise, plan.rows[-1].round)
+    found = [weak] if weak else []
     if config.epsilon is not None and plan.epsilon > config.epsilon:
         found.append(
             f"The given noise spends epsilon = {plan.epsilon:.3g}, above the budget of "

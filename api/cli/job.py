@@ -68,6 +68,8 @@ def submit(
     with connect(coordinator, credentials) as operator:
         operator.status()
         prepared = prepare(file, overrides)
+        for warning in prepared.warnings:
+            click.echo(f"warning: {warning}", err=True)
         with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
             model = Path(folder) / "initial.safetensors"
             save_model(model, prepared.model)

@@ -35,20 +35,25 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
     missing = lacks(prepared.task)
     by_script = f"by scripts at the silos (rt.join): the task has no {', '.join(missing)}"
     staying = [spec.name for spec in layout.tensors if spec.rule != "average"]
-    return {
-        "name": job.title,
-        "task": type(prepared.task).__name__,
-        "trained": by_script if missing else "by the task, at the silos",
-        "rounds": job.rounds,
-        "algorithm": job.algorithm.name,
-        "aggregation": job.aggregation.rule,
-        "privacy": job.privacy.get("level", "none"),
-        "parameters": layout.size,
-        "bytes a round and silo": 4 * layout.size,
-        "tensors that do not travel": staying,
-        "layout": layout.fingerprint,
-        "digest": job.digest,
-    } | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.size)) else {})
+    warning = {"warning": " ".join(prepared.warnings)} if prepared.warnings else {}
+    return (
+        {
+            "name": job.title,
+            "task": type(prepared.task).__name__,
+            "trained": by_script if missing else "by the task, at the silos",
+            "rounds": job.rounds,
+            "algorithm": job.algorithm.name,
+            "aggregation": job.aggregation.rule,
+            "privacy": job.privacy.get("level", "none"),
+            "parameters": layout.size,
+            "bytes a round and silo": 4 * layout.size,
+            "tensors that do not travel": staying,
+            "layout": layout.fingerprint,
+            "digest": job.digest,
+        }
+        | warning
+        | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.size)) else {})
+    )
 
 
 def print_detail(detail: JobDetail) -> None:
