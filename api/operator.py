@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import grpc
 from blake3 import blake3
 
+from roundtable.access import channel_credentials, signing_identity
 from roundtable.core.errors import ResourceError, RoundtableError, TransferError, UnavailableError
 from roundtable.core.handshake import check_connection, split_address
-from roundtable.core.identity import load_credentials
+from roundtable.core.signing import job_values, sign
 from roundtable.proto import CHUNK_BYTES, operator_pb2, operator_pb2_grpc
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
 from roundtable.rpc_errors import translated
@@ -32,20 +33,19 @@ _PAUSE_SECONDS = 0.5
 
 
 class OperatorClient:
-    """A connection to a coordinator under an operator's certificate.
+    """A connection to a coordinator under an operator's certificate or token.
 
-    `credentials` is a folder as `roundtable ca issue` makes it. Every method raises a
-    RoundtableError that says what to do; transfers go on where they were interrupted.
+    `credentials` is a folder as `roundtable ca issue` or `roundtable token create` makes it. Every method
+    raises a RoundtableError that says what to do; transfers go on where they were interrupted.
     """
 
     def __init__(self, address: str, credentials: str | Path) -> None:
         split_address(address)
         self.address = address
         self.folder = Path(credentials)
-        shown = load_credentials(self.folder)
         self._channel = grpc.secure_channel(
             address,
-            grpc.ssl_channel_credentials(shown.ca, shown.key, shown.certificate),
+            channel_credentials(self.folder),
             options=[
                 ("grpc.max_receive_message_length", _REPLY_LIMIT),
                 ("grpc.keepalive_time_ms", 30_000),
@@ -54,7 +54,7 @@ class OperatorClient:
         )
         self._stub = operator_pb2_grpc.OperatorsStub(self._channel)
 
-    def __enter__(self) -> OperatorClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -142,6 +142,9 @@ class OperatorClient:
             job_config=job.to_json(),
             model=Artifact(digest=digest, size=model.stat().st_size),
         )
+        if (identity := signing_identity(self.folder)) is not None:
+            values = job_values(request.job_config, digest, request.request_id)
+            request.signature, request.certificate = sign(identity, "job", values), identity.certificate
         for attempt in range(1, _RETRIES + 1):
             try:
                 with self._translated():

@@ -12,10 +12,20 @@ import grpc
 
 from roundtable.client.acquaintance import Acquaintance
 from roundtable.client.config import AgentConfig
-from roundtable.client.connection import Backoff, Link, Refused, Session, explain, hello, open_channel
+from roundtable.client.connection import (
+    Backoff,
+    Link,
+    Refused,
+    Session,
+    either,
+    explain,
+    hello,
+    open_channel,
+)
 from roundtable.client.duties import Duties
 from roundtable.client.lock import locked
 from roundtable.client.models import ModelCache
+from roundtable.client.renewal import keep_renewed
 from roundtable.client.secure import certificate_of
 from roundtable.client.spool import Spool
 from roundtable.client.trainer import Trainer
@@ -77,7 +87,7 @@ class Agent:
         _check_role(identity)
         choose_device(self._config.device)
         with locked(self._config.state):
-            trainer = self._trainer or WorkerTrainer(self._config, identity.name, self._config.state / "jobs")
+            trainer = self._trainer or _trainer_for(self._config, identity.name)
             models = ModelCache(self._config.state / "models", self._config.cached_models)
             link = Link()
             spool = Spool(self._config.state / "spool")
@@ -123,6 +133,7 @@ class Agent:
                 self._connected(welcome, name)
                 for message in self._acquaintance.meet(welcome.coordinator):
                     duties.handle(message)
+                duties.gate.meet(welcome.identity)
                 backoff.reset()
 
                 def handle(message: agent_pb2.ToAgent) -> None:
@@ -131,7 +142,10 @@ class Agent:
 
                 link.attach(stub, session.outbox)
                 try:
-                    await session.run(welcome.heartbeat_seconds, handle, lambda: duties.state)
+                    await either(
+                        session.run(welcome.heartbeat_seconds, handle, lambda: duties.state),
+                        keep_renewed(stub, config.credentials),
+                    )
                 finally:
                     link.detach()
         except grpc.aio.AioRpcError as error:
@@ -211,6 +225,15 @@ async def _run(config: AgentConfig) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     return 130 if signal.SIGINT in received else 0
+
+
+def _trainer_for(config: AgentConfig, name: str) -> Trainer:
+    """A training process, or a group of them where the silo has a cluster."""
+    if config.cluster is None:
+        return WorkerTrainer(config, name, config.state / "jobs")
+    from roundtable.client.cluster.trainer import ClusterTrainer
+
+    return ClusterTrainer(config, name, config.state / "jobs")
 
 
 def _check_role(identity: Credentials) -> None:

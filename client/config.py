@@ -10,9 +10,15 @@
     [data]                              # handed to the task as site.options
     path = "/srv/digits.npz"
 
-    [policy]                            # jobs that ask for less are refused
+    [tasks.scans]                       # the same with rules of its own
+    use = "tasks/scans.py:Scans"
+    blake3 = "5f0c…"                    # only this code; `roundtable client hash scans` prints it
+    data = { path = "/srv/scans" }      # all that this task may read
+
+    [policy]                            # jobs that ask for more, or offer less, are refused
     secure_aggregation = true
     minimum_cohort = 5
+    approval = true                     # a person says yes to each new job
 
 Relative paths count from the file's folder.
 """
@@ -27,11 +33,11 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from roundtable.client.policy import PolicyTable, Rules, TaskTable
 from roundtable.core.config import Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.handshake import split_address
 from roundtable.core.toml import TomlDocument, read_toml, validate
-from roundtable.privacy.secagg import MINIMUM_COHORT
 
 
 class LimitsTable(Table):
@@ -40,21 +46,6 @@ class LimitsTable(Table):
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto takes a GPU if there is one")
     threads: int | None = Field(None, ge=1, description="CPU threads of the training process; default: all")
     cached_models: int = Field(3, ge=1, description="how many downloaded models are kept on disk")
-
-
-class PolicyTable(Table):
-    """`[policy]`: the least that this silo asks of a job."""
-
-    secure_aggregation: bool = Field(False, description="refuse jobs without secure aggregation")
-    epsilon: float | None = Field(
-        None,
-        gt=0,
-        description="most that the silo's own account may spend over all jobs",
-    )
-    delta: float | None = Field(None, gt=0, lt=1, description="of epsilon; default: each job's")
-    minimum_cohort: int = Field(
-        MINIMUM_COHORT, ge=MINIMUM_COHORT, description="secure aggregation: silos among which this one hides"
-    )
 
 
 class AgentTable(Table):
@@ -66,8 +57,9 @@ class AgentTable(Table):
     )
     credentials: str = Field("credentials", description="folder with ca.crt, node.crt and node.key")
     state: str = Field("state", description="folder for models, finished updates and local state")
-    tasks: dict[str, str] = Field(
-        default_factory=dict, description="task name → file.py:Class, module:Class or an entry point"
+    tasks: dict[str, str | TaskTable] = Field(
+        default_factory=dict,
+        description="task name → file.py:Class, module:Class or an entry point; or a table with rules",
     )
     data: dict[str, Any] = Field(default_factory=dict, description="the task's site.options")
     metadata: dict[str, str] = Field(
@@ -103,6 +95,11 @@ class AgentConfig:
     policy: PolicyTable = field(default_factory=PolicyTable)
     folder: Path = field(default_factory=Path.cwd)
     standbys: tuple[str, ...] = ()
+    task_tables: Mapping[str, TaskTable] = field(default_factory=dict)
+
+    def rules(self) -> Rules:
+        """What this silo allows."""
+        return Rules(self.policy, self.tasks, self.task_tables, self.folder)
 
     def reference_of(self, task: str) -> str | None:
         """The silo's own code for a job's task; None if the silo does not offer it.
@@ -125,11 +122,13 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         document.override(key, value)
     table = validate(AgentTable, document)
     folder = path.resolve().parent
+    tables = {name: task for name, task in table.tasks.items() if isinstance(task, TaskTable)}
     return AgentConfig(
         coordinator=table.coordinator,
         credentials=_absolute(folder, table.credentials),
         state=_absolute(folder, table.state),
-        tasks=table.tasks,
+        tasks={name: task.use if isinstance(task, TaskTable) else task for name, task in table.tasks.items()},
+        task_tables=tables,
         data=table.data,
         metadata=table.metadata,
         device=table.limits.device,

@@ -7,9 +7,10 @@ import importlib.metadata
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
@@ -132,6 +133,19 @@ async def open_channel(address: str, credentials: Path) -> AsyncIterator[grpc.ai
         yield channel
 
 
+async def either(*parts: Coroutine[Any, Any, None]) -> None:
+    """Runs all until one ends, which decides how this ends; the others are cancelled."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def explain(error: grpc.aio.AioRpcError, address: str, credentials: Path) -> RoundtableError:
     """A failed connection as an error that says what to do; makes a handshake of its own to find out."""
     code, details = error.code(), error.details() or "no details"
@@ -180,16 +194,9 @@ class Session:
         self, beat: float, handle: Callable[[agent_pb2.ToAgent], None], state: Callable[[], str]
     ) -> None:
         """Serves the stream until it ends, which is always an error: UnavailableError or Refused."""
-        parts = [self._read(handle), self._write(), self._heartbeats(beat, state)]
-        tasks = [asyncio.create_task(part) for part in parts]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await either(self._read(handle), self._write(), self._heartbeats(beat, state))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._call.cancel()
 
     async def leave(self, reason: str) -> None:

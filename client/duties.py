@@ -21,6 +21,7 @@ from roundtable.client.connection import Backoff, Link, calling
 from roundtable.client.delivery import upload
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.files import explained
+from roundtable.client.gatekeeper import Gatekeeper
 from roundtable.client.models import ModelCache
 from roundtable.client.secure import MASKED, PHASE, SecureAttempt, SecureAttempts, is_secure
 from roundtable.client.spool import Finished, Spool, metric_messages
@@ -55,6 +56,7 @@ class Duties:
         self._config, self._client = config, client
         self._link, self._trainer, self._models, self._spool = link, trainer, models, spool
         self._secure = SecureAttempts(config, client)
+        self.gate = Gatekeeper(config, client)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
         self._answers: OrderedDict[StepKey, agent_pb2.FromAgent] = OrderedDict()
@@ -101,6 +103,7 @@ class Duties:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.gate.close()
 
     def _instruct(self, instruction: agent_pb2.Instruction) -> None:
         step = StepKey.of(instruction.step)
@@ -149,7 +152,7 @@ class Duties:
     async def _work(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
         reach("accepted", step.round, step.phase)
         try:
-            async with asyncio.timeout(max(instruction.deadline_seconds, 0.0)):
+            async with asyncio.timeout(self.gate.seconds(instruction.deadline_seconds)):
                 await self._answer(step, instruction)
         except TimeoutError:
             said = f"the silo did not finish within the {instruction.deadline_seconds:.0f} s that were left"
@@ -162,13 +165,7 @@ class Duties:
     async def _answer(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
         job = _job_of(instruction)
         work_kind = instruction.WhichOneof("work")
-        self._secure.check(job)
-        task = self._config.reference_of(job.task)
-        if task is None:
-            offered = ", ".join(sorted(self._config.tasks)) or "none"
-            raise WorkFailed(
-                "refused", f"this silo does not offer the task {job.task!r}; it offers: {offered} ([tasks])"
-            )
+        task = self.gate.admit(step, instruction, job)
         if work_kind not in ("train", "evaluate"):
             raise WorkFailed("protocol_violation", f"this agent does not know the work {work_kind!r}")
         asked = instruction.train if work_kind == "train" else instruction.evaluate
@@ -204,7 +201,7 @@ class Duties:
             layout=work.layout,
             encoding=work.job.transfer.encoding,
             examples=trained.examples,
-            metrics=trained.metrics,
+            metrics=self.gate.leaving(trained.metrics),
         )
         self._start_delivery(finished, fresh=True)
 
@@ -246,7 +243,10 @@ class Duties:
         step, began = work.step, time.monotonic()
         _log.info("%s: training", step)
         self._report(step, "training", 0, 0)
-        trained = await self._trainer.train(work, lambda *seen: self._report(step, "training", *seen))
+        quiet = self.gate.is_quiet(work.job)
+        trained = await self._trainer.train(
+            work, lambda *seen: None if quiet else self._report(step, "training", *seen)
+        )
         _log.info(
             "%s: trained on %d examples in %.2f s%s",
             step,
@@ -260,7 +260,7 @@ class Duties:
         step = work.step
         metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
         _log.info("%s: evaluated%s", step, _loss_of(metrics))
-        answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(metrics))
+        answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(self.gate.leaving(metrics)))
         reach("evaluated", step.round, step.phase)
         self._remember(step, agent_pb2.FromAgent(evaluated=answer))
 
@@ -297,9 +297,10 @@ class Duties:
             if keeping is not None:
                 keeping.cancel()
                 await asyncio.wait([keeping])
-        self._spool.remove(finished.step)
         if receipt is not None:
+            self.gate.received(finished, receipt)
             _tell(finished.step, receipt)
+        self._spool.remove(finished.step)
 
     async def _keep(self, finished: Finished) -> None:
         """A kill loses nothing from now on; syncing waits, as most updates are gone by then."""

@@ -19,6 +19,7 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.metrics import Metrics
 from roundtable.client.trainer import Progress, Trained, Work
 from roundtable.client.workshop import Order, Settings
+from roundtable.core.certificates import SECRET_VARIABLES
 
 _log = logging.getLogger("roundtable.agent")
 _LINE_LIMIT = 16 << 20
@@ -40,6 +41,9 @@ class WorkerTrainer:
             data=dict(config.data),
             epsilon=config.policy.epsilon,
             delta=config.policy.delta,
+            data_of={
+                table.use: table.data for table in config.task_tables.values() if table.data is not None
+            },
         )
         self._settings = asdict(settings)
         self._turn = asyncio.Lock()
@@ -77,7 +81,7 @@ class WorkerTrainer:
             if self._child is None:
                 await self.start()
             assert self._child is not None
-            return await self._child.do(verb, _order(work), progress)
+            return await self._child.do(verb, order_of_work(work), progress)
 
 
 class _Child:
@@ -94,7 +98,8 @@ class _Child:
 
     @classmethod
     async def spawn(cls, config: AgentConfig, settings: dict[str, Any]) -> _Child:
-        environment = dict(os.environ)
+        # A task needs no secrets of the agent's.
+        environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         if config.threads is not None:
             environment["OMP_NUM_THREADS"] = str(config.threads)
         process = await asyncio.create_subprocess_exec(
@@ -196,7 +201,8 @@ class _Child:
             _log.info("task: %s", text)
 
 
-def _order(work: Work) -> Order:
+def order_of_work(work: Work) -> Order:
+    """The work as it crosses to another process."""
     return Order(
         job=work.step.job,
         round=work.step.round,

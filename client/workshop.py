@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Settings:
     data: dict[str, Any]
     epsilon: float | None = None
     delta: float | None = None
+    data_of: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ class Workshop:
 
     def _data_of(self, reference: str, task: AnyTask) -> tuple[Any, Any]:
         if reference not in self._data:
-            site = Site(self._settings.client, options=self._settings.data)
+            options = self._settings.data_of.get(reference, self._settings.data)
+            site = Site(self._settings.client, options=options)
             self._data = {reference: split_data(task, site)}
         return self._data[reference]
 

@@ -13,6 +13,7 @@
     ├── TransferError           an upload or download that did not arrive whole
     ├── StorageError            the database or the artifact directory is unusable
     ├── IdentityError           a certificate or key that cannot be used or trusted
+    ├── AuditError              an audit log or a receipt that is not what was signed
     ├── UnavailableError        the other side cannot be reached, for now
     └── ResourceError           a port, disk or device that is missing or full
 
@@ -83,6 +84,10 @@ class StorageError(RoundtableError):
 
 class IdentityError(RoundtableError):
     """A certificate or key that cannot be used or trusted."""
+
+
+class AuditError(RoundtableError):
+    """An audit log or a receipt that is not what was signed."""
 
 
 class UnavailableError(RoundtableError):

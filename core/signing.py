@@ -21,8 +21,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from roundtable.core.errors import IdentityError
-from roundtable.core.identity import Role, SiloIdentity, verify_identity
+from roundtable.core.identity import Role, SiloIdentity, identity_of, verify_identity
 
+SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
 Purpose = Literal["job", "receipt", "seal", "provenance", "entry"]
 
 
@@ -63,6 +64,18 @@ def check_signature(
         ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signature, _message(purpose, values))
     except (InvalidSignature, ValueError) as error:
         raise IdentityError(f"the signature of {name!r} under this {purpose} is not right") from error
+
+
+def check_submission(
+    certificate: bytes, ca: bytes, values: Mapping[str, Any], signature: bytes, submitter: str
+) -> None:
+    """IdentityError unless the submitter, known to the root as one who may submit jobs, signed this one."""
+    name, role = identity_of(certificate)
+    if role not in SUBMITTERS:
+        raise IdentityError(f"{name!r} is {role}, and signs no jobs; that needs {' or '.join(SUBMITTERS)}")
+    verify(certificate, ca, role, "job", values, signature)
+    if name != submitter:
+        raise IdentityError(f"the job of {submitter!r} is signed by {name!r}")
 
 
 def envelope(identity: SiloIdentity, purpose: Purpose, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,16 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 4),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
+    # Who opens a connection and says nothing does not hold it for long, nor many streams on one.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_metadata_size", 16_384),
 )
 """For `grpc.aio.server`: a second server on the same port is an error, not a silent sharing of it."""
 
-__all__ = ["CLIENT_OPTIONS", "KEEPALIVE_MS", "KEEPALIVE_TIMEOUT_MS", "SERVER_OPTIONS"]
+TLS_1_3_ONLY = {"GRPC_SSL_CIPHER_SUITES": "ECDHE-PSK-AES256-CBC-SHA"}
+"""Environment, to be set before gRPC is imported. gRPC for Python cannot say which versions of TLS it speaks,
+but which ciphers TLS 1.2 and older may use: the only one named here needs a pre-shared key, which nobody
+has, so no handshake below TLS 1.3 comes to an end. The ciphers of TLS 1.3 are not concerned."""
+
+__all__ = ["CLIENT_OPTIONS", "KEEPALIVE_MS", "KEEPALIVE_TIMEOUT_MS", "SERVER_OPTIONS", "TLS_1_3_ONLY"]

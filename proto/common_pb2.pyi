@@ -182,6 +182,7 @@ class Submission(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     CERTIFICATE_FIELD_NUMBER: builtins.int
+    INITIAL_MODEL_FIELD_NUMBER: builtins.int
     submitter: builtins.str
     """The submitter's name, as the coordinator knows it."""
     request_id: builtins.str
@@ -189,6 +190,8 @@ class Submission(google.protobuf.message.Message):
     """Ed25519 over core.signing's statement of the job; empty for a submitter without a certificate."""
     certificate: builtins.bytes
     """The submitter's identity certificate (PEM)."""
+    initial_model: builtins.str
+    """BLAKE3 of the model that the first round begins with."""
     def __init__(
         self,
         *,
@@ -196,8 +199,9 @@ class Submission(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         signature: builtins.bytes = ...,
         certificate: builtins.bytes = ...,
+        initial_model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "request_id", b"request_id", "signature", b"signature", "submitter", b"submitter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "initial_model", b"initial_model", "request_id", b"request_id", "signature", b"signature", "submitter", b"submitter"]) -> None: ...
 
 global___Submission = Submission
 

@@ -1,24 +1,31 @@
 """Who calls, whether they may, and what they are told when something fails.
 
-Every call passes here: the caller's certificate must state the role of the service, our own errors
-become status codes with their message, and anything unexpected becomes INTERNAL without a traceback.
+Every call passes here: the caller is known by certificate or token, `server/permissions.py` says whether
+the role may make this call, calls that change something are noted in the audit log before they are
+done, our own errors become status codes with their message, and anything unexpected becomes INTERNAL
+without a traceback. Refusals are logged, counted, and kept in the audit log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 
 from roundtable.core import errors
-from roundtable.core.identity import Role, identity_of
+from roundtable.server.audit import AuditLog
+from roundtable.server.guard import Lockout, RateLimit, WrongSecret
+from roundtable.server.permissions import CALLERS, Permission, permission_of
+from roundtable.server.trust import NOBODY, Principal, Trust
 
 log = logging.getLogger("roundtable.server.access")
-
-SERVICES: dict[str, Role] = {"roundtable.v1.Agents": "agent", "roundtable.v1.Operators": "operator"}
 
 _CODES: tuple[tuple[type[errors.RoundtableError], grpc.StatusCode], ...] = (
     (errors.IdentityError, grpc.StatusCode.PERMISSION_DENIED),
@@ -29,7 +36,13 @@ _CODES: tuple[tuple[type[errors.RoundtableError], grpc.StatusCode], ...] = (
     (errors.RoundtableError, grpc.StatusCode.INVALID_ARGUMENT),
 )
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+_NAMES_OF_OBJECTS = ("job", "silo", "name", "population", "request_id")
+CALLS_A_SECOND, CALLS_AT_ONCE = 100.0, 1000.0
+STRANGERS_A_SECOND, STRANGERS_AT_ONCE = 2.0, 20.0
+FLUSH_SECONDS = 0.2
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+_principal: ContextVar[Principal] = ContextVar("principal", default=NOBODY)
 
 
 class Refusal(errors.RoundtableError):
@@ -40,13 +53,32 @@ class Refusal(errors.RoundtableError):
         self.code = code
 
 
+def principal() -> Principal:
+    """Who makes the call that runs."""
+    return _principal.get()
+
+
 def caller(context: Context) -> str:
-    """The name in the caller's certificate."""
-    return _identity(_certificate(context))[0]
+    """The name of who makes the call that runs."""
+    return _principal.get().name
+
+
+def address_of(context: Context) -> str:
+    """Where the call comes from, without the port."""
+    peer = str(context.peer())
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
 class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Checks the role before the service's method runs, and translates its errors."""
+    """The gate before every method of every service."""
+
+    def __init__(self, trust: Trust, audit: AuditLog, lockout: Lockout, clock: Callable[[], float]) -> None:
+        self._trust, self._audit, self._lockout = trust, audit, lockout
+        self._known = RateLimit(CALLS_A_SECOND, CALLS_AT_ONCE, clock)
+        self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
+        self._active: dict[str, set[asyncio.Task[Any]]] = {}
+        self._cut: set[asyncio.Task[Any]] = set()
+        self.refusals: Counter[str] = Counter()
 
     async def intercept_service(
         self,
@@ -54,57 +86,145 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler = await continuation(details)
-        service = details.method.split("/")[1]
-        if handler is None or service not in SERVICES:
-            return handler
+        permission = permission_of(details.method)
+        if handler is None or permission is None:
+            # A method without a row in the table does not exist for anybody.
+            return None  # type: ignore[return-value]
         kind = next(name for name in _KINDS if getattr(handler, name) is not None)
-        guarded = _guarded(getattr(handler, kind), details.method, SERVICES[service])
+        name = details.method.removeprefix("/roundtable.v1.")
+        guarded = self._guarded(getattr(handler, kind), name, permission)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(guarded, handler.request_deserializer, handler.response_serializer)  # type: ignore[no-any-return]
 
+    def cut(self, name: str) -> int:
+        """Ends every call of this party, now; returns how many there were."""
+        tasks = [task for task in self._active.get(name, ()) if task is not asyncio.current_task()]
+        for task in tasks:
+            self._cut.add(task)
+            task.cancel()
+        return len(tasks)
 
-def _guarded(
-    method: Callable[[Any, Context], Awaitable[Any]], name: str, role: Role
-) -> Callable[[Any, Context], Awaitable[Any]]:
-    async def call(request: Any, context: Context) -> Any:
-        try:
-            _check_role(context, role)
-            return await method(request, context)
-        except errors.RoundtableError as error:
-            code = error.code if isinstance(error, Refusal) else _code(error)
-            log.info("%s refused: %s", name, error, extra={"code": code.name})
-            await context.abort(code, str(error))
-        except grpc.aio.AbortError:
-            raise
-        except grpc.aio.UsageError as error:
-            log.info("%s ended: %s", name, error)
-        except Exception:
-            log.exception("%s failed", name)
-            await context.abort(
-                grpc.StatusCode.INTERNAL, "the coordinator failed at this request; its log says why"
+    def _guarded(self, method: Method, name: str, permission: Permission) -> Method:
+        async def call(request: Any, context: Context) -> Any:
+            who = NOBODY
+            try:
+                who = await self._admit(context, name, permission)
+                if permission.noted:
+                    await self._note(who, name, request)
+                _principal.set(who)
+                with self._running(who.name):
+                    return await method(request, context)
+            except errors.RoundtableError as error:
+                code = error.code if isinstance(error, Refusal) else _code(error)
+                self._refused(who, name, code, error, address_of(context))
+                await context.abort(code, str(error))
+            except grpc.aio.AbortError:
+                raise
+            except grpc.aio.UsageError as error:
+                log.info("%s ended: %s", name, error)
+            except asyncio.CancelledError:
+                await self._cancelled(context, who)
+            except Exception:
+                log.exception("%s failed", name)
+                await context.abort(
+                    grpc.StatusCode.INTERNAL, "the coordinator failed at this request; its log says why"
+                )
+
+        return call
+
+    async def _admit(self, context: Context, name: str, permission: Permission) -> Principal:
+        """Who calls, if they may call this now."""
+        address = address_of(context)
+        version = context.auth_context().get("ssl_tls_version", [b"TLSv1.3"])
+        if b"TLSv1.3" not in version:
+            raise errors.IdentityError("this coordinator speaks TLS 1.3 only; use a newer TLS library")
+        who = await self._identify(context, address)
+        if who.role not in permission.callers:
+            raise errors.IdentityError(_wrong_role(who, name, permission))
+        limit, key = (self._strangers, address) if who is NOBODY else (self._known, who.name)
+        if not limit.allows(key):
+            said = "too many calls in a short time; wait a second, then go on"
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
+        return who
+
+    async def _identify(self, context: Context, address: str) -> Principal:
+        shown = context.auth_context().get("x509_pem_cert")
+        if shown:
+            return self._trust.of_certificate(bytes(next(iter(shown))))
+        bearer = _bearer(context)
+        wait = self._lockout.seconds(address)
+        if wait:
+            raise Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"too many wrong tokens came from this address; try again in {wait:.0f} s",
             )
+        if not bearer:
+            return NOBODY
+        try:
+            return await self._trust.of_bearer(bearer)
+        except WrongSecret as error:
+            self._lockout.wrong(address)
+            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
 
-    return call
+    async def _note(self, who: Principal, name: str, request: Any) -> None:
+        target = ""
+        if isinstance(request, Message):
+            found = [getattr(request, field, "") for field in _NAMES_OF_OBJECTS]
+            target = next((str(value) for value in found if value), "")
+        await self._audit.note(who.name, name, target, role=who.role, source=who.source)
+
+    def _refused(
+        self, who: Principal, name: str, code: grpc.StatusCode, error: errors.RoundtableError, address: str
+    ) -> None:
+        log.info("%s refused to %s: %s", name, who.name, error, extra={"code": code.name})
+        self.refusals[f"{name} {code.name}"] += 1
+        denied = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+        if code in denied or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self._audit.refused(who.name, name, str(error), address)
+
+    async def _cancelled(self, context: Context, who: Principal) -> None:
+        """Cut off by `cut`, or ended by the caller, whom nobody needs to tell."""
+        task = asyncio.current_task()
+        if task not in self._cut:
+            raise asyncio.CancelledError
+        self._cut.discard(task)
+        task.uncancel()
+        # A message may be on its way to the socket, and gRPC takes no status beside it. Who reads nothing
+        # more gets no status either, and no more of anything else.
+        await asyncio.sleep(FLUSH_SECONDS)
+        said = f"the certificate or token of {who.name!r} has been revoked"
+        try:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, said)
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None
+
+    @contextmanager
+    def _running(self, name: str) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks = self._active.setdefault(name, set())
+        tasks.add(task)
+        try:
+            yield
+        finally:
+            tasks.discard(task)
+            if not tasks:
+                self._active.pop(name, None)
 
 
-def _check_role(context: Context, role: Role) -> None:
-    name, has = _identity(_certificate(context))
-    if has != role:
-        raise errors.IdentityError(
-            f"the certificate of {name!r} is one of an {has}; this call needs one of an {role}"
-        )
+def _bearer(context: Context) -> str:
+    """The token in the call's metadata; empty if there is none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and str(value).startswith("Bearer "):
+            return str(value).removeprefix("Bearer ").strip()
+    return ""
 
 
-def _certificate(context: Context) -> bytes:
-    found = context.auth_context().get("x509_pem_cert")
-    if not found:
-        raise errors.IdentityError("this call needs a client certificate, and none was shown")
-    return bytes(next(iter(found)))
-
-
-@lru_cache(maxsize=4096)
-def _identity(pem: bytes) -> tuple[str, Role]:
-    return identity_of(pem)
+def _wrong_role(who: Principal, name: str, permission: Permission) -> str:
+    wanted = " or ".join(role for role in CALLERS if role in permission.callers)
+    if who is NOBODY:
+        return f"this call needs the certificate or token of one who is {wanted}, and none was shown"
+    return f"{who.name!r} is here as {who.role}; this call needs one who is {wanted}"
 
 
 def _code(error: errors.RoundtableError) -> grpc.StatusCode:

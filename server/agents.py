@@ -12,15 +12,19 @@ import grpc
 
 from roundtable.core.errors import IdentityError, SiteFailure
 from roundtable.core.identity import verify_identity
+from roundtable.core.signing import sign
 from roundtable.engine import messages as m
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
+from roundtable.proto.receipts import receipt_values
 from roundtable.server import transfer, wire
 from roundtable.server.access import Context, Refusal, caller
 from roundtable.server.artifacts import DIGEST
 from roundtable.server.effects import Services
+from roundtable.server.guard import RateLimit
 from roundtable.server.jobs import Jobs
 from roundtable.server.past import forgotten
 from roundtable.server.runner import JobRunner
+from roundtable.server.security import Security
 from roundtable.server.sessions import Identity, Session
 from roundtable.server.store import ClientRow
 from roundtable.server.store.clients import remember
@@ -29,6 +33,7 @@ from roundtable.server.uploads import Part, Uploads
 log = logging.getLogger("roundtable.server.agents")
 
 HELLO_SECONDS = 30.0
+MESSAGES_A_SECOND, MESSAGES_AT_ONCE = 200.0, 5000.0
 CLOCK_TOLERANCE = 60.0
 
 
@@ -46,9 +51,12 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         threads: ThreadPoolExecutor,
         version: str,
         authority: bytes,
+        security: Security,
     ) -> None:
         self._jobs, self._uploads, self._services = jobs, uploads, services
         self._threads, self._version, self._authority = threads, version, authority
+        self._security = security
+        self._messages = RateLimit(MESSAGES_A_SECOND, MESSAGES_AT_ONCE, time.monotonic)
 
     async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
         client, problem = await self._greet(caller(context), requests)
@@ -85,7 +93,25 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     async def Upload(  # type: ignore[override]
         self, requests: AsyncIterator[Part], context: Context
     ) -> agent_pb2.UploadReceipt:
-        return await self._uploads.receive(caller(context), requests)
+        name, seen = caller(context), _Seen(requests)
+        receipt = await self._uploads.receive(name, seen)
+        return self._signed(name, seen.header, receipt)
+
+    async def Renew(
+        self, request: common_pb2.CertificateRequests, context: Context
+    ) -> common_pb2.Certificates:
+        return await self._security.enrolment.renew(caller(context), request)
+
+    def _signed(
+        self, name: str, header: agent_pb2.UploadHeader, receipt: agent_pb2.UploadReceipt
+    ) -> agent_pb2.UploadReceipt:
+        """The receipt as the silo can show it to others."""
+        receipt.time = self._services.clock()
+        if self._security.identity is not None:
+            receipt.signature = sign(
+                self._security.identity, "receipt", receipt_values(name, header, receipt)
+            )
+        return receipt
 
     async def _greet(self, name: str, requests: AsyncIterator[agent_pb2.FromAgent]) -> tuple[ClientRow, str]:
         """The agent as it introduces itself, and why it cannot stay, if so."""
@@ -123,6 +149,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             return ""
         try:
             holder, key = verify_identity(certificate, self._authority)
+            self._security.trust.of_certificate(certificate)
         except IdentityError as error:
             return f"{error}; issue the agent's credentials anew with `roundtable ca issue`"
         if holder != name:
@@ -136,6 +163,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             coordinator=self._services.database.identity,
             heartbeat_seconds=self._services.sessions.heartbeat,
             clock=self._services.clock(),
+            identity=self._security.identity.certificate if self._security.identity else b"",
         )
 
     async def _listen(self, session: Session, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
@@ -143,6 +171,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         try:
             async for message in requests:
                 session.heard = time.monotonic()
+                if not self._messages.allows(session.name):
+                    session.end("too many messages in a short time")
+                    return
                 self._hear(session, message)
         except grpc.aio.UsageError:
             log.debug("the stream of %s is gone", session.name)
@@ -204,3 +235,20 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 )
                 runner.give_up_on(step, failure)
         session.end()
+
+
+class _Seen:
+    """An upload's messages, with its header kept for the receipt."""
+
+    def __init__(self, parts: AsyncIterator[Part]) -> None:
+        self._parts = aiter(parts)
+        self.header = agent_pb2.UploadHeader()
+
+    def __aiter__(self) -> AsyncIterator[Part]:
+        return self
+
+    async def __anext__(self) -> Part:
+        part = await anext(self._parts)
+        if isinstance(part, agent_pb2.UploadHeader):
+            self.header = part
+        return part

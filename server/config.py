@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.core.config import Seconds, Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.toml import TomlDocument, read_toml, validate
+from roundtable.server.oidc import OidcTable
 
 
 class RootTable(Table):
@@ -35,6 +36,15 @@ class ServerConfig(Table):
         "credentials",
         description="folder with ca.crt, node.crt and node.key, as `roundtable ca issue` makes it",
     )
+    enrolment: str = Field(
+        "",
+        description="address and port without client certificates, for invited silos and operators with "
+        "tokens; empty: there is none",
+    )
+    certificate_days: float = Field(
+        90.0, gt=0, le=800, description="validity of an enrolled silo's certificates; renewed by themselves"
+    )
+    oidc: OidcTable | None = Field(None, description="operators of an identity provider")
     heartbeat: Seconds = Field(
         10.0, gt=0, le=600, description="between an agent's signs of life; three missing ones end its session"
     )
@@ -59,9 +69,11 @@ class ServerConfig(Table):
         default_factory=dict, description="trusted data by task name, for rules such as fltrust"
     )
 
-    @field_validator("listen")
+    @field_validator("listen", "enrolment")
     @classmethod
-    def _address(cls, value: str) -> str:
+    def _address(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.field_name == "enrolment":
+            return value
         host, _, port = value.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f"{value!r} is not host:port, for example 0.0.0.0:7443 or [::]:7443")

@@ -22,16 +22,17 @@ from roundtable.core.memory import tune_for_transfers
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
-from roundtable.server.access import Access
 from roundtable.server.agents import AgentService
-from roundtable.server.combining import Trusted
 from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.combining import Trusted
+from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.config import ServerConfig
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
 from roundtable.server.leadership import Leadership
 from roundtable.server.operators import OperatorService
 from roundtable.server.retention import Retention
+from roundtable.server.security import Security
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ClientRow, Database
 from roundtable.server.store.artifacts import Keep
@@ -52,12 +53,13 @@ class Coordinator:
     def __init__(
         self,
         config: ServerConfig,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
         trusted: Trusted | None = None,
     ) -> None:
         self.config, self.clock, self.trusted = config, clock, trusted
         self.port = 0
         self.jobs: Jobs
+        self.security: Security
         self._database: Database
         self.deposed = asyncio.Event()
         self._leadership: Leadership | None = None
@@ -95,6 +97,8 @@ class Coordinator:
             await self.jobs.stop()
             await asyncio.gather(*self._background, return_exceptions=True)
             self._server = None
+        if hasattr(self, "security"):
+            await self.security.stop()
         self._transfer.shutdown(wait=True)
         self._compute.shutdown(wait=True, cancel_futures=True)
         if self._leadership is not None:
@@ -115,11 +119,13 @@ class Coordinator:
             trusted=self.trusted,
         )
         self.jobs = Jobs(services)
+        self.security = Security(config, self._database, credentials, self.clock)
+        await self.security.start()
         self._server = self._serve(services, credentials)
         await self.jobs.start()
         await self._server.start()
         loop = asyncio.get_running_loop()
-        work = (self._sessions.watch(), self._stay(), self._keep_house(services.retention))
+        work = (self._sessions.watch(), self._stay(), self._keep_house(services.retention), watch_clock())
         self._tasks = [loop.create_task(part) for part in work]
 
     async def _stay(self) -> None:
@@ -136,23 +142,19 @@ class Coordinator:
 
     def _serve(self, services: Services, credentials: Credentials) -> grpc.aio.Server:
         assert self._leadership is not None
-        server = grpc.aio.server(interceptors=[Access()], options=SERVER_OPTIONS)
+        security = self.security
+        server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS)
         uploads = Uploads(self.jobs, services, self._transfer)
         release = _version()
-        agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca)
+        agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca, security)
         operators = OperatorService(
-            self.jobs, services, self._transfer, release, self.config.max_artifact_bytes
+            self.jobs, services, self._transfer, release, self.config.max_artifact_bytes, credentials.ca
         )
         server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)
         operator_pb2_grpc.add_OperatorsServicer_to_server(operators, server)
-        secure = grpc.ssl_server_credentials(
-            [(credentials.key, credentials.certificate)], credentials.ca, require_client_auth=True
-        )
-        try:
-            self.port = server.add_secure_port(self._leadership.listen, secure)
-        except RuntimeError as error:
-            raise _port_taken(self._leadership.listen, str(error)) from error
+        security.add_services(server)
+        self.port = security.listen(server, self._leadership.listen)
         return server
 
     def _joined(self, client: ClientRow) -> None:

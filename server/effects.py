@@ -21,7 +21,7 @@ from roundtable.core.faults import reach
 from roundtable.engine import GroupMeans
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureMean
-from roundtable.proto import agent_pb2
+from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import wire
 from roundtable.server.artifacts import LocalArtifacts
 from roundtable.server.combining import Combiner, Trusted
@@ -69,6 +69,8 @@ class Effects:
     def __init__(
         self,
         job: str,
+    submission: common_pb2.Submission | None = None
+
         config: str,
         layout: str,
         combiner: Combiner,
@@ -199,7 +201,14 @@ class Effects:
             log.error("model %s is missing from the artifacts", action.model, extra={"job": self._job})
             return
         message = wire.instruction(
-            self._job, self._config, self._layout, action, size, self._services.clock(), identities
+            self._job,
+            self._config,
+            self._layout,
+            action,
+            size,
+            self._services.clock(),
+            identities,
+            self.submission,
         )
         self._services.sessions.send(action.client, message)
 

@@ -20,6 +20,7 @@ from roundtable.engine import Plan, engine_for, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.privacy import PrivacyConfig
 from roundtable.server import wire
+from roundtable.proto import common_pb2
 from roundtable.server.combining import Combiner
 from roundtable.server.effects import Effects, Services
 from roundtable.server.ledger import Account, budgets_of, check_all, population_of, worst_charges
@@ -47,6 +48,8 @@ class Submission:
     submitter: str
 
 
+    signature: bytes = b""
+    certificate: bytes = b""
 class Jobs:
     """Starts, finds and ends jobs, and passes on to each what concerns it."""
 
@@ -202,7 +205,13 @@ class Jobs:
             reason=engine.state.reason,
             rounds=job.rounds,
             rounds_done=0,
-            snapshot={"engine": engine.snapshot(), "population": population, "noise_multiplier": noise},
+            snapshot={
+                "engine": engine.snapshot(),
+                "population": population,
+                "noise_multiplier": noise,
+                "signature": wish.signature.hex(),
+                "certificate": wish.certificate.decode(),
+            },
             version=1,
             writer=self._services.writer,
             submitted=now,
@@ -224,6 +233,7 @@ class Jobs:
         for client in self._services.sessions.clients():
             if offers(client, runner.job.task):
                 runner.post(m.ClientJoined(_info(client)))
+        runner.effects.submission = _submission(row)
         runner.post(m.Start())
         return runner
 
@@ -315,6 +325,17 @@ def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
     bears = worst_charges(PrivacyConfig.from_table(job.privacy), spent)
     plan = make_plan(job, population, slices, bears)
+def _submission(row: JobRow) -> common_pb2.Submission:
+    """What silos are told of who asked for the job; jobs of older versions have no signature."""
+    return common_pb2.Submission(
+        submitter=row.submitter,
+        request_id=row.request_id,
+        signature=bytes.fromhex(row.snapshot.get("signature", "")),
+        certificate=row.snapshot.get("certificate", "").encode(),
+        initial_model=row.initial_model,
+    )
+
+
     if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
         check_all(budgets_of(plan.privacy, population_of(job)), spent, charge)
     if plan.privacy.level not in LEVELS:

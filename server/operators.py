@@ -13,12 +13,13 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError, TransferError
+from roundtable.core.signing import check_submission, job_values
 from roundtable.engine import messages as m
 from roundtable.privacy import Budget
 from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.proto.pieces import Piece
 from roundtable.server import accounts, transfer, wire
-from roundtable.server.access import Context, Refusal, caller
+from roundtable.server.access import Context, Refusal, caller, principal
 from roundtable.server.artifacts import DIGEST
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs, Submission
@@ -47,9 +48,11 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         threads: ThreadPoolExecutor,
         version: str,
         max_artifact_bytes: int,
+        authority: bytes,
     ) -> None:
         self._jobs, self._services, self._threads = jobs, services, threads
         self._version, self._max_bytes = version, max_artifact_bytes
+        self._authority = authority
         self._started = time.monotonic()
 
     async def Status(self, request: operator_pb2.StatusRequest, context: Context) -> operator_pb2.StatusReply:
@@ -113,7 +116,23 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         await transfer.send(context, path, request.offset, self._threads)
 
     async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:
-        wish = Submission(request.request_id, request.job_config, request.model.digest, caller(context))
+        who = caller(context)
+        if request.signature:
+            check_submission(
+                request.certificate,
+                self._authority,
+                job_values(request.job_config, request.model.digest, request.request_id),
+                request.signature,
+                who,
+            )
+        wish = Submission(
+            request.request_id,
+            request.job_config,
+            request.model.digest,
+            who,
+            request.signature,
+            request.certificate if request.signature else b"",
+        )
         return self._job(await self._jobs.submit(wish))
 
     async def ListJobs(
@@ -192,6 +211,10 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         if row.status in FINAL:
             message = f"job {row.id} ({row.name}) is {row.status} already; nothing was changed"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+        who = principal()
+        if who.role == "data-scientist" and row.submitter != who.name:
+            message = f"job {row.id} is {row.submitter}'s; a data scientist changes jobs of their own only"
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
         return self._job(await self._jobs.change(row, event))
 
     async def _put_header(self, requests: AsyncIterator[operator_pb2.PutPart]) -> common_pb2.Artifact:

@@ -67,6 +67,7 @@ def instruction(
     size: int,
     now: float,
     identities: Sequence[bytes] = (),
+    submission: common_pb2.Submission | None = None,
 ) -> agent_pb2.ToAgent:
     """The message for an `Instruct`; `size` is the model's, `identities` are for secure aggregation."""
     model = common_pb2.Artifact(digest=action.model, size=size)
@@ -74,6 +75,7 @@ def instruction(
         step=step_to(job, action.step),
         deadline_seconds=max(0.0, action.deadline - now),
         job_config=config,
+        submission=submission,
     )
     if action.step.phase == m.EVALUATE:
         message.evaluate.CopyFrom(agent_pb2.Evaluate(model=model, layout=layout))

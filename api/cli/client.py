@@ -6,7 +6,10 @@ from pathlib import Path
 
 import click
 
+from roundtable.cli.cluster import plan
 from roundtable.cli.server import service_logs
+from roundtable.cli.silo import approve, enroll, explain, hash_task, jobs
+from roundtable.cli.trust import revoke
 
 
 @click.group(invoke_without_command=True)
@@ -23,6 +26,7 @@ def client(context: click.Context, config: Path) -> int | None:
 
     Ctrl-C stops it cleanly; a finished update that was not delivered waits on disk for the next start.
     """
+    context.obj = config
     if context.invoked_subcommand is not None:
         return None
     from roundtable.client.agent import run_agent
@@ -30,3 +34,10 @@ def client(context: click.Context, config: Path) -> int | None:
 
     service_logs()
     return run_agent(load_agent_config(config))
+
+
+for command in (approve, enroll, explain, hash_task, jobs, revoke):
+    client.add_command(command)
+
+
+client.add_command(plan)

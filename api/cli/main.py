@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import click
 
+from roundtable.cli.audit import audit, model
 from roundtable.cli.backup import backup, restore
 from roundtable.cli.ca import ca
 from roundtable.cli.client import client
@@ -24,8 +25,10 @@ from roundtable.cli.privacy import privacy
 from roundtable.cli.server import server
 from roundtable.cli.simulate import simulate
 from roundtable.cli.sweep import compare, sweep
+from roundtable.cli.trust import invite, token
 from roundtable.cli.version import version
 from roundtable.core.errors import ConfigError, RoundtableError
+from roundtable.proto.channel import TLS_1_3_ONLY
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -42,6 +45,8 @@ def cli(verbose: bool) -> None:
     if not verbose:
         # gRPC's own lines on stderr repeat, less clearly, what our errors say. It reads this once, on import.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for name, value in TLS_1_3_ONLY.items():
+        os.environ.setdefault(name, value)
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -52,6 +57,7 @@ def cli(verbose: bool) -> None:
 for command in (
     backup,
     restore,
+    audit,
     ca,
     client,
     clients,
@@ -59,11 +65,14 @@ for command in (
     completion,
     demo,
     doctor,
+    invite,
     job,
+    model,
     privacy,
     server,
     simulate,
     sweep,
+    token,
     version,
 ):
     cli.add_command(command)

@@ -24,7 +24,7 @@ def connection_options(command: Command) -> Command:
         type=click.Path(path_type=Path),
         envvar="ROUNDTABLE_CREDENTIALS",
         show_envvar=True,
-        help="Folder with ca.crt, node.crt and node.key.",
+        help="Folder with ca.crt, node.crt and node.key; or ca.crt and token.",
     )(command)
     return click.option(
         "--coordinator",
@@ -35,8 +35,8 @@ def connection_options(command: Command) -> Command:
     )(command)
 
 
-def connect(coordinator: str | None, credentials: Path | None) -> OperatorClient:
-    """A connection made of the two options; a usage error names the one that is missing."""
+def require_connection(coordinator: str | None, credentials: Path | None) -> tuple[str, Path]:
+    """Both options; a usage error names the one that is missing."""
     if not coordinator:
         raise click.UsageError(
             "say which coordinator: --coordinator host:port, or set ROUNDTABLE_COORDINATOR"
@@ -46,9 +46,14 @@ def connect(coordinator: str | None, credentials: Path | None) -> OperatorClient
             "say who you are: --credentials FOLDER (made by `roundtable ca issue NAME --role operator`), "
             "or set ROUNDTABLE_CREDENTIALS"
         )
+    return coordinator, credentials
+
+
+def connect(coordinator: str | None, credentials: Path | None) -> OperatorClient:
+    """A connection made of the two options."""
     from roundtable.operator import OperatorClient
 
-    return OperatorClient(coordinator, credentials)
+    return OperatorClient(*require_connection(coordinator, credentials))
 
 
 def _overrides(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:

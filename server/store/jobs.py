@@ -13,6 +13,7 @@ from sqlalchemy.engine import Connection
 from roundtable.core.errors import ConfigError
 from roundtable.server.store import tables
 from roundtable.server.store.artifacts import note_artifact
+from roundtable.server.store.audit import append_rounds
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import add, settle
 from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRow, UpdateRow, to_json
@@ -80,6 +81,7 @@ def apply(connection: Connection, step: Transition) -> None:
     charged = [(r["round"], r["attempt"]) for r in step.records if r["charge"]]
     settle(connection, step.job, [*step.released, *charged], over=step.status in FINAL)
     add(connection, step.charges)
+    append_rounds(connection, step.job, step.time, step.records, step.events)
 
 
 def _check_already_made(connection: Connection, step: Transition) -> None:

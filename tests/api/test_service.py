@@ -285,7 +285,7 @@ def test_certificates_that_do_not_open_the_door(
     shutil.copy(ca / "ca.crt", other / "ca.crt")
     assert "was not issued by" in _refused(service, roundtable, other)
     agent = issue(ca, "west", "agent", tmp_path / "west")
-    assert "needs one of an operator" in _refused(service, roundtable, agent)
+    assert "here as agent" in _refused(service, roundtable, agent)
 
 
 def test_a_name_that_the_certificate_does_not_hold(service: Service, roundtable: Command) -> None:

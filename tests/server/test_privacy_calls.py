@@ -194,9 +194,9 @@ async def test_what_cannot_be_asked_or_set_is_refused(
         with pytest.raises(grpc.aio.AioRpcError, match="knows no population 'x'"):
             await operator.stub.ShowPrivacy(operator_pb2.PrivacyRequest(population="x"))
         stranger: Any = operator_pb2_grpc.OperatorsStub(alder.channel)
-        with pytest.raises(grpc.aio.AioRpcError, match="needs one of an operator"):
+        with pytest.raises(grpc.aio.AioRpcError, match="here as agent"):
             await stranger.SetPrivacyBudget(operator_pb2.PrivacyBudget(population="t", epsilon=9, delta=1e-5))
-        with pytest.raises(grpc.aio.AioRpcError, match="needs one of an operator"):
+        with pytest.raises(grpc.aio.AioRpcError, match="here as agent"):
             await stranger.ShowPrivacy(operator_pb2.PrivacyRequest())
 
 

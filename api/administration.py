@@ -1,0 +1,60 @@
+"""What an operator asks of a coordinator about who may take part, and what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from roundtable.operator import OperatorClient
+from roundtable.proto import administration_pb2 as pb
+from roundtable.proto import administration_pb2_grpc
+
+_SECONDS = 30.0
+
+
+class Administrator(OperatorClient):
+    """An operator's connection with the calls of `roundtable.v1.Administration` besides."""
+
+    def __init__(self, address: str, credentials: str | Path) -> None:
+        super().__init__(address, credentials)
+        self._admin = administration_pb2_grpc.AdministrationStub(self._channel)
+
+    def invite(self, silo: str, seconds: float, uses: int) -> pb.InviteReply:
+        """A new invitation; its secret is shown this once."""
+        request = pb.InviteRequest(silo=silo, valid_seconds=seconds, uses=uses)
+        with self._translated():
+            return self._admin.Invite(request, timeout=_SECONDS)
+
+    def revoke(self, name: str, reason: str) -> int:
+        """Voids every certificate of this name at once; how many of its calls were cut off."""
+        with self._translated():
+            reply = self._admin.Revoke(pb.RevokeRequest(name=name, reason=reason), timeout=_SECONDS)
+        return reply.calls
+
+    def create_token(self, name: str, role: str, seconds: float) -> pb.CreateTokenReply:
+        """A new operator's token; its secret is shown this once."""
+        request = pb.CreateTokenRequest(name=name, role=role, valid_seconds=seconds)
+        with self._translated():
+            return self._admin.CreateToken(request, timeout=_SECONDS)
+
+    def tokens(self) -> list[pb.Token]:
+        """Every token, without its secret."""
+        with self._translated():
+            return list(self._admin.ListTokens(pb.ListTokensRequest(), timeout=_SECONDS).tokens)
+
+    def revoke_token(self, name: str) -> None:
+        """The token does not hold any more."""
+        with self._translated():
+            self._admin.RevokeToken(pb.RevokeTokenRequest(name=name), timeout=_SECONDS)
+
+    def audit(self, first: int = 1) -> Iterator[str]:
+        """The audit log's lines from an entry on, signed up to its end."""
+        with self._translated():
+            for part in self._admin.ReadAudit(pb.ReadAuditRequest(from_sequence=first)):
+                yield from part.lines
+
+    def provenance(self, job: str, round_number: int = 0) -> str:
+        """The coordinator's signed statement of where a job's model comes from."""
+        with self._translated():
+            request = pb.ProvenanceRequest(job=job, round=round_number)
+            return self._admin.GetProvenance(request, timeout=_SECONDS).statement

@@ -1,0 +1,58 @@
+"""The hash of a task's code, by which a silo pins what it has read and allowed.
+
+A reference to a file pins that file; one to a module or an entry point pins the whole top-level package
+that it lies in, every Python file of it. Nothing is imported to find that out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from blake3 import blake3
+
+from roundtable.core.errors import TaskError
+from roundtable.core.task import ENTRY_POINTS
+
+
+def hash_of_task(reference: str, folder: Path) -> str:
+    """BLAKE3 in hexadecimal; TaskError where there is no such code."""
+    place, _, _ = reference.partition(":")
+    if place.endswith(".py"):
+        return _of_files([folder / place], folder)
+    if ":" not in reference:
+        found = [point for point in entry_points(group=ENTRY_POINTS) if point.name == reference]
+        if not found:
+            return _of_files([folder / f"{place}.py"], folder)
+        place = found[0].module
+    top = place.split(".")[0]
+    inside = folder / top
+    for candidate in (inside, inside.with_suffix(".py")):
+        if candidate.exists():
+            return _of_place(candidate)
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is None:
+        raise TaskError(f"the module {top!r} of the task {reference!r} is not installed")
+    origin = Path(spec.origin)
+    return _of_place(origin.parent if origin.name == "__init__.py" else origin)
+
+
+def _of_place(place: Path) -> str:
+    if place.is_file():
+        return _of_files([place], place.parent)
+    return _of_files(sorted(place.rglob("*.py")), place)
+
+
+def _of_files(files: list[Path], base: Path) -> str:
+    """Of one file its own BLAKE3, as `b3sum` prints it; of several, of the list of their names and hashes."""
+    try:
+        hashes = [blake3(file.read_bytes()).hexdigest() for file in files]
+    except OSError as error:
+        raise TaskError(f"{error.filename} cannot be read: {error.strerror}") from error
+    if len(files) == 1:
+        return hashes[0]
+    lines = "".join(
+        f"{digest}  {file.relative_to(base).as_posix()}\n" for digest, file in zip(hashes, files, strict=True)
+    )
+    return blake3(lines.encode()).hexdigest()

@@ -1,0 +1,25 @@
+"""What a receipt says, in the form in which the coordinator signs it and an agent keeps it."""
+
+from __future__ import annotations
+
+from roundtable.proto import agent_pb2
+
+
+def receipt_values(
+    client: str, header: agent_pb2.UploadHeader, receipt: agent_pb2.UploadReceipt
+) -> dict[str, str | int | float]:
+    """Whose update, of which step, with which digest; what became of it, and when."""
+    step = header.step
+    return {
+        "client": client,
+        "job": step.job,
+        "round": step.round,
+        "attempt": step.attempt,
+        "update": header.content.digest,
+        "size": header.content.size,
+        "status": agent_pb2.UploadReceipt.Status.Name(receipt.status),
+        "time": receipt.time,
+    }
+
+
+__all__ = ["receipt_values"]

@@ -1,0 +1,117 @@
+"""The audit log's rows. `append` belongs into the transaction that does what the entry tells of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Row
+
+from roundtable.core.audit import Entry, entry
+from roundtable.core.signing import canonical, job_digest
+from roundtable.server.store import tables
+from roundtable.server.store.rows import EventRow, to_json
+
+COORDINATOR = "coordinator"
+
+
+def append(connection: Connection, *entries: Entry) -> None:
+    """Adds entries to the end of the chain."""
+    last = _last(connection)
+    for item in entries:
+        last = item.after(last)
+        connection.execute(
+            sa.insert(tables.audit).values({**asdict(last), "detail": canonical(last.detail).decode()})
+        )
+
+
+def append_rounds(
+    connection: Connection,
+    job: str,
+    now: float,
+    records: list[dict[str, Any]],
+    events: list[EventRow],
+) -> None:
+    """What a transition of a job tells the audit log: rounds that are committed, and refusals of silos.
+
+    The versions of the software are in the entry of the coordinator's last start before it.
+    """
+    found = [
+        entry(now, event.client, "silo_refused", job, {"round": event.round, "reason": event.message[:500]})
+        for event in events
+        if event.kind == "client_failed" and event.detail.get("kind") == "refused"
+    ]
+    for record in records:
+        detail = _evidence(connection, job, record)
+        found.append(entry(now, COORDINATOR, "round_committed", job, detail))
+    if found:
+        append(connection, *found)
+
+
+def lines(connection: Connection, first: int, limit: int) -> tuple[list[str], int]:
+    """At most `limit` entries from this number on with their seals, as lines; and the number to go on."""
+    table = tables.audit.c
+    query = sa.select(tables.audit).where(table.sequence >= first).order_by(table.sequence).limit(limit)
+    entries = [_entry(row) for row in connection.execute(query)]
+    if not entries:
+        return [], first
+    seal = tables.seals.c
+    between = sa.and_(seal.sequence >= entries[0].sequence, seal.sequence <= entries[-1].sequence)
+    seals = {row.sequence: row.document for row in connection.execute(sa.select(tables.seals).where(between))}
+    return list(_interleaved(entries, seals)), entries[-1].sequence + 1
+
+
+def unsealed(connection: Connection) -> Entry | None:
+    """The last entry, if no seal covers it yet."""
+    sealed = connection.execute(sa.select(sa.func.max(tables.seals.c.sequence))).scalar() or 0
+    last = _last(connection)
+    return last if last is not None and last.sequence > sealed else None
+
+
+def add_seal(connection: Connection, sequence: int, document: str, now: float) -> None:
+    """Keeps a signature over the log up to an entry."""
+    connection.execute(sa.insert(tables.seals).values(sequence=sequence, document=document, time=now))
+
+
+def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[str, Any]:
+    """What binds a round: configuration, cohort, every update that counted, the model, the charge."""
+    config = connection.execute(sa.select(tables.jobs.c.config).where(tables.jobs.c.id == job)).scalar_one()
+    update = tables.updates.c
+    accepted = sa.select(update.client, update.digest).where(
+        update.job == job,
+        update.round == record["round"],
+        update.attempt == record["attempt"],
+        update.receipt == "accepted",
+    )
+    return {
+        "config": job_digest(config),
+        "round": record["round"],
+        "attempt": record["attempt"],
+        "cohort": sorted(record["cohort"]),
+        "contributors": sorted(record["contributors"]),
+        "updates": {row.client: row.digest for row in connection.execute(accepted)},
+        "model": record["model"],
+        "optimizer": record["optimizer"],
+        "charge": json.loads(to_json(record["charge"])),
+    }
+
+
+def _last(connection: Connection) -> Entry | None:
+    query = sa.select(tables.audit).order_by(tables.audit.c.sequence.desc()).limit(1)
+    row = connection.execute(query).first()
+    return _entry(row) if row else None
+
+
+def _entry(row: Row[Any]) -> Entry:
+    values = dict(row._mapping)
+    return Entry(**{**values, "detail": json.loads(values["detail"])})
+
+
+def _interleaved(entries: list[Entry], seals: Mapping[int, str]) -> Iterator[str]:
+    for item in entries:
+        yield item.to_line()
+        if item.sequence in seals:
+            yield f'{{"seal":{seals[item.sequence]}}}'

@@ -1,0 +1,109 @@
+"""Who is calling: a certificate that still holds, an operator's token, or a token of an identity provider."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from cryptography import x509
+
+from roundtable.core import certificates as x
+from roundtable.core.errors import IdentityError
+from roundtable.core.identity import CRL, identity_of
+from roundtable.core.invitation import Secret, is_token
+from roundtable.core.revocation import revoked_serials
+from roundtable.server.guard import WrongSecret
+from roundtable.server.oidc import Provider
+from roundtable.server.permissions import Caller
+from roundtable.server.store import Database
+from roundtable.server.store import trust as store
+
+log = logging.getLogger("roundtable.server.trust")
+
+Source = Literal["certificate", "token", "oidc", "none"]
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who calls: names of different sources cannot be mistaken for each other."""
+
+    name: str
+    role: Caller
+    source: Source
+
+
+NOBODY = Principal("nobody", "nobody", "none")
+
+
+class Trust:
+    """Decides who somebody is. What was revoked is kept in memory, read from the database and `crl.pem`."""
+
+    def __init__(
+        self,
+        database: Database,
+        folder: Path,
+        authority: bytes,
+        clock: Callable[[], float],
+        provider: Provider | None = None,
+    ) -> None:
+        self._database, self._clock, self._provider = database, clock, provider
+        self._roots = x.certificates_in(authority, "ca.crt")
+        self._crl = folder / CRL
+        self._crl_read = 0.0
+        self._revoked: Mapping[str, frozenset[str]] = {}
+        self._listed: frozenset[int] = frozenset()
+
+    async def refresh(self) -> None:
+        """Reads what is revoked; IdentityError for a list that the authority has not signed."""
+        self._revoked = await self._database.read(store.revoked_names)
+        modified = self._crl.stat().st_mtime if self._crl.exists() else 0.0
+        if modified != self._crl_read:
+            self._listed = revoked_serials(self._crl, self._roots)
+            self._crl_read = modified
+
+    def of_certificate(self, pem: bytes) -> Principal:
+        """Whom TLS has verified; IdentityError for a certificate that is void, or too weak for its role."""
+        name, role, serial, from_root, expires = _read(pem, tuple(self._roots))
+        if expires <= self._clock():
+            raise IdentityError(f"the certificate of {name!r} has expired while it was in use; renew it")
+        if role != "agent" and not from_root:
+            raise IdentityError(
+                f"the certificate of {name!r} as {role} was not issued by the root; "
+                "ask for one made with `roundtable ca issue`"
+            )
+        good = self._revoked.get(name)
+        if serial in self._listed or (good is not None and format(serial, "x") not in good):
+            raise IdentityError(
+                f"the certificate of {name!r} has been revoked; "
+                "ask the coordinator's operator for a new invitation or certificate"
+            )
+        return Principal(name, role, "certificate")
+
+    async def of_bearer(self, text: str) -> Principal:
+        """Whose token this is; WrongSecret for one that does not hold, without saying why."""
+        if not is_token(text):
+            if self._provider is None:
+                raise WrongSecret("this token is not known here")
+            name, role = await asyncio.to_thread(self._provider.check, text)
+            return Principal(f"oidc:{name}", role, "oidc")
+        try:
+            secret = Secret.of_token(text)
+        except IdentityError:
+            raise WrongSecret("this token is not known here") from None
+        row = await self._database.read(lambda connection: store.token(connection, secret.identifier))
+        if row is None or not secret.fits(row.digest) or row.revoked or row.expires <= self._clock():
+            raise WrongSecret("this token is not known here, has expired or was revoked; ask for a new one")
+        return Principal(f"token:{row.name}", row.role, "token")  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _read(pem: bytes, roots: tuple[x509.Certificate, ...]) -> tuple[str, Caller, int, bool, float]:
+    name, role = identity_of(pem)
+    certificate = x.certificates_in(pem, "the certificate")[0]
+    from_root = any(x.issued_by(certificate, root) for root in roots)
+    return name, role, certificate.serial_number, from_root, certificate.not_valid_after_utc.timestamp()

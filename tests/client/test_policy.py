@@ -1,0 +1,283 @@
+"""What a silo allows: each rule of agent.toml against jobs that break it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundtable.client.config import AgentConfig, load_agent_config
+from roundtable.client.failures import WorkFailed
+from roundtable.client.gatekeeper import Gatekeeper
+from roundtable.client.hashing import hash_of_task
+from roundtable.client.known_jobs import KnownJobs
+from roundtable.client.policy import PolicyTable, Rules
+from roundtable.client.spool import Finished
+from roundtable.client.steps import StepKey
+from roundtable.core import parse_job
+from roundtable.core.audit import read_log
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AuditError, ConfigError
+from roundtable.core.identity import create_ca, issue, load_silo_identity
+from roundtable.core.signing import job_values, sign
+from roundtable.proto import agent_pb2, common_pb2
+from roundtable.proto.receipts import receipt_values
+
+NOON = datetime(2026, 6, 1, 12, 0)
+MODEL = "a" * 64
+
+
+def job(text: str = "", rounds: int = 3) -> JobConfig:
+    return parse_job(f'task = "t"\nrounds = {rounds}\n{text}')
+
+
+def said(
+    policy: dict[str, Any], wanted: JobConfig, submitter: str | None = None, now: datetime = NOON
+) -> str:
+    rules = Rules(PolicyTable(**policy), {"t": "t.py:T"})
+    return "; ".join(rules.objections(wanted, submitter, now))
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "reason"),
+    [
+        ({"rounds": 2}, "", "rounds = 3, and this silo allows 2"),
+        ({"epochs": 1}, "[algorithm]\nepochs = 5", "epochs = 5, and this silo allows 1"),
+        ({"epochs": 1}, "[algorithm]\nsteps = 5", "counts steps"),
+        ({"steps": 4}, "[algorithm]\nsteps = 5", "steps = 5, and this silo allows 4"),
+        ({"batch_size": 16}, "", "batch_size = 32, and this silo allows 16"),
+        ({"secure_aggregation": True}, "", "only with secure aggregation"),
+        ({"client_level_epsilon": 8.0}, "", "privacy.level is 'none'"),
+        (
+            {"client_level_epsilon": 8.0},
+            '[privacy]\nlevel = "client"\nepsilon = 9.0\ndelta = 1e-5\nclip_norm = 1.0',
+            "epsilon is 9, and this silo allows 8",
+        ),
+        (
+            {"client_level_epsilon": 8.0},
+            '[privacy]\nlevel = "client"\nnoise_multiplier = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
+            "states no privacy.epsilon",
+        ),
+        (
+            {"example_level_epsilon": 2.0},
+            '[privacy]\nlevel = "client"\nepsilon = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
+            "asks for 'example'",
+        ),
+        ({"submitters": ["ada"]}, "", "not signed by its submitter"),
+        ({"hours": "20:00-06:00"}, "", "works from 20:00 to 06:00"),
+    ],
+)
+def test_each_rule_refuses_what_breaks_it(policy: dict[str, Any], text: str, reason: str) -> None:
+    assert reason in said(policy, job(text))
+    assert said({}, job(text)) == ""
+
+
+def test_what_the_rules_allow_is_allowed() -> None:
+    policy = {
+        "rounds": 3,
+        "epochs": 1,
+        "batch_size": 32,
+        "client_level_epsilon": 8.0,
+        "submitters": ["ada"],
+        "hours": "08:00-18:00",
+    }
+    private = '[privacy]\nlevel = "client"\nepsilon = 8.0\ndelta = 1e-5\nclip_norm = 1.0'
+    assert said(policy, job(private), "ada") == ""
+    assert "'eve' may not submit" in said(policy, job(private), "eve")
+
+
+def test_every_reason_is_given_at_once() -> None:
+    text = said({"rounds": 1, "batch_size": 1, "secure_aggregation": True}, job())
+    assert text.count("[policy]") == 3
+
+
+@given(start=st.integers(0, 1439), end=st.integers(0, 1439), now=st.integers(0, 1439))
+def test_hours_of_the_day_may_pass_midnight(start: int, end: int, now: int) -> None:
+    clock = [f"{minute // 60:02d}:{minute % 60:02d}" for minute in (start, end)]
+    inside = (now - start) % 1440 < (end - start) % 1440
+    moment = NOON.replace(hour=now // 60, minute=now % 60)
+    assert (said({"hours": "-".join(clock)}, job(), now=moment) == "") == inside
+
+
+def test_metrics_stay_or_leave_rounded() -> None:
+    found = {"loss": (12.3456, 10), "accuracy": (7.0, 9), "odd": (float("nan"), 3), "none": (0.0, 0)}
+
+    def leaving(**policy: Any) -> dict[str, tuple[float, int]]:
+        return Rules(PolicyTable(**policy), {}).leaving(found)
+
+    assert leaving(metrics="none") == {}
+    assert leaving().keys() == found.keys()
+    rounded = leaving(metrics_digits=1)
+    assert rounded["loss"] == (pytest.approx(12.0), 10)
+    assert rounded["accuracy"] == (pytest.approx(7.2), 9)
+    assert rounded.keys() == {"loss", "accuracy"}
+
+
+@pytest.fixture
+def silo(tmp_path: Path) -> AgentConfig:
+    create_ca(tmp_path / "ca")
+    for name, role in (("north", "agent"), ("ada", "data-scientist"), ("vic", "viewer")):
+        issue(tmp_path / "ca", name, role, tmp_path / name)  # type: ignore[arg-type]
+    issue(tmp_path / "ca", "hub", "coordinator", tmp_path / "hub", ["localhost"])
+    (tmp_path / "t.py").write_text("class T: ...\n")
+    (tmp_path / "state").mkdir()
+    return AgentConfig(
+        coordinator="localhost:1",
+        credentials=tmp_path / "north",
+        state=tmp_path / "state",
+        tasks={"t": "t.py:T"},
+        folder=tmp_path,
+    )
+
+
+def instruction(
+    wanted: JobConfig, job_id: str = "j1", number: int = 1, signer: Path | None = None, **changes: str
+) -> tuple[StepKey, agent_pb2.Instruction]:
+    step = StepKey(job_id, number, 1, "train")
+    message = agent_pb2.Instruction(step=step.message(), job_config=wanted.to_json())
+    message.train.model.digest = changes.get("model", MODEL)
+    if signer is not None:
+        identity = load_silo_identity(signer)
+        values = job_values(wanted.to_json(), MODEL, "r1")
+        message.submission.CopyFrom(
+            common_pb2.Submission(
+                submitter=changes.get("submitter", signer.name),
+                request_id="r1",
+                initial_model=MODEL,
+                signature=sign(identity, "job", values),
+                certificate=identity.certificate,
+            )
+        )
+    return step, message
+
+
+def admit(gate: Gatekeeper, *made: Any, wanted: JobConfig) -> str:
+    return gate.admit(*made, wanted)
+
+
+def test_a_changed_job_is_refused_under_its_old_name(silo: AgentConfig) -> None:
+    gate = Gatekeeper(silo, "north")
+    assert admit(gate, *instruction(job()), wanted=job()) == "t.py:T"
+    other = job("[algorithm]\nepochs = 9")
+    with pytest.raises(WorkFailed, match="another one than it was at first"):
+        admit(gate, *instruction(other, number=2), wanted=other)
+    # Also by an agent that was started again.
+    with pytest.raises(WorkFailed, match="another one than it was at first"):
+        admit(Gatekeeper(silo, "north"), *instruction(other, number=2), wanted=other)
+    with pytest.raises(WorkFailed, match="round 4 is none of the job's"):
+        admit(gate, *instruction(job(), number=4), wanted=job())
+
+
+def test_a_person_approves_this_very_job(silo: AgentConfig) -> None:
+    careful = replace(silo, policy=PolicyTable(approval=True))
+    gate, wanted = Gatekeeper(careful, "north"), job()
+    with pytest.raises(WorkFailed, match="roundtable client approve j1"):
+        admit(gate, *instruction(wanted), wanted=wanted)
+    known = KnownJobs(silo.state)
+    with pytest.raises(ConfigError, match="not asked for such a job"):
+        known.find("x")
+    known.approve(known.find("j"))
+    assert admit(gate, *instruction(wanted), wanted=wanted) == "t.py:T"
+    # An approval is of a configuration, not of a name.
+    path = silo.state / "jobs" / "approved" / "j1.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "digest": "0" * 64}))
+    with pytest.raises(WorkFailed, match="roundtable client approve j1"):
+        admit(gate, *instruction(wanted), wanted=wanted)
+
+
+def test_only_signed_jobs_of_named_submitters(silo: AgentConfig) -> None:
+    strict = replace(silo, policy=PolicyTable(submitters=["ada"]))
+    gate, wanted, folder = Gatekeeper(strict, "north"), job(), silo.folder
+    assert admit(gate, *instruction(wanted, signer=folder / "ada"), wanted=wanted) == "t.py:T"
+    with pytest.raises(WorkFailed, match="not signed by its submitter"):
+        admit(gate, *instruction(wanted, "j2"), wanted=wanted)
+    with pytest.raises(WorkFailed, match="is signed by 'ada'"):
+        admit(gate, *instruction(wanted, "j3", signer=folder / "ada", submitter="eve"), wanted=wanted)
+    with pytest.raises(WorkFailed, match="'vic' is viewer, and signs no jobs"):
+        admit(gate, *instruction(wanted, "j4", signer=folder / "vic"), wanted=wanted)
+    with pytest.raises(WorkFailed, match="'north' is agent, and signs no jobs"):
+        admit(gate, *instruction(wanted, "j5", signer=folder / "north"), wanted=wanted)
+    with pytest.raises(WorkFailed, match="shows the signature of j1"):
+        admit(gate, *instruction(wanted, "j6", signer=folder / "ada"), wanted=wanted)
+    step, forged = instruction(wanted, "j7", signer=folder / "ada")
+    changed = job("[algorithm]\nepochs = 2")
+    forged.job_config = changed.to_json()
+    with pytest.raises(WorkFailed, match="signature of 'ada' under this job is not right"):
+        gate.admit(step, forged, changed)
+
+
+def test_the_first_round_begins_with_the_model_that_was_signed(silo: AgentConfig) -> None:
+    gate, wanted = Gatekeeper(silo, "north"), job()
+    with pytest.raises(WorkFailed, match="another model than the one that the submitter signed"):
+        admit(gate, *instruction(wanted, signer=silo.folder / "ada", model="b" * 64), wanted=wanted)
+
+
+def test_only_the_code_that_was_allowed_runs(silo: AgentConfig) -> None:
+    toml = silo.folder / "agent.toml"
+    digest = hash_of_task("t.py:T", silo.folder)
+    assert digest == blake3(b"class T: ...\n").hexdigest()
+    toml.write_text(
+        f'coordinator = "localhost:1"\ncredentials = "north"\n[tasks.t]\nuse = "t.py:T"\n'
+        f'blake3 = "{digest}"\ndata = {{ path = "/srv/t" }}\n'
+    )
+    config = load_agent_config(toml)
+    assert config.task_tables["t"].data == {"path": "/srv/t"}
+    gate, wanted = Gatekeeper(replace(config, state=silo.state), "north"), job()
+    assert admit(gate, *instruction(wanted), wanted=wanted) == "t.py:T"
+    (silo.folder / "t.py").write_text("class T: 'something else'\n")
+    with pytest.raises(WorkFailed, match="is not the one that was allowed"):
+        admit(gate, *instruction(wanted), wanted=wanted)
+
+
+def test_a_package_is_pinned_as_a_whole(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "inner.py").write_text("x = 1\n")
+    before = hash_of_task("pack.inner:T", tmp_path)
+    (package / "inner.py").write_text("x = 2\n")
+    assert hash_of_task("pack.inner:T", tmp_path) != before
+
+
+def test_the_silos_log_is_chained_signed_and_notices_every_change(silo: AgentConfig) -> None:
+    gate, wanted = Gatekeeper(silo, "north"), job()
+    hub = load_silo_identity(silo.folder / "hub")
+    gate.meet(hub.certificate)
+    for number in (1, 2, 3):
+        step, message = instruction(wanted, number=number)
+        gate.admit(step, message, wanted)
+        finished = Finished(step, "c" * 64, 16, "d" * 64, "float32", 10, {})
+        header = agent_pb2.UploadHeader(step=step.message())
+        header.content.digest, header.content.size = finished.digest, finished.size
+        receipt = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED, time=5.0)
+        receipt.signature = sign(hub, "receipt", receipt_values("north", header, receipt))
+        gate.received(finished, receipt)
+    receipt.signature = bytes(64)
+    gate.received(finished, receipt)
+    gate.close()
+    lines = (silo.state / "audit.jsonl").read_text().splitlines()
+    ca = (silo.folder / "ca" / "ca.crt").read_bytes()
+    log = read_log(lines, ca, "agent")
+    assert log.sealed == len(log.entries) == 7
+    assert [item.detail["signed"] for item in log.entries if item.action == "receipt"] == [True] * 3 + [False]
+    *entries, seal = lines
+    for index, line in enumerate(entries):
+        for other in ([], [line.replace("1", "2", 1)], [line, line]):
+            with pytest.raises(AuditError):
+                read_log([*entries[:index], *other, *entries[index + 1 :], seal], ca, "agent")
+    with pytest.raises(AuditError, match="does not hold"):
+        read_log([*entries, seal.replace("7", "8", 1)], ca, "agent")
+    # The next process goes on where this one ended, also after a torn last line.
+    with (silo.state / "audit.jsonl").open("a") as file:
+        file.write('{"entry": {"seq')
+    again = Gatekeeper(silo, "north")
+    again.journal.note("north", "started")
+    again.close()
+    assert len(read_log((silo.state / "audit.jsonl").read_text().splitlines(), ca, "agent").entries) == 8
