@@ -94,13 +94,14 @@ def secure_summary(job: JobConfig, columns: int) -> str:
     text = parameters.summary()
     if privacy.group_size is None:
         return text
-    count, third = silos // privacy.group_size, silos // 3
-    chance = 2 ** overrun(silos, third, privacy.group_size, parameters.corrupt)
+    count = silos // privacy.group_size
+    many = int(silos * (1 / 3 if privacy.corruption is None else privacy.corruption))
+    chance = 2 ** overrun(silos, many, privacy.group_size, parameters.corrupt)
     hostile = job.aggregation.parameters.get("f", (count - 1) // 2)
     return (
         f"{text}; {silos} silos make {count} groups, and the coordinator sees the sum of each: the rule "
         f"withstands {hostile} hostile silos. Secrecy holds for certain against {parameters.corrupt} "
-        f"colluding silos; with {third} of {silos}, some group holds more than that with probability "
+        f"colluding silos; with {many} of {silos}, some group holds more than that with probability "
         f"{chance:.2g}"
     )
 

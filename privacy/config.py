@@ -33,6 +33,8 @@ class PrivacyConfig:
     the noise over `clip_norm`), or both, where the budget then stops a job that would pass it.
     `population` is the number of units that `delta` protects: silos, or examples of one silo.
     `population_name` says whose privacy is spent: jobs of one name share one account (default: the task).
+    `corruption` is the share of silos that secure aggregation assumes to collude with the coordinator, and
+    `dropout_tolerance` the share that may drop out (default: a third of up to 50 silos, a fifth of more).
     `group_size` splits a securely aggregated cohort into groups of at least so many silos, whose means
     a robust rule then sees.
     `public_evaluation` states that the silos' test data are public, so that metrics on them may leave.
@@ -48,6 +50,7 @@ class PrivacyConfig:
     clip_learning_rate: float = 0.2
     secure_aggregation: bool = False
     group_size: int | None = None
+    corruption: float | None = None
     accountant: str = "pld"
     population: int | None = None
     population_name: str | None = None
@@ -79,10 +82,16 @@ class PrivacyConfig:
                 _whole(name, value, 1, 1 << 53)
         if self.group_size is not None:
             _whole("group_size", self.group_size, 3, 1 << 16)
-            if not self.secure_aggregation:
+        if self.corruption is not None and not 0.0 <= self.corruption < 1.0:
+            raise PrivacyError(
+                f"privacy.corruption is {self.corruption}: give the share of silos that may collude with the "
+                "coordinator, at least 0 and below 1"
+            )
+        for name in ("group_size", "corruption"):
+            if getattr(self, name) is not None and not self.secure_aggregation:
                 raise PrivacyError(
-                    "privacy.group_size belongs to secure aggregation: set privacy.secure_aggregation = "
-                    "true, or leave it out"
+                    f"privacy.{name} belongs to secure aggregation: set privacy.secure_aggregation = true, "
+                    "or leave it out"
                 )
         if self.level != "none":
             self._check_private()

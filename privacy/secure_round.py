@@ -206,7 +206,7 @@ def _parameters(
         "clip_norm": privacy.clip_norm,
         "weight_bound": weight_bound,
     }
-    corruption = _corruption(hidden_among, job if privacy.group_size else None)
+    corruption = _corruption(hidden_among, job, privacy)
     chosen = None
     for dropped in range(math.floor(privacy.dropout_tolerance * hidden_among), 0, -1):
         try:
@@ -220,10 +220,11 @@ def _parameters(
     return replace(chosen, group_size=privacy.group_size, capacity=largest_group(privacy.group_size, invited))
 
 
-def _corruption(silos: int, grouped: JobConfig | None) -> float:
+def _corruption(silos: int, job: JobConfig, privacy: PrivacyConfig) -> float:
     """The share that may collude. The hostile silos that a rule over groups withstands may all be in one."""
     share = CORRUPTION_OF_FEW if silos <= FULL_GRAPH_UP_TO else CORRUPTION_OF_MANY
-    hostile = grouped.aggregation.parameters.get("f", 0) if grouped is not None else 0
+    share = share if privacy.corruption is None else privacy.corruption
+    hostile = int(job.aggregation.parameters.get("f", 0)) if privacy.group_size else 0
     if hostile > silos - 2:
         raise PrivacyError(
             f"privacy.group_size = {silos} with f = {hostile}: all hostile silos could be in one group, and "

@@ -108,3 +108,22 @@ def test_shares_of_noise_need_a_cohort_of_a_known_size() -> None:
     text = 'level = "distributed"\nclip_norm = 1.0\nnoise_multiplier = 0.5\ndelta = 1e-5'
     with pytest.raises(PrivacyError, match=r"cohort\.size is missing"):
         SecureRound.of(job(text), COLUMNS, 4, 1)
+
+
+def test_the_assumed_corruption_decides_the_threshold() -> None:
+    default = SecureRound.of(job(), COLUMNS, 9, 1).parameters
+    wary = SecureRound.of(job("clip_norm = 2.0\ncorruption = 0.6"), COLUMNS, 9, 1).parameters
+    assert (default.corrupt, wary.corrupt) == (3, 5)
+    assert wary.t > default.t
+    with pytest.raises(PrivacyError, match="8 of 9 silos corrupt"):
+        SecureRound.of(job("clip_norm = 2.0\ncorruption = 0.9"), COLUMNS, 9, 1)
+    with pytest.raises(PrivacyError, match=r"privacy\.corruption is 1\.5"):
+        SecureRound.of(job("clip_norm = 2.0\ncorruption = 1.5"), COLUMNS, 9, 1)
+
+
+def test_noise_below_the_promise_is_never_unmasked() -> None:
+    """With few dropouts allowed for, the threshold of the shares alone would let too little noise through."""
+    text = 'level = "distributed"\nclip_norm = 1.0\nnoise_multiplier = 0.5\ndelta = 1e-5'
+    round = SecureRound.of(job(text + "\ndropout_tolerance = 0.1", "[cohort]\nsize = 20"), COLUMNS, 20, 1)
+    assert round.parameters.t == 14
+    assert round.fewest == 18
