@@ -66,11 +66,11 @@ class Progress:
 class Effects:
     """Performs one job's actions; every one of them can safely be performed again."""
 
+    submission: common_pb2.Submission | None = None
+
     def __init__(
         self,
         job: str,
-    submission: common_pb2.Submission | None = None
-
         config: str,
         layout: str,
         combiner: Combiner,

@@ -19,8 +19,8 @@ from roundtable.core.models import open_model
 from roundtable.engine import Plan, engine_for, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.privacy import PrivacyConfig
-from roundtable.server import wire
 from roundtable.proto import common_pb2
+from roundtable.server import wire
 from roundtable.server.combining import Combiner
 from roundtable.server.effects import Effects, Services
 from roundtable.server.ledger import Account, budgets_of, check_all, population_of, worst_charges
@@ -46,10 +46,10 @@ class Submission:
     config: str
     model: str
     submitter: str
-
-
     signature: bytes = b""
     certificate: bytes = b""
+
+
 class Jobs:
     """Starts, finds and ends jobs, and passes on to each what concerns it."""
 
@@ -226,6 +226,7 @@ class Jobs:
         records = await database.read(lambda connection: store.history(connection, row.id))
         known = await database.read(all_clients)
         runner = await asyncio.to_thread(self._restore, row, records, known, sequence)
+        runner.effects.submission = _submission(row)
         self._runners[row.id] = runner
         task = asyncio.get_running_loop().create_task(runner.run(), name=f"job {row.id}")
         self._tasks[row.id] = task
@@ -233,7 +234,6 @@ class Jobs:
         for client in self._services.sessions.clients():
             if offers(client, runner.job.task):
                 runner.post(m.ClientJoined(_info(client)))
-        runner.effects.submission = _submission(row)
         runner.post(m.Start())
         return runner
 
@@ -316,15 +316,6 @@ def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
     return job.model_copy(update={"privacy": {**job.privacy, "noise_multiplier": noise}})
 
 
-def _people(row: JobRow) -> int:
-    return int(row.snapshot["population"])
-
-
-def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
-    """The job's plan; refuses what only other drivers can do, and what a budget does not hold even once."""
-    slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
-    bears = worst_charges(PrivacyConfig.from_table(job.privacy), spent)
-    plan = make_plan(job, population, slices, bears)
 def _submission(row: JobRow) -> common_pb2.Submission:
     """What silos are told of who asked for the job; jobs of older versions have no signature."""
     return common_pb2.Submission(
@@ -336,6 +327,15 @@ def _submission(row: JobRow) -> common_pb2.Submission:
     )
 
 
+def _people(row: JobRow) -> int:
+    return int(row.snapshot["population"])
+
+
+def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
+    """The job's plan; refuses what only other drivers can do, and what a budget does not hold even once."""
+    slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
+    bears = worst_charges(PrivacyConfig.from_table(job.privacy), spent)
+    plan = make_plan(job, population, slices, bears)
     if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
         check_all(budgets_of(plan.privacy, population_of(job)), spent, charge)
     if plan.privacy.level not in LEVELS:
