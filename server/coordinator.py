@@ -116,6 +116,7 @@ class Coordinator:
             compute=self._compute,
             writer=secrets.token_hex(8),
             retention=Retention(self._database, artifacts, Keep(config.keep_models, config.keep_every)),
+            tracking=Path(config.state) / "tracking",
             trusted=self.trusted,
         )
         self.jobs = Jobs(services)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from roundtable.core.errors import (
@@ -31,6 +32,7 @@ from roundtable.server.secure import SecureRounds
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ArtifactRow, Database, LedgerRow, UpdateRow
 from roundtable.server.store.database import LeaseLost
+from roundtable.server.tracking import JobTracking
 
 log = logging.getLogger("roundtable.server.effects")
 
@@ -51,6 +53,7 @@ class Services:
     compute: ThreadPoolExecutor
     writer: str
     retention: Retention
+    tracking: Path
     trusted: Trusted | None = None
 
 
@@ -77,10 +80,11 @@ class Effects:
         account: Account | None,
         services: Services,
         secure: SecureRounds | None = None,
+        tracking: JobTracking | None = None,
     ) -> None:
         self._job, self._config, self._layout = job, config, layout
         self._combiner, self._account, self._services = combiner, account, services
-        self.secure = secure
+        self.secure, self._tracking = secure, tracking
         self._instructed: dict[str, m.Instruct] = {}
         self._progress: dict[str, Progress] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -110,6 +114,8 @@ class Effects:
             case m.Commit(record, settled):
                 if self.secure is not None:
                     self.secure.retire(record.round)
+                if self._tracking is not None:
+                    self._tracking.committed(record)
                 self._spawn(self._retire(record.round, settled))
             case _:
                 raise AssertionError(f"{action} is no effect")
@@ -123,12 +129,16 @@ class Effects:
     def close(self) -> None:
         """The job has ended."""
         self.drop_timers()
+        if self._tracking is not None:
+            self._tracking.close(finished=True)
         if self.secure is not None:
             self.secure.close(forget=True)
 
     def stop(self) -> None:
         """The process ends: what is under way is dropped, because the engine asks for it again."""
         self.drop_timers()
+        if self._tracking is not None:
+            self._tracking.close(finished=False)
         if self.secure is not None:
             self.secure.close(forget=False)
         for task in self._tasks:

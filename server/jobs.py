@@ -16,6 +16,7 @@ from roundtable.core.errors import ConfigError, EncodingError, LayoutError, Roun
 from roundtable.core.faults import reach
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
+from roundtable.core.tracking import check_inside, check_trackers
 from roundtable.engine import Plan, engine_for, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.privacy import PrivacyConfig
@@ -31,6 +32,7 @@ from roundtable.server.store import jobs as store
 from roundtable.server.store.clients import all_clients
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import Total, totals
+from roundtable.server.tracking import JobTracking
 
 log = logging.getLogger("roundtable.server.jobs")
 
@@ -181,6 +183,8 @@ class Jobs:
         except (EncodingError, LayoutError) as error:
             reason = str(error).replace(str(path), f"artifact {wish.model[:12]}")
             raise ConfigError(f"the initial model cannot be used: {reason}") from error
+        check_inside(job.tracking)
+        check_trackers(job.tracking)
         plan = _plan(job, layout, population, spent)
         trusted = self._services.trusted
         if plan.aggregation.takes("root_update") and not (trusted and trusted.offers(job.task)):
@@ -254,7 +258,9 @@ class Jobs:
         secure = None
         if plan.privacy.secure_aggregation:
             secure = SecureRounds(row.id, job, layout.size, services)
-        effects = Effects(row.id, row.config, layout.fingerprint, combiner, account, services, secure)
+        tracking = JobTracking(row.id, job, services.tracking, history)
+        place = (row.id, row.config, layout.fingerprint)
+        effects = Effects(*place, combiner, account, services, secure, tracking)
         return JobRunner(row, job, layout, engine, effects, services, sequence)
 
     def _ended(self, job: str, task: asyncio.Task[None]) -> None:
