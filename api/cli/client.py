@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from roundtable.cli.cluster import plan
 from roundtable.cli.server import service_logs
 from roundtable.cli.silo import approve, enroll, explain, hash_task, jobs
 from roundtable.cli.trust import revoke
@@ -38,6 +37,3 @@ def client(context: click.Context, config: Path) -> int | None:
 
 for command in (approve, enroll, explain, hash_task, jobs, revoke):
     client.add_command(command)
-
-
-client.add_command(plan)
