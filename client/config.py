@@ -33,6 +33,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from roundtable.client.cluster.resources import ClusterTable
 from roundtable.client.policy import PolicyTable, Rules, TaskTable
 from roundtable.core.config import Table
 from roundtable.core.errors import ConfigError
@@ -67,6 +68,7 @@ class AgentTable(Table):
     )
     limits: LimitsTable = Field(default_factory=LimitsTable)
     policy: PolicyTable = Field(default_factory=PolicyTable)
+    cluster: ClusterTable | None = Field(None, description="train over several devices as one client")
 
     @field_validator("coordinator", "standbys")
     @classmethod
@@ -93,6 +95,7 @@ class AgentConfig:
     threads: int | None = None
     cached_models: int = 3
     policy: PolicyTable = field(default_factory=PolicyTable)
+    cluster: ClusterTable | None = None
     folder: Path = field(default_factory=Path.cwd)
     standbys: tuple[str, ...] = ()
     task_tables: Mapping[str, TaskTable] = field(default_factory=dict)
@@ -135,6 +138,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         threads=table.limits.threads,
         cached_models=table.limits.cached_models,
         policy=table.policy,
+        cluster=table.cluster,
         folder=folder,
         standbys=tuple(table.standbys),
     )

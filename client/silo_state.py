@@ -33,7 +33,7 @@ class SiloState:
         rounds = [number for number in self._rounds(job) if number < before]
         if not rounds:
             return None
-        path = self._path(job, max(rounds))
+        path = self.path(job, max(rounds))
         try:
             return safetensors.torch.load_file(path)
         except SafetensorError as error:
@@ -42,18 +42,28 @@ class SiloState:
                 f"remove {path.name} in the agent's state folder to go on without it"
             ) from error
 
+    def newest(self, job: str, before: int) -> Path | None:
+        """The file of the newest round below `before`."""
+        rounds = [number for number in self._rounds(job) if number < before]
+        return self.path(job, max(rounds)) if rounds else None
+
     def save(self, job: str, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Keeps what `round` left; a state older than the one before it goes."""
         if not tensors:
             return
-        path = self._path(job, round)
+        path = self.path(job, round)
         path.parent.mkdir(parents=True, exist_ok=True)
         held = {name: tensor.contiguous() for name, tensor in tensors.items()}
         replace_synced(path, [safetensors.torch.save(held)])
-        for number in self._rounds(job)[:-_KEPT]:
-            self._path(job, number).unlink(missing_ok=True)
+        self.forget_old(job)
 
-    def _path(self, job: str, round: int) -> Path:
+    def forget_old(self, job: str) -> None:
+        """Removes what a repeated round cannot need any more."""
+        for number in self._rounds(job)[:-_KEPT]:
+            self.path(job, number).unlink(missing_ok=True)
+
+    def path(self, job: str, round: int) -> Path:
+        """Where a round's tensors are kept."""
         return self._folder / job / f"round-{round}.safetensors"
 
     def _rounds(self, job: str) -> list[int]:

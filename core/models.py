@@ -28,7 +28,7 @@ from roundtable.core.errors import EncodingError, LayoutError
 from roundtable.core.layout import DTYPES, Layout, TensorSpec
 
 _MAX_HEADER = 100_000_000
-_SAFETENSORS = {
+SAFETENSORS = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -181,7 +181,7 @@ def _entries(layout: Layout, local: Iterable[TensorSpec]) -> dict[str, dict[str,
     for spec in local:
         place = [offset, offset + spec.size * DTYPES[spec.dtype].itemsize]
         entries[spec.name] = {
-            "dtype": _SAFETENSORS[spec.dtype],
+            "dtype": SAFETENSORS[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": place,
         }

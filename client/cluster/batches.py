@@ -60,7 +60,8 @@ class SharedBatches:
             raise TaskError(f"{type(dataset).__name__} can only be iterated; see StreamedBatches")
         if examples == 0:
             raise NoExamples("the training data set is empty: there are zero examples to learn from")
-        self._dataset, self._examples, self._sharing = dataset, examples, sharing
+        self.examples = examples
+        self._dataset, self._sharing = dataset, sharing
         self._batch_size, self._stream = batch_size, stream
         self.steps = steps if steps is not None else epochs * -(-examples // batch_size)
         self.position = 0
@@ -89,7 +90,7 @@ class SharedBatches:
         generator = torch_generator(*self._stream, "batches")
         left = self.steps
         while left > 0:
-            order = torch.randperm(self._examples, generator=generator)
+            order = torch.randperm(self.examples, generator=generator)
             for rows in torch.split(order[: left * self._batch_size], self._batch_size):
                 yield rows
                 left -= 1

@@ -101,6 +101,9 @@ class ClusterTable(Table):
     restarts: int = Field(3, ge=0, description="of the group in a round, before the silo reports a failure")
     checkpoint_steps: int = Field(0, ge=0, description="steps between checkpoints in a round; 0: none")
     checkpoints: Names = Field((), description="up to two more folders that get a copy of each checkpoint")
+    optimizer_state: Literal["drop", "keep"] = Field(
+        "drop", description="between rounds; kept in a checkpoint too"
+    )
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
     strategy: StrategyTable = Field(default_factory=StrategyTable)
 

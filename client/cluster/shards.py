@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -122,9 +123,9 @@ def write_deltas(
             whole = start[spec.offset : spec.offset + spec.size].view(spec.shape)
             before = _rounded(whole[region], tensor.dtype)
             delta = local_of(tensor).detach().float().cpu() - before
-            for offset, run in _runs(delta, spec.shape, region):
+            for offset, run in runs_of(delta, spec.shape, region):
                 data = run.to(dtype).contiguous().view(torch.uint8).numpy()
-                _write(file, data.tobytes(), (spec.offset + offset) * dtype.itemsize)
+                write_at(file, data.tobytes(), (spec.offset + offset) * dtype.itemsize)
     finally:
         os.close(file)
 
@@ -135,7 +136,7 @@ def prepare_update(path: Path, encoding: str, layout: Layout) -> None:
         file.truncate(layout.size * _dense(encoding).itemsize)
 
 
-def _runs(part: Tensor, shape: tuple[int, ...], region: tuple[slice, ...]) -> Iterator[tuple[int, Tensor]]:
+def runs_of(part: Tensor, shape: tuple[int, ...], region: tuple[slice, ...]) -> Iterator[tuple[int, Tensor]]:
     """Contiguous runs of a part: (offset in the whole tensor in elements, values)."""
     if part.numel() == 0:
         return
@@ -159,12 +160,24 @@ def _runs(part: Tensor, shape: tuple[int, ...], region: tuple[slice, ...]) -> It
             yield offset + begin, flat[begin : begin + _BLOCK]
 
 
+def finite(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> bool:
+    """Whether every rank's parts are finite; the same answer on every rank."""
+    bad = torch.zeros(1, device=device)
+    for _, tensor in tensors:
+        if tensor.is_floating_point():
+            total = local_of(tensor).detach().sum(dtype=torch.float64)
+            bad += (~torch.isfinite(total)).float().to(device)
+    dist.all_reduce(bad)
+    return not bool(bad.item())
+
+
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """What the model held of the global values: half-precision weights lose digits that are not an update."""
     return values if dtype in (torch.float32, torch.float64) else values.to(dtype).float()
 
 
-def _write(file: int, data: bytes, offset: int) -> None:
+def write_at(file: int, data: bytes, offset: int) -> None:
+    """Writes all of the bytes at this offset."""
     while data:
         done = os.pwrite(file, data, offset)
         data, offset = data[done:], offset + done

@@ -21,7 +21,7 @@ from roundtable.client.config import AgentConfig
 from roundtable.client.metrics import Metrics
 from roundtable.client.steps import StepKey
 from roundtable.client.trainer import Progress, Trained, Trainer, Work
-from roundtable.client.worker_trainer import _order
+from roundtable.client.worker_trainer import order_of_work
 from roundtable.client.workshop import Settings, Workshop
 from roundtable.core import JobConfig, Model, load_task
 from roundtable.core.identity import create_ca, issue, load_credentials
@@ -238,11 +238,11 @@ class InlineTrainer:
         if self.gate is not None:
             await self.gate.wait()
         self.done.append(work.step)
-        return await asyncio.to_thread(self._workshop.train, _order(work), progress)
+        return await asyncio.to_thread(self._workshop.train, order_of_work(work), progress)
 
     async def evaluate(self, work: Work, progress: Progress) -> Metrics:
         self.done.append(work.step)
-        return await asyncio.to_thread(self._workshop.evaluate, _order(work), progress)
+        return await asyncio.to_thread(self._workshop.evaluate, order_of_work(work), progress)
 
     def release(self, job: str) -> None: ...
 

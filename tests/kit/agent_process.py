@@ -12,7 +12,7 @@ from roundtable.client.agent import Agent
 from roundtable.client.config import AgentConfig
 from roundtable.client.metrics import Metrics
 from roundtable.client.trainer import Progress, Trained, Work
-from roundtable.client.worker_trainer import _order
+from roundtable.client.worker_trainer import order_of_work
 from roundtable.client.workshop import Settings, Workshop
 
 
@@ -26,10 +26,10 @@ class InlineTrainer:
     async def start(self) -> None: ...
 
     async def train(self, work: Work, progress: Progress) -> Trained:
-        return await asyncio.to_thread(self._workshop.train, _order(work), _silent)
+        return await asyncio.to_thread(self._workshop.train, order_of_work(work), _silent)
 
     async def evaluate(self, work: Work, progress: Progress) -> Metrics:
-        return await asyncio.to_thread(self._workshop.evaluate, _order(work), _silent)
+        return await asyncio.to_thread(self._workshop.evaluate, order_of_work(work), _silent)
 
     def release(self, job: str) -> None: ...
 

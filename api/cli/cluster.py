@@ -1,0 +1,48 @@
+"""`roundtable client plan`: how the silo's cluster would train a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from roundtable.cli.options import json_option, set_option
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--world", type=click.IntRange(1), help="Devices in all; default: as [cluster] says.")
+@click.option("--memory", metavar="SIZE", help="Memory of one device, for example 80GiB.")
+@click.option("--task", "reference", help="The task's code, where agent.toml does not name it.")
+@json_option
+@set_option
+@click.pass_context
+def plan(
+    context: click.Context,
+    job_file: Path,
+    world: int | None,
+    memory: str | None,
+    reference: str | None,
+    as_json: bool,
+    overrides: dict[str, object],
+) -> None:
+    """Print the strategy for a job on this silo's cluster, its memory by term, and why it was chosen.
+
+    Nothing is trained and no weight is made, so it runs without a GPU: try --world and --memory.
+    """
+    from roundtable.client.cluster.planning import plan_job
+
+    found = plan_job(context.obj, job_file, overrides, world, memory, reference)
+    if as_json:
+        click.echo(json.dumps(found.to_plain(), indent=2))
+        return
+    click.echo(f"{found.parameters:,} parameters on {found.resources}")
+    click.echo(f"strategy      {found.strategy}")
+    click.echo(f"a step        {found.micro_batches} micro-batches on each rank")
+    click.echo("\nmemory of the fullest device")
+    for line in found.estimate.lines():
+        click.echo(f"  {line}")
+    click.echo("\nwhy")
+    for reason in found.reasons:
+        click.echo(f"  {reason}")

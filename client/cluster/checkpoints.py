@@ -1,0 +1,149 @@
+"""A round's state on disk while it goes on: asynchronous, in safetensors, for any number of ranks.
+
+torch's distributed checkpoint does the work, on a process group of its own. A checkpoint counts once its
+`state.json` is there, which names every file by digest; copies go to other places, old ones are removed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from roundtable.client.cluster.optimizing import fill_state
+from roundtable.client.cluster.replica import Replica
+from roundtable.client.cluster.shards import plain_name
+from roundtable.client.cluster.talk import broadcast_text
+from roundtable.client.files import digest_of, replace_synced
+
+_STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in a round a checkpoint stands; `model` is the digest of the round's global model."""
+
+    round: int
+    model: str
+    step: int
+    seen: int
+    loss_sum: float
+    final: bool = False
+
+
+class Checkpoints:
+    """The checkpoints of one job, seen from one rank."""
+
+    def __init__(self, folders: Sequence[Path], keep: int, group: dist.ProcessGroup) -> None:
+        """`folders`: the first is written, the others get copies. `group` is a CPU group of all ranks."""
+        self._folders, self._keep, self._group = folders, keep, group
+        self._pending: tuple[Any, Path, Position] | None = None
+
+    def save(self, replica: Replica, optimizer: torch.optim.Optimizer, position: Position) -> None:
+        """Starts to save; returns once the tensors are copied, so that training may go on."""
+        self.finish()
+        folder = self._folders[0] / f"round-{position.round:06d}-step-{position.step:08d}"
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        dist.barrier(self._group)
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        state = dict(_state(replica, optimizer))
+        response = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+        staging = getattr(response, "staging_completion", None)
+        if staging is not None:
+            staging.result()
+        self._pending = (getattr(response, "upload_completion", response), folder, position)
+
+    def finish(self) -> None:
+        """Waits for a save that is under way, and makes it count; all ranks call it together."""
+        if self._pending is None:
+            return
+        future, folder, position = self._pending
+        self._pending = None
+        future.result()
+        dist.barrier(self._group)
+        if dist.get_rank() == 0:
+            _seal(folder, position)
+            for other in self._folders[1:]:
+                _copy(folder, other / folder.name)
+            for place in self._folders:
+                _prune(place, self._keep)
+
+    def newest(self, round: int, model: str) -> tuple[Path, Position] | None:
+        """The newest whole checkpoint of this round from this model, or of an earlier round's end.
+
+        Every rank gets what rank 0 finds.
+        """
+        text = ""
+        if dist.get_rank() == 0:
+            for path, position in self._whole():
+                same = position.round == round and position.model == model and not position.final
+                if same or (position.final and position.round < round):
+                    text = json.dumps([str(path), position.__dict__])
+                    break
+        text = broadcast_text(text, self._group)
+        if not text:
+            return None
+        path, values = json.loads(text)
+        return Path(path), Position(**values)
+
+    def load(
+        self, path: Path, replica: Replica, optimizer: torch.optim.Optimizer, *, weights: bool = True
+    ) -> None:
+        """Puts a checkpoint's tensors into this rank's parts; without `weights` only the optimizer's."""
+        fill_state(optimizer)
+        state = {k: v for k, v in _state(replica, optimizer) if weights or k.startswith("optimizer/")}
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        dcp.load(state, storage_reader=reader, process_group=self._group)
+
+    def _whole(self) -> Iterator[tuple[Path, Position]]:
+        """Checkpoints whose files are what their description says, newest first, from any place."""
+        paths = [path for place in self._folders for path in place.glob(f"*/{_STATE}")]
+        for path in sorted(paths, key=lambda path: path.parent.name, reverse=True):
+            try:
+                document = json.loads(path.read_text())
+                files: Mapping[str, str] = document["files"]
+                if all(digest_of(path.parent / name) == digest for name, digest in files.items()):
+                    yield path.parent, Position(**document["position"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+
+
+def _state(replica: Replica, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Weights, buffers and the optimizer's state by names that hold at any number of ranks."""
+    names: dict[int, str] = {}
+    for name, tensor in replica.tensors():
+        names[id(tensor)] = name
+        yield f"model/{name}", tensor.detach()
+    inner = getattr(optimizer, "optim", optimizer)
+    for parameter, values in inner.state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                yield f"optimizer/{plain_name(names[id(parameter)])}/{key}", value
+
+
+def _seal(folder: Path, position: Position) -> None:
+    files = {path.name: digest_of(path) for path in sorted(folder.iterdir()) if path.is_file()}
+    text = json.dumps({"position": position.__dict__, "files": files})
+    replace_synced(folder / _STATE, [text.encode()])
+
+
+def _copy(folder: Path, to: Path) -> None:
+    """The description goes last: a copy without it does not count."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns(_STATE))
+    shutil.copy2(folder / _STATE, to / _STATE)
+
+
+def _prune(place: Path, keep: int) -> None:
+    for path in sorted(path for path in place.iterdir() if path.is_dir())[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,232 @@
+"""Orders done by a whole group of ranks; each rank runs this, and they take every branch together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roundtable.client.cluster.bench import Bench, Progress, StepReport
+from roundtable.client.cluster.checkpoints import Checkpoints, Position
+from roundtable.client.cluster.local_state import save_local
+from roundtable.client.cluster.meshes import Meshes
+from roundtable.client.cluster.orders import Advice
+from roundtable.client.cluster.planner import make_plan
+from roundtable.client.cluster.resources import ClusterTable, Resources
+from roundtable.client.cluster.shards import finite, prepare_update, write_deltas
+from roundtable.client.cluster.strategy import Strategy
+from roundtable.client.cluster.survey import example_batch, survey
+from roundtable.client.cluster.talk import broadcast_text
+from roundtable.client.cluster.tensor_parallel import TensorParallel
+from roundtable.client.files import digest_of
+from roundtable.client.metrics import Metrics
+from roundtable.client.silo_state import SiloState
+from roundtable.client.trainer import Trained
+from roundtable.client.training import SILO_LEVELS, check_evaluation, check_privacy, split_data
+from roundtable.client.workshop import EVALUATION_BATCHES, Order, Settings
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import InvalidUpdate, LayoutError, PrivacyError, TaskError
+from roundtable.core.models import Model, open_model
+from roundtable.core.task import ArrayTask, Site, Task, load_task
+
+Watch = Callable[[StepReport], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """What holds for the life of the ranks."""
+
+    settings: Settings
+    table: ClusterTable
+    resources: Resources
+    folder: Path
+    device: torch.device
+    control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+
+
+class GroupWorkshop:
+    """Does orders, one at a time; model, optimizer and data of the last job stay warm."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._state = SiloState(Path(group.settings.jobs))
+        self._job = ""
+        self._bench: Bench | None = None
+        self._data: tuple[Any, Any] = (None, None)
+
+    def train(self, order: Order, watch: Watch) -> Trained:
+        """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
+        bench, start, digest = self._prepare(order)
+        if check_privacy(bench.job, True) in SILO_LEVELS:
+            raise PrivacyError(
+                f"privacy.level = {bench.job.privacy['level']!r} is kept by the silo itself, which [cluster] "
+                "does not do yet: take the table out of agent.toml to train on one device"
+            )
+        bench.load(start.vector, self._others(order, start, before=order.round))
+        if self._group.table.optimizer_state == "drop":
+            bench.optimizer = None
+        done, batches = Progress(), bench.batches(self._data[0], order.round)
+        bench.begin(order.round)
+        checkpoints = self._checkpoints(order.job)
+        self._resume(bench, checkpoints, order, digest, done, batches)
+        every = self._group.table.checkpoint_steps
+
+        def note(report: StepReport) -> None:
+            watch(report)
+            if every and report.step % every == 0 and report.step < report.steps:
+                self._save(bench, checkpoints, order, digest, done, report.step, False)
+
+        bench.fit(batches, order.round, done, note)
+        if self._group.table.optimizer_state == "keep":
+            self._save(bench, checkpoints, order, digest, done, batches.position, True)
+        checkpoints.finish()
+        return self._deliver(bench, order, start, done, batches.examples)
+
+    def evaluate(self, order: Order) -> Metrics:
+        """Evaluates the order's model on the silo's test data."""
+        bench, start, _ = self._prepare(order)
+        check_evaluation(bench.job)
+        bench.load(start.vector, self._others(order, start, before=order.round + 1))
+        size = EVALUATION_BATCHES * self._micro(bench)
+        return bench.evaluate(self._data[1], size)
+
+    def _micro(self, bench: Bench) -> int:
+        return max(bench.strategy.micro_batch, 1)
+
+    def _prepare(self, order: Order) -> tuple[Bench, Model, str]:
+        start = open_model(Path(order.model))
+        digest = Path(order.model).stem
+        if self._bench is None or self._job != order.job:
+            self._bench = None
+            self._bench, self._job = self._set_up(order, start), order.job
+        if not self._bench.layout.fingerprint == start.layout.fingerprint == order.layout:
+            raise LayoutError("the job announces another layout than its model has")
+        return self._bench, start, digest
+
+    def _set_up(self, order: Order, start: Model) -> Bench:
+        group, job = self._group, job_from_json(order.config)
+        task = load_task(order.task, Path(group.settings.folder))
+        if isinstance(task, ArrayTask):
+            raise TaskError(f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only")
+        options = group.settings.data_of.get(order.task, group.settings.data)
+        site = Site(group.settings.client, options=options)
+        self._data = split_data(task, site)
+        strategy, split = self._plan(task, job)
+        meshes = Meshes(strategy.mesh, group.device.type)
+        return Bench(task, job, start.layout, strategy, meshes, group.device, group.settings.client, split)
+
+    def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
+        """Rank 0 plans for the ranks that there are, with what earlier failures taught."""
+        group = self._group
+        found = survey(
+            task,
+            example_batch(self._data[0]),
+            device=group.resources.device,
+            bfloat16=group.table.precision == "bfloat16",
+        )
+        text = ""
+        if dist.get_rank() == 0:
+            plan = make_plan(found, group.resources, job, group.table)
+            strategy = plan.strategy
+            for _ in range(Advice.read(group.folder).halvings):
+                strategy = strategy.halved()
+            text = json.dumps(strategy.to_plain())
+            print(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})", flush=True)
+        strategy = Strategy.from_plain(json.loads(broadcast_text(text, group.control)))
+        return strategy, found.tensor_parallel if strategy.mesh.tp > 1 else None
+
+    def _others(self, order: Order, start: Model, before: int) -> Mapping[str, Tensor]:
+        """What does not travel: the silo's own values, else the model's."""
+        path = self._state.newest(order.job, before)
+        return start.local if path is None else OwnTensors(path)
+
+    def _checkpoints(self, job: str) -> Checkpoints:
+        table = self._group.table
+        places = [self._group.folder / "checkpoints", *(Path(place) / job for place in table.checkpoints)]
+        if dist.get_rank() == 0:
+            for place in places:
+                place.mkdir(parents=True, exist_ok=True)
+        return Checkpoints(places, table.keep, self._group.saving)
+
+    def _resume(
+        self, bench: Bench, checkpoints: Checkpoints, order: Order, digest: str, done: Progress, batches: Any
+    ) -> None:
+        """Goes on from the newest checkpoint of this round, or with the optimizer of an earlier one."""
+        found = checkpoints.newest(order.round, digest)
+        if found is None or bench.optimizer is None:
+            return
+        path, position = found
+        if not position.final:
+            checkpoints.load(path, bench.replica, bench.optimizer)
+            batches.load_state_dict({"position": position.step})
+            done.seen, done.loss_sum = position.seen, position.loss_sum
+        elif self._group.table.optimizer_state == "keep" and not bench.optimizer.state:
+            checkpoints.load(path, bench.replica, bench.optimizer, weights=False)
+
+    def _save(
+        self,
+        bench: Bench,
+        checkpoints: Checkpoints,
+        order: Order,
+        digest: str,
+        done: Progress,
+        step: int,
+        final: bool,
+    ) -> None:
+        assert bench.optimizer is not None
+        position = Position(order.round, digest, step, done.seen, done.loss_sum, final)
+        checkpoints.save(bench.replica, bench.optimizer, position)
+
+    def _deliver(self, bench: Bench, order: Order, start: Model, done: Progress, examples: int) -> Trained:
+        """Every rank's parts of the delta in one file; the digest is rank 0's, once all have written."""
+        output, encoding = Path(order.output), bench.job.transfer.encoding
+        tensors = list(bench.replica.tensors())
+        if not finite(tensors, bench.device):
+            raise InvalidUpdate(
+                "non_finite",
+                "training ended with weights that are not finite; lower [algorithm] learning_rate "
+                f"(now {bench.job.algorithm.learning_rate}) or set max_gradient_norm",
+            )
+        first = dist.get_rank() == 0
+        if first:
+            prepare_update(output, encoding, bench.layout)
+        dist.barrier(self._group.control)
+        write_deltas(output, encoding, tensors, bench.places, start.vector, bench.meshes)
+        save_local(self._state, order, tensors, bench.layout, bench.meshes, self._group.control)
+        dist.barrier(self._group.control)
+        digest = digest_of(output) if first else ""
+        size = output.stat().st_size if first else 0
+        return Trained(digest, size, examples, {"loss": (done.loss_sum, done.seen)})
+
+
+class OwnTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = safetensors.safe_open(str(path), "pt")
+        self._names = set(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def trained_to_plain(trained: Trained) -> dict[str, Any]:
+    """JSON values."""
+    return asdict(trained)

@@ -1,0 +1,81 @@
+"""A plan for a job from the silo's files, as the command line asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from roundtable.client.cluster.planner import Plan, make_plan
+from roundtable.client.cluster.resources import (
+    ClusterTable,
+    Resources,
+    StrategyTable,
+    find_resources,
+    parse_bytes,
+)
+from roundtable.client.cluster.survey import example_batch, survey
+from roundtable.client.config import load_agent_config
+from roundtable.client.training import split_data
+from roundtable.core.config import JobConfig, load_job
+from roundtable.core.errors import ConfigError
+from roundtable.core.task import ArrayTask, Site, Task, load_task
+
+
+def plan_job(
+    agent: Path,
+    job_file: Path,
+    overrides: Mapping[str, Any],
+    world: int | None = None,
+    memory: str | None = None,
+    reference: str | None = None,
+) -> Plan:
+    """The plan for a job file; `agent` is the silo's agent.toml, which may be absent.
+
+    Raises ConfigError, ResourceError or PrivacyError as `make_plan` does.
+    """
+    job = load_job(job_file, dict(overrides))
+    table, folder, options = ClusterTable(), job_file.resolve().parent, dict(job.simulation.data)
+    name = reference or job.task
+    if agent.exists():
+        config = load_agent_config(agent)
+        table, folder, options = config.cluster or ClusterTable(), config.folder, dict(config.data)
+        name = reference or config.reference_of(job.task) or job.task
+    task = load_task(name, folder)
+    if isinstance(task, ArrayTask):
+        raise ConfigError(
+            f"task {name!r} is an ArrayTask: only a Task with a PyTorch module is spread over ranks"
+        )
+    resources = resources_of(table, world, memory)
+    return plan_task(task, job, table, resources, options)
+
+
+def resources_of(table: ClusterTable, world: int | None, memory: str | None) -> Resources:
+    """What the table says, with the command line's values in place of its own."""
+    wanted: dict[str, Any] = {}
+    if memory is not None:
+        wanted["memory"] = parse_bytes(memory)
+    if world is not None and table.devices == "auto":
+        per_node = next(count for count in range(min(8, world), 0, -1) if world % count == 0)
+        wanted.update(devices=per_node, nodes=world // per_node, launch="external")
+    found = find_resources(table.model_copy(update=wanted))
+    if memory is not None or world is not None:
+        # A plan for other hardware than this machine's is one for GPUs.
+        found = replace(found, device="cpu" if table.backend == "gloo" else "cuda")
+    return found.with_world(world) if world is not None else found
+
+
+def plan_task(
+    task: Task, job: JobConfig, table: ClusterTable, resources: Resources, options: Mapping[str, Any]
+) -> Plan:
+    """The plan for a task with the silo's data."""
+    data, _ = split_data(task, Site("plan", options=options))
+    half = table.precision == "bfloat16"
+    found = survey(task, example_batch(data), device=resources.device, bfloat16=half)
+    return make_plan(found, resources, job, table)
+
+
+def by_hand(strategy: Mapping[str, Any]) -> StrategyTable:
+    """A `[cluster.strategy]` table."""
+    return StrategyTable.model_validate(dict(strategy))

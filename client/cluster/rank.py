@@ -1,0 +1,131 @@
+"""One rank: `torchrun ... -m roundtable.client.cluster.rank FOLDER`, as the agent or a cluster's scheduler starts it.
+
+FOLDER is where the agent listens; it holds the settings that every rank reads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import roundtable
+from roundtable.client.cluster.bench import StepReport
+from roundtable.client.cluster.group import Group, GroupWorkshop
+from roundtable.client.cluster.orders import Calls, leave_report, order_of
+from roundtable.client.cluster.resources import ClusterTable, Resources
+from roundtable.client.cluster.talk import broadcast_text, gather_text
+from roundtable.client.failures import WorkFailed
+from roundtable.client.worker import Stopped, die_with_parent
+from roundtable.client.workshop import Settings
+from roundtable.core.errors import ConfigError
+
+SETTINGS = "settings.json"
+_IDLE = timedelta(days=30)
+_PEERS = re.compile(
+    r"[Cc]onnection (closed|reset|refused|was)|Timed out|timed out|[Gg]loo|NCCL|ProcessGroup|TCPStore|Broken pipe"
+)
+
+
+def main() -> None:
+    """Joins the group and serves the agent's orders until it goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    if os.environ.get("ROUNDTABLE_LAUNCHER"):
+        die_with_parent(os.getppid())
+    folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    try:
+        _serve(folder, rank)
+    except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
+        leave_report(folder, rank, _explained(error))
+        # Peers wait in collectives that will never end; the launcher ends them once one rank is gone.
+        os._exit(1)
+
+
+def _serve(folder: Path, rank: int) -> None:
+    values = json.loads((folder / SETTINGS).read_text())
+    table = ClusterTable.model_validate_json(json.dumps(values["cluster"]))
+    settings = Settings(**values["settings"])
+    device = _device(values["device"])
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=table.timeout))
+    control = dist.new_group(backend="gloo", timeout=_IDLE)
+    saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=table.timeout))
+    assert isinstance(control, dist.ProcessGroup) and isinstance(saving, dist.ProcessGroup)
+    _check_versions(control)
+    resources = Resources(**values["resources"]).with_world(dist.get_world_size())
+    workshop = GroupWorkshop(Group(settings, table, resources, folder, device, control, saving))
+    calls = Calls(folder) if rank == 0 else None
+    while True:
+        command = json.loads(broadcast_text(json.dumps(calls.next()) if calls else None, control))
+        _do(workshop, command, calls, control)
+
+
+def _do(
+    workshop: GroupWorkshop, command: dict[str, Any], calls: Calls | None, control: dist.ProcessGroup
+) -> None:
+    order = order_of(command)
+
+    def watch(report: StepReport) -> None:
+        if calls is not None:
+            calls.say({"step": asdict(report)})
+        stop = torch.tensor([int(calls is not None and calls.withdrawn == command["number"])])
+        dist.broadcast(stop, 0, group=control)
+        if stop.item():
+            raise Stopped
+
+    try:
+        if command["do"] == "train":
+            result: dict[str, Any] = {"trained": asdict(workshop.train(order, watch))}
+        else:
+            result = {"evaluated": workshop.evaluate(order)}
+    except Stopped:
+        result = {"stopped": True}
+    if calls is not None:
+        calls.say({**result, "number": command["number"]})
+
+
+def _device(kind: str) -> torch.device:
+    if kind != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_versions(control: dist.ProcessGroup) -> None:
+    """Ranks of different software would train different models, or hang."""
+    said = gather_text(f"roundtable {roundtable.__version__}, torch {torch.__version__}", control)
+    odd = [f"rank {rank} has {text}" for rank, text in enumerate(said) if text != said[0]]
+    if odd:
+        raise ConfigError(
+            f"the ranks run different versions: rank 0 has {said[0]}, {'; '.join(odd[:3])}; install the same "
+            "everywhere"
+        )
+
+
+def _explained(error: Exception) -> Exception:
+    """Errors that only say that another rank is gone, in those words."""
+    if isinstance(error, (RuntimeError, dist.DistError)) and _PEERS.search(str(error)):
+        first = str(error).splitlines()[0][:200]
+        lost = WorkFailed("node_failure", f"a rank lost contact with the others: {first}")
+        lost.__cause__ = error
+        return lost
+    return error
+
+
+if __name__ == "__main__":
+    main()
