@@ -392,6 +392,41 @@ def test_shares_of_another_round_are_replayed(attempt: Any, alter: Alter) -> Non
         run.clients[0].handle(alter(run.messages[run.names[0]], replay))
 
 
+def test_a_share_is_sent_twice(attempt: Any, alter: Alter) -> None:
+    """A share in the place of another, or beside it, opens nothing; the same inbox changes nothing."""
+    run = attempt(5).until(ServerPhase.MASKED)
+    name = run.names[0]
+
+    def instead(envelope: Any) -> bytes:
+        inbox = Inbox.from_bytes(envelope.payload, 5)
+        return Inbox(inbox.members, (inbox.boxes[0], inbox.boxes[0], *inbox.boxes[2:])).to_bytes(5)
+
+    def beside(envelope: Any) -> bytes:
+        inbox = Inbox.from_bytes(envelope.payload, 5)
+        return Inbox(inbox.members, (*inbox.boxes, inbox.boxes[0])).to_bytes(5)
+
+    with pytest.raises(ProtocolError, match="were altered, or made for another attempt or receiver"):
+        run.clients[0].handle(alter(run.messages[name], instead))
+    with pytest.raises(ProtocolError, match="5 shares for this silo where 4 silos hold it"):
+        run.clients[0].handle(alter(run.messages[name], beside))
+    assert run.clients[0].handle(run.messages[name]) is None
+    held = bytes(run.clients[0]._held().held)
+    assert run.clients[0].handle(run.messages[name]) is None
+    assert bytes(run.clients[0]._held().held) == held
+
+
+def test_a_share_that_is_given_out_twice_counts_once(attempt: Any) -> None:
+    """A repeated answer does not make up for a silo that is missing below the threshold."""
+    run = attempt(7).until(ServerPhase.UNMASK)
+    threshold = run.server.cohort.parameters.t
+    for index in range(threshold - 1):
+        run.answer(index)
+        run.server.receive(run.received[-1][0])
+    assert not run.server.ready
+    with pytest.raises(ProtocolError, match=f"{threshold - 1} shares of a secret"):
+        run.server.advance()
+
+
 def test_shares_are_delivered_to_the_wrong_silo(attempt: Any, alter: Alter) -> None:
     run = attempt(4).until(ServerPhase.MASKED)
 
