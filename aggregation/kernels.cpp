@@ -11,7 +11,8 @@ namespace {
 constexpr int64_t WIDTH = 128;  // columns sorted together: n rows of it stay in the first-level cache
 constexpr int64_t DEPTH = 128;  // columns whose products are accumulated from one converted panel
 constexpr int64_t SIDE = 4;     // rows of a panel; products are formed of two panels at a time
-constexpr int64_t TILE = 512;  // columns of a linear combination whose sums stay in the first-level cache
+constexpr int64_t TILE = 128;   // columns of a linear combination that are summed over all rows at a time
+constexpr int64_t AHEAD = 1024;  // columns from those in work to those that memory is asked for
 
 #ifdef __AVX512F__
 constexpr int64_t LANES = 8, AT_ONCE = 4;  // 16 sums and 5 operands fit into 32 registers of 64 bytes
@@ -61,7 +62,7 @@ FINITE __attribute__((noinline)) void sort_columns(T* tile, const int32_t* netwo
     }
 }
 
-// Asks for the columns that come next: many rows at once are more than the processor foresees. Into the second
+// Asks for columns that come later: many rows at once are more than the processor foresees. Into the second
 // level of the cache, since the first would lose them again before they are used.
 template <typename T>
 void fetch(const T* from, int64_t count) {
@@ -189,10 +190,10 @@ void gram_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t 
         const int64_t end = std::min(begin + cell, columns);
         std::fill(sums.begin(), sums.end(), 0.0);
         for (int64_t start = begin; start < end; start += DEPTH) {
-            const int64_t width = std::min(DEPTH, end - start);
+            const int64_t width = std::min(DEPTH, end - start), later = std::min(DEPTH, columns - start - AHEAD);
             for (int64_t row = 0; row < n; ++row) {
                 const T* from = x + row * stride + start;
-                fetch(from + width, std::min(DEPTH, columns - start - width));
+                fetch(from + AHEAD, later);
                 double* to = values + row / SIDE * panel + row % SIDE * LANES;
                 if (width == DEPTH) convert(from, to);
                 else convert_rest(from, width, to);
@@ -241,13 +242,13 @@ void norm_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t 
 
 // sums += the tiles of COUNT rows, each times its factor, one after the other.
 template <int64_t COUNT, typename T>
-void add_rows(const T* x, int64_t stride, const Term* terms, int64_t width, int64_t next, double* __restrict sums) {
+void add_rows(const T* x, int64_t stride, const Term* terms, int64_t width, int64_t later, double* __restrict sums) {
     const T* rows[COUNT];
     double factors[COUNT];
     for (int64_t i = 0; i < COUNT; ++i) {
         rows[i] = x + terms[i].row * stride;
         factors[i] = terms[i].factor;
-        fetch(rows[i] + width, next);
+        fetch(rows[i] + AHEAD, later);
     }
     for (int64_t k = 0; k < width; ++k) {
         double sum = sums[k];
@@ -265,11 +266,11 @@ void combine(const T* x, int64_t stride, int64_t n, int64_t columns, const doubl
     const int64_t count = terms.size();
     alignas(64) double sums[TILE];
     for (int64_t start = 0; start < columns; start += TILE) {
-        const int64_t width = std::min(TILE, columns - start), next = std::min(TILE, columns - start - width);
+        const int64_t width = std::min(TILE, columns - start), later = std::min(TILE, columns - start - AHEAD);
         std::fill(sums, sums + width, 0.0);
         int64_t i = 0;
-        for (; i + 4 <= count; i += 4) add_rows<4>(x + start, stride, &terms[i], width, next, sums);
-        for (; i < count; ++i) add_rows<1>(x + start, stride, &terms[i], width, next, sums);
+        for (; i + 4 <= count; i += 4) add_rows<4>(x + start, stride, &terms[i], width, later, sums);
+        for (; i < count; ++i) add_rows<1>(x + start, stride, &terms[i], width, later, sums);
         for (int64_t k = 0; k < width; ++k) out[start + k] = static_cast<T>(sums[k]);
     }
 }
