@@ -7,7 +7,7 @@ gradients of weight matrices, which a matrix product adds to the weights as it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,17 @@ class StepProgram:
     def _write(self) -> str:
         """The function's text: hoisted views first (run now), then the calls, then the update."""
         calls = [call for call in self._recording.calls if not self._hoisted(call)]
-        calls = _needed(calls, [ref for ref in self._recording.results if ref])
+        calls = needed(calls, [ref for ref in self._recording.results if ref])
         fused, calls = self._fuse(calls) if self._update.plain else ({}, calls)
         lines = [self._line(call) for call in calls]
         lines += self._update_lines(fused)
-        lines = _with_deletions(lines, keep=self._name(self._loss))
+        loss = self._name(self._loss)
+        return self._text_of_function(lines, loss, {loss})
+
+    def _text_of_function(self, lines: Sequence[str], result: str, keep: Set[str]) -> str:
+        lines = _with_deletions(lines, keep)
         arguments = ", ".join(["rate", *(self._name(ref) for ref in self._batch)])
-        body = "\n    ".join([*lines, f"return {self._name(self._loss)}"])
+        body = "\n    ".join([*lines, f"return {result}"])
         return f"def step({arguments}):\n    {body}\n"
 
     def _hoisted(self, call: Call) -> bool:
@@ -127,13 +131,16 @@ class StepProgram:
             inner = views[gradient].reads[0] if turned and gradient else gradient
             if inner is None or inner not in makers or uses[inner] != 1 or uses[gradient] != 1:  # type: ignore[index]
                 continue
-            left, right = (self._name(ref) for ref in makers[inner].reads)
-            pair = f"{right}.t(), {left}.t()" if turned else f"{left}, {right}"
-            target = self._bind(self._parameters[number])
-            fused[number] = f"addmm_({target}, {pair}, alpha=-rate)"
+            fused[number] = self._product_line(number, makers[inner], turned)
             gone |= {inner, gradient}
-        self._globals["addmm_"] = Tensor.addmm_
         return fused, [call for call in calls if call.outputs[0] not in gone]
+
+    def _product_line(self, number: int, made: Call, turned: bool) -> str:
+        """A product, the gradient of a parameter or its transpose, goes straight into the parameter."""
+        left, right = (self._name(ref) for ref in made.reads)
+        pair = f"{right}.t(), {left}.t()" if turned else f"{left}, {right}"
+        self._globals["addmm_"] = Tensor.addmm_
+        return f"addmm_({self._bind(self._parameters[number])}, {pair}, alpha=-rate)"
 
     def _update_lines(self, fused: Mapping[int, str]) -> list[str]:
         rest = [n for n, gradient in enumerate(self._gradients) if gradient is not None and n not in fused]
@@ -245,7 +252,7 @@ class StepProgram:
         return step
 
 
-def _needed(calls: Sequence[Call], results: Sequence[Ref]) -> list[Call]:
+def needed(calls: Sequence[Call], results: Sequence[Ref]) -> list[Call]:
     """Without the calls whose outputs nobody reads."""
     wanted, kept = set(results), []
     for call in reversed(calls):
@@ -255,7 +262,7 @@ def _needed(calls: Sequence[Call], results: Sequence[Ref]) -> list[Call]:
     return kept[::-1]
 
 
-def _with_deletions(lines: Sequence[str], keep: str) -> list[str]:
+def _with_deletions(lines: Sequence[str], keep: Set[str]) -> list[str]:
     """Each local is deleted after the line that uses it last, as autograd frees what it saved."""
     last: dict[str, int] = {}
     for number, line in enumerate(lines):
@@ -264,7 +271,7 @@ def _with_deletions(lines: Sequence[str], keep: str) -> list[str]:
                 last[word] = number
     ends: dict[int, list[str]] = {}
     for name, number in last.items():
-        if name != keep:
+        if name not in keep:
             ends.setdefault(number, []).append(name)
     out = []
     for number, line in enumerate(lines):

@@ -7,6 +7,7 @@ that change nothing and saved copies need no operation of their own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,32 @@ class Ref:
     """A value of the program, by number."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a value lies in memory; `offset` counts values from the start of the memory at `storage`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: int
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of its values."""
+        return math.prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its values lie one after the other, the last dimension fastest."""
+        expected = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if length != 1 and stride != expected:
+                return False
+            expected *= length
+        return True
 
 
 @dataclass(frozen=True)
@@ -61,6 +88,7 @@ class Call:
 class Recording:
     """A step: `inputs` are filled in anew for each run, `constants` stay, `results` are what it gives."""
 
+    kinds: dict[Ref, Kind] = field(default_factory=dict)
     inputs: list[Ref] = field(default_factory=list)
     constants: dict[Ref, Tensor] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
@@ -144,6 +172,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ref = Ref(len(self._alive))
         self._alive.append(tensor)
         self._numbers[self._key(tensor)] = ref
+        self.recording.kinds[ref] = kind_of(tensor)
         return ref
 
     def _check_targets(self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -158,6 +187,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def _key(tensor: Tensor) -> tuple[Any, ...]:
         return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """How a tensor lies in memory."""
+    storage = tensor.untyped_storage().data_ptr()
+    return Kind(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage, tensor.dtype)
 
 
 def record(function: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor]) -> Recording:

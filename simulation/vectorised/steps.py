@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
+from roundtable.simulation.vectorised.compiled import CompiledProgram
+from roundtable.simulation.vectorised.instructions import Unsuitable
+from roundtable.simulation.vectorised.library import load
+from roundtable.simulation.vectorised.memory import Aliased
 from roundtable.simulation.vectorised.program import StepProgram, Update
 from roundtable.simulation.vectorised.recording import Recording, Unrecordable, record
 
+log = logging.getLogger("roundtable.simulation")
+_Parts = tuple[Recording, Sequence[Tensor], Tensor, Tensor, Tensor, Update]
 _TOLERANCE = 1e-4
 _CHECKED_RATE = 0.125
 
@@ -83,13 +90,30 @@ class Steps:
 
         recording = _recorded_twice(step, [*self.parameters, *tensors], len(self.parameters))
         self.random = self.random or recording.random
-        program = StepProgram(recording, self.parameters, self.weights, self.anchor, self.velocity, update)
+        parts = (recording, self.parameters, self.weights, self.anchor, self.velocity, update)
+        compiled = self._compiled(parts, step, tensors)
+        if compiled is not None:
+            return compiled
+        program = StepProgram(*parts)
         if not self._programs:
             self._check(program, step, tensors, update)
         return program
 
+    def _compiled(self, parts: _Parts, step: Any, tensors: Sequence[Tensor]) -> CompiledProgram | None:
+        """The step on compiled kernels; None where there are none, or where they err."""
+        library = load() if self.weights.device.type == "cpu" else None
+        if library is None:
+            return None
+        try:
+            program = CompiledProgram(library, *parts)
+            self._check(program, step, tensors, parts[-1])
+        except (Aliased, Unsuitable, Unrecordable) as error:
+            log.warning("a training step runs without the compiled kernels: %s", error)
+            return None
+        return program
+
     def _check(self, program: StepProgram, step: Any, tensors: Sequence[Tensor], update: Update) -> None:
-        """The first program is held against autograd before it is trusted."""
+        """A program is held against autograd before it is trusted: the first, and all on compiled kernels."""
         before = (self.weights.clone(), self.velocity.clone())
         with torch.random.fork_rng(devices=_cuda(self.weights)):
             torch.manual_seed(0)
@@ -111,7 +135,7 @@ class Steps:
 
 
 def _key(tensors: Sequence[Tensor], update: Update) -> tuple[Any, ...]:
-    return (update, *((t.shape, t.dtype) for t in tensors))
+    return (update, *((t.shape, t.stride(), t.dtype) for t in tensors))
 
 
 def _recorded_twice(step: Any, inputs: list[Tensor], parameters: int) -> Recording:

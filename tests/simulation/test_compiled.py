@@ -1,0 +1,261 @@
+"""Steps on compiled kernels: each operation against torch's own, and what they leave to torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from roundtable.core import Layout
+from roundtable.simulation.vectorised import steps as steps_module
+from roundtable.simulation.vectorised.compiled import CompiledProgram
+from roundtable.simulation.vectorised.library import load
+from roundtable.simulation.vectorised.program import StepProgram, Update
+from roundtable.simulation.vectorised.recording import Kind
+from roundtable.simulation.vectorised.steps import Steps
+
+pytestmark = pytest.mark.skipif(load() is None, reason="there is no C++ compiler here")
+
+
+class Anything:
+    """A task of any model and loss; `Steps` asks for no more."""
+
+    def __init__(self, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        self._loss = loss
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._loss(model, batch)
+
+
+def classified(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def stepped(
+    model: nn.Module,
+    batch: tuple[Tensor, ...],
+    loss: Callable[[nn.Module, Any], Tensor] = classified,
+    update: Update | None = None,
+) -> CompiledProgram:
+    """Three steps of the compiled program, held against autograd and SGD in double precision."""
+    update = update or Update()
+    layout = Layout.of(model.state_dict())
+    steps = Steps(Anything(loss), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    steps.begin(layout.flatten(model.state_dict()))
+    program = steps.prepare(batch, update)
+    assert isinstance(program, CompiledProgram)
+    twin = model.double()
+    start = [p.detach().clone() for p in twin.parameters()]
+    optimizer = torch.optim.SGD(
+        twin.parameters(), lr=0.05, momentum=update.momentum, weight_decay=update.weight_decay
+    )
+    exact = [part.double() if part.is_floating_point() else part for part in batch]
+    for number in range(3):
+        optimizer.zero_grad()
+        expected = loss(twin, exact)
+        expected.backward()
+        for parameter, origin in zip(twin.parameters(), start, strict=True):
+            if parameter.grad is not None:
+                parameter.grad += update.mu * (parameter.detach() - origin)
+        if update.max_norm is not None:
+            nn.utils.clip_grad_norm_(twin.parameters(), update.max_norm)
+        optimizer.step()
+        found = steps.take(batch, update, 0.05)
+        assert float(found) == pytest.approx(float(expected.detach()), rel=2e-5, abs=2e-6), number
+    for name, value in layout.unflatten(steps.weights).items():
+        torch.testing.assert_close(value.double(), twin.state_dict()[name], rtol=5e-5, atol=5e-6, msg=name)
+    return program
+
+
+def batch_of(count: int = 7, inputs: int = 19, classes: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, inputs, generator=generator)
+    return x, torch.randint(0, classes, (count,), generator=generator)
+
+
+def stack(*middle: nn.Module, inputs: int = 19, width: int = 33, classes: int = 5) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(inputs, width), *middle, nn.Linear(width, classes))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.ReLU(),
+        nn.Tanh(),
+        nn.Sigmoid(),
+        nn.GELU(),
+        nn.GELU("tanh"),
+        nn.SiLU(),
+        nn.ELU(0.7),
+        nn.SELU(),
+        nn.LeakyReLU(0.2),
+        nn.Hardtanh(-0.5, 0.8),
+        nn.ReLU6(),
+        nn.Softmax(-1),
+        nn.LogSoftmax(-1),
+        nn.LayerNorm(33),
+        nn.LayerNorm(33, elementwise_affine=False),
+        nn.GroupNorm(3, 33),
+        nn.GroupNorm(3, 33, affine=False),
+    ],
+    ids=str,
+)
+def test_a_stack_of_layers_runs_on_kernels_alone(activation: nn.Module) -> None:
+    assert stepped(stack(activation), batch_of()).compiled == 1.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 10, 13, 16, 29, 64])
+@pytest.mark.parametrize("width", [1, 3, 16, 50])
+def test_products_of_any_size(count: int, width: int) -> None:
+    model = stack(nn.Tanh(), width=width, inputs=40)
+    assert stepped(model, batch_of(count, inputs=40)).compiled == 1.0
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        Update(weight_decay=0.1),
+        Update(mu=0.5),
+        Update(mu=0.5, weight_decay=0.1),
+        Update(momentum=0.8),
+        Update(max_norm=0.1),
+        Update(max_norm=1e6),
+        Update(0.8, 0.1, 0.5, 0.1),
+    ],
+    ids=str,
+)
+def test_every_way_to_update(update: Update) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(23, 6, padding_idx=2)
+            self.norm = nn.LayerNorm(6)
+            self.out = nn.Linear(6, 5)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(self.norm(self.table(tokens)).mean(1))
+
+    torch.manual_seed(4)
+    tokens = torch.randint(0, 23, (7, 4), generator=torch.Generator().manual_seed(1))
+    program = stepped(Words(), (tokens, batch_of()[1]), update=update)
+    assert program.compiled > 0.9, "all but the expansion of the mean's gradient"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[2]),
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[2], reduction="sum") * 0.1,
+        lambda model, batch: ((model(batch[0]) - batch[2]) ** 2).mean(),
+        lambda model, batch: (model(batch[0]).exp() / 3.0 - 2.0 * batch[2] + 1.0).sum(1).mean(),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], ignore_index=1),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / 7,
+        lambda model, batch: (model(batch[0]) * batch[2][:1] - batch[2][:, :1]).square().sum(0)[2],
+        lambda model, batch: torch.bmm(model(batch[0])[:, None], batch[2][:, :, None]).mean(),
+    ],
+)
+def test_losses(loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    target = torch.randn(7, 5, generator=torch.Generator().manual_seed(2))
+    assert stepped(stack(nn.Tanh()), (*batch_of(), target), loss).compiled > 0.5
+
+
+def test_shared_weights_are_updated_by_the_sum() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(19, 19)
+            self.out = nn.Linear(19, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.inner(self.inner(x).tanh()))
+
+    torch.manual_seed(5)
+    assert stepped(Twice(), batch_of()).compiled == 1.0
+
+
+def test_a_convolution_is_left_to_torch_between_kernels() -> None:
+    torch.manual_seed(6)
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 5)
+    )
+    images = torch.randn(7, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    program = stepped(model, (images, batch_of()[1]))
+    assert 0.5 < program.compiled < 1.0
+
+
+@pytest.mark.parametrize("update", [Update(), Update(mu=0.5), Update(momentum=0.8)], ids=str)
+def test_large_products_are_left_to_torch(update: Update) -> None:
+    model = stack(nn.ReLU(), inputs=1024, width=1024)
+    program = stepped(model, batch_of(40, inputs=1024), update=update)
+    assert program.compiled < 1.0
+    assert ("addmm_(" in program.source) == update.plain
+
+
+def test_values_that_are_not_finite_stay_so() -> None:
+    x, y = batch_of()
+    x[0, 0] = float("nan")
+    model = stack(nn.ReLU(), nn.LayerNorm(33), nn.GELU())
+    layout = Layout.of(model.state_dict())
+    steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    steps.begin(layout.flatten(model.state_dict()))
+    assert isinstance(steps.prepare((x, y), Update()), CompiledProgram)
+    assert torch.isnan(steps.take((x, y), Update(), 0.05))
+    assert torch.isnan(steps.weights).any()
+
+
+def test_a_label_that_does_not_exist_is_an_error() -> None:
+    x, y = batch_of()
+    model = stack(nn.ReLU())
+    layout = Layout.of(model.state_dict())
+    steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    steps.begin(layout.flatten(model.state_dict()))
+    steps.take((x, y), Update(), 0.05)
+    for wrong in (5, -1, 1 << 40):
+        y[3] = wrong
+        with pytest.raises(IndexError, match="out of range"):
+            steps.take((x, y), Update(), 0.05)
+
+
+def test_batches_that_lie_otherwise_get_a_program_of_their_own() -> None:
+    x, y = batch_of(8, inputs=8, classes=5)
+    model = stack(nn.ReLU(), inputs=8)
+    layout = Layout.of(model.state_dict())
+    steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    losses = []
+    for batch in (x, x.t().contiguous().t()):
+        steps.begin(layout.flatten(model.state_dict()))
+        losses.append(float(steps.take((batch, y), Update(), 0.05)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert len(steps._programs) == 2
+
+
+def test_kernels_that_err_are_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = load()
+    assert library is not None
+    wrong = replace(library, maps={**library.maps, "tanh": library.maps["sigmoid"]})
+    monkeypatch.setattr(steps_module, "load", lambda: wrong)
+    model = stack(nn.Tanh())
+    layout = Layout.of(model.state_dict())
+    steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    steps.begin(layout.flatten(model.state_dict()))
+    with caplog.at_level(logging.WARNING, "roundtable.simulation"):
+        program = steps.prepare(batch_of(), Update())
+    assert type(program) is StepProgram
+    assert "without the compiled kernels" in caplog.text
+
+
+def test_memory_is_shared_by_values_that_never_meet() -> None:
+    model = stack(*(nn.Tanh() for _ in range(20)))
+    program = stepped(model, batch_of())
+    made = [Kind((7, 33), (33, 1), 0, 0, torch.float32).size for _ in range(42)]
+    assert program._block.numel() < 0.7 * sum(made)
