@@ -70,7 +70,8 @@ class Context:
         """The site is no longer waited for in this phase."""
         del self.attempt().awaited[failure.site]
         self.mark(failure.site, "dropped", now, failure.detail)
-        self.note("client_failed", str(failure), failure.site, {"kind": failure.kind})
+        detail = {"kind": failure.kind, "phase": failure.phase}
+        self.note("client_failed", str(failure), failure.site, detail)
 
     def attempt(self) -> Attempt:
         """The attempt that runs; only for transitions that have one."""

@@ -32,6 +32,14 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 READ_BYTES = 4 << 20
 
 
+class DamagedArtifact(StorageError):
+    """A blob that is missing, or whose bytes are not those of its digest."""
+
+    def __init__(self, digest: str, message: str) -> None:
+        super().__init__(message)
+        self.digest = digest
+
+
 class ArtifactStore(Protocol):
     """Immutable blobs by digest."""
 
@@ -77,18 +85,24 @@ class LocalArtifacts:
     def __init__(self, folder: Path, identity: str) -> None:
         self.folder = folder
         self._objects, self._partial = folder / "objects", folder / "partial"
-        self._verified: set[str] = set()
+        self.refetch: Callable[[str, Path], bool] | None = None
+        # As it was when its hash was right: a file that was changed since is hashed anew.
+        self._verified: dict[str, tuple[int, ...] | None] = {}
         self._pins: Counter[str] = Counter()
         self._lock = Lock()
         self._check_folder(identity)
 
     def path(self, digest: str) -> Path:
         path = self._place(digest)
-        if digest not in self._verified:
-            self._verify(path, digest)
-            self._verified.add(digest)
-        elif not path.is_file():
-            raise StorageError(f"artifact {digest} is missing from {self.folder}: restore it from a backup")
+        stamp = _stamp(path)
+        if stamp is None or self._verified.get(digest) != stamp:
+            try:
+                self._verify(path, digest)
+            except DamagedArtifact:
+                if self.refetch is None or not self.refetch(digest, path):
+                    raise
+                self._verify(path, digest)
+            self._verified[digest] = _stamp(path)
         return path
 
     def size(self, digest: str) -> int | None:
@@ -137,7 +151,7 @@ class LocalArtifacts:
             with self._lock:
                 place = self._place(digest)
                 if self._pins[digest] == 0 and place.exists():
-                    self._verified.discard(digest)
+                    self._verified.pop(digest, None)
                     place.unlink(missing_ok=True)
                     count += 1
         return count
@@ -168,7 +182,7 @@ class LocalArtifacts:
         with self._lock:
             partial.replace(place)
             self._pins[digest] += 1
-            self._verified.add(digest)
+            self._verified[digest] = _stamp(place)
         sync_folder(place.parent)
         reach("blob_named")
 
@@ -180,15 +194,16 @@ class LocalArtifacts:
                 while data := file.read(READ_BYTES):
                     found.update(data)
         except FileNotFoundError:
-            raise StorageError(
-                f"artifact {digest} is missing from {self.folder}: restore it from a backup"
+            raise DamagedArtifact(
+                digest, f"artifact {digest} is missing from {self.folder}: restore it from a backup"
             ) from None
         except OSError as error:
             raise os_error(error, path) from error
         if found.hexdigest() != digest:
-            raise StorageError(
+            raise DamagedArtifact(
+                digest,
                 f"artifact {digest} in {self.folder} is damaged: its bytes have the digest "
-                f"{found.hexdigest()}; restore it from a backup and check the disk"
+                f"{found.hexdigest()}; restore it from a backup and check the disk",
             )
 
     def _check_folder(self, identity: str) -> None:
@@ -208,6 +223,15 @@ class LocalArtifacts:
                 "by the user who runs the coordinator"
             ) from error
         _compare(self.folder, found, identity)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Changes with every write to the file that software makes; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def check_owner(folder: Path, identity: str) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from roundtable.core.config import Seconds, Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.toml import TomlDocument, read_toml, validate
+from roundtable.server.alerts import AlertTable
 from roundtable.server.oidc import OidcTable
 
 
@@ -64,6 +65,11 @@ class ServerConfig(Table):
     keep_every: int = Field(
         0, ge=0, description="and the model of every so-manyth round, for good; 0 keeps no others"
     )
+    copies: list[str] = Field(
+        default_factory=list,
+        description="further places for models, as fsspec takes them: /mnt/second, s3://bucket/prefix",
+    )
+    alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of faults")
 
     root_data: dict[str, RootTable] = Field(
         default_factory=dict, description="trusted data by task name, for rules such as fltrust"

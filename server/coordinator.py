@@ -7,7 +7,6 @@ import logging
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +15,19 @@ from pathlib import Path
 
 import grpc
 
-from roundtable.core.errors import IdentityError, ResourceError, RoundtableError, StorageError
+from roundtable.core.errors import IdentityError, ResourceError, StorageError
 from roundtable.core.identity import Credentials, load_credentials
 from roundtable.core.memory import tune_for_transfers
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.agents import AgentService
+from roundtable.server.alerts import Alerts
 from roundtable.server.artifacts import LocalArtifacts
-from roundtable.server.combining import Trusted
 from roundtable.server.clock import steady_time, watch_clock
+from roundtable.server.combining import Trusted
 from roundtable.server.config import ServerConfig
+from roundtable.server.copies import Copies
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
 from roundtable.server.leadership import Leadership
@@ -108,6 +109,7 @@ class Coordinator:
         config = self.config
         artifacts = LocalArtifacts(Path(config.artifacts), self._database.identity)
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
+        keep, copies = Keep(config.keep_models, config.keep_every), Copies(config.copies, artifacts)
         services = Services(
             database=self._database,
             artifacts=artifacts,
@@ -115,7 +117,8 @@ class Coordinator:
             clock=self.clock,
             compute=self._compute,
             writer=secrets.token_hex(8),
-            retention=Retention(self._database, artifacts, Keep(config.keep_models, config.keep_every)),
+            retention=Retention(self._database, artifacts, keep, copies),
+            alerts=Alerts(config.alerts),
             tracking=Path(config.state) / "tracking",
             trusted=self.trusted,
         )
@@ -126,7 +129,13 @@ class Coordinator:
         await self.jobs.start()
         await self._server.start()
         loop = asyncio.get_running_loop()
-        work = (self._sessions.watch(), self._stay(), self._keep_house(services.retention), watch_clock())
+        work = (
+            self._sessions.watch(),
+            self._stay(),
+            self._keep_house(services.retention),
+            watch_clock(),
+            services.alerts.run(),
+        )
         self._tasks = [loop.create_task(part) for part in work]
 
     async def _stay(self) -> None:
@@ -137,9 +146,14 @@ class Coordinator:
         self.deposed.set()
 
     async def _keep_house(self, retention: Retention) -> None:
-        while True:
-            await retention.sweep(self.clock())
-            await asyncio.sleep(SWEEP_SECONDS)
+        await retention.copy_newest()
+        copying = asyncio.get_running_loop().create_task(retention.copies.run())
+        try:
+            while True:
+                await retention.sweep(self.clock())
+                await asyncio.sleep(SWEEP_SECONDS)
+        finally:
+            copying.cancel()
 
     def _serve(self, services: Services, credentials: Credentials) -> grpc.aio.Server:
         assert self._leadership is not None

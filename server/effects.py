@@ -24,7 +24,8 @@ from roundtable.engine import messages as m
 from roundtable.privacy import SecureMean
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import wire
-from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.alerts import Alerts
+from roundtable.server.artifacts import DamagedArtifact, LocalArtifacts
 from roundtable.server.combining import Combiner, Trusted
 from roundtable.server.ledger import Account, Guarantee
 from roundtable.server.retention import Retention
@@ -53,6 +54,7 @@ class Services:
     compute: ThreadPoolExecutor
     writer: str
     retention: Retention
+    alerts: Alerts
     tracking: Path
     trusted: Trusted | None = None
 
@@ -116,7 +118,7 @@ class Effects:
                     self.secure.retire(record.round)
                 if self._tracking is not None:
                     self._tracking.committed(record)
-                self._spawn(self._retire(record.round, settled))
+                self._spawn(self._retire(record, settled))
             case _:
                 raise AssertionError(f"{action} is no effect")
 
@@ -259,7 +261,10 @@ class Effects:
                     return
                 await asyncio.sleep(pause)
             except RoundtableError as error:
-                await self._send(m.AggregationFailed(action.step, str(error)))
+                lost = isinstance(error, DamagedArtifact) and error.digest in (action.model, action.optimizer)
+                # Another cohort would change nothing where the model itself is gone.
+                failed = m.AggregationFailed(action.step, str(error))
+                await self._send(m.Pause(str(error)) if lost else failed)
                 return
             else:
                 reach("aggregated", action.step.round, action.step.phase)
@@ -291,9 +296,9 @@ class Effects:
                 log.error("the privacy ledger: %s; trying again", error, extra={"job": self._job})
                 await asyncio.sleep(LEDGER_PAUSE)
 
-    async def _retire(self, round_number: int, settled: int) -> None:
-        """After a commit: deletes what no round needs any more."""
-        await self._services.retention.after_commit(self._job, round_number, settled)
+    async def _retire(self, record: m.RoundRecord, settled: int) -> None:
+        """After a commit: copies what is new and deletes what no round needs any more."""
+        await self._services.retention.after_commit(self._job, record, settled)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -27,7 +27,7 @@ from roundtable.server.effects import Effects, Services
 from roundtable.server.ledger import Account, budgets_of, check_all, population_of, worst_charges
 from roundtable.server.runner import JobRunner
 from roundtable.server.secure import SecureRounds
-from roundtable.server.store import ArtifactRow, ClientRow, EventRow, JobRow
+from roundtable.server.store import FINAL, ArtifactRow, ClientRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.clients import all_clients
 from roundtable.server.store.database import LeaseLost
@@ -111,6 +111,9 @@ class Jobs:
             if known is not None:
                 if known.submitter != wish.submitter:
                     raise ConfigError(f"request_id {wish.request_id!r} is taken by another operator's job")
+                if known.status not in FINAL and known.id not in self._runners:
+                    # It was stored, and the answer to that was lost: nobody drives it yet.
+                    await self._take_up(known)
                 return self._newest(known)
             job = _parse(wish.config)
             population, spent = await self._population(job), await self._spent(job)

@@ -13,7 +13,9 @@ from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError
 from roundtable.core.faults import reach
+from roundtable.engine.messages import RoundRecord
 from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.copies import Copies
 from roundtable.server.store import FINAL, Database
 from roundtable.server.store.artifacts import (
     Keep,
@@ -23,7 +25,7 @@ from roundtable.server.store.artifacts import (
     old_models,
     spent_updates,
 )
-from roundtable.server.store.jobs import jobs_in_order
+from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
 
 log = logging.getLogger("roundtable.server.retention")
 
@@ -34,18 +36,20 @@ AT_ONCE = 500
 class Retention:
     """The rules, applied after each commit and when the coordinator starts."""
 
-    def __init__(self, database: Database, artifacts: LocalArtifacts, keep: Keep) -> None:
-        self._database, self._artifacts, self._keep = database, artifacts, keep
+    def __init__(self, database: Database, artifacts: LocalArtifacts, keep: Keep, copies: Copies) -> None:
+        self._database, self._artifacts, self._keep, self.copies = database, artifacts, keep, copies
 
-    async def after_commit(self, job: str, round_number: int, settled: int) -> list[str]:
+    async def after_commit(self, job: str, record: RoundRecord, settled: int) -> list[str]:
         """Deletes updates of committed rounds and models that are too old; their digests.
 
         Half an upload for round `settled` is of no use any more; for later rounds it may be.
         """
+        self.copies.offer(record.model)
+        self.copies.offer(record.optimizer)
 
         def forget(connection: Connection) -> list[str]:
             found = [
-                *spent_updates(connection, job, round_number),
+                *spent_updates(connection, job, record.round),
                 *old_models(connection, job, self._keep),
             ]
             return forget_unused(connection, found, self._keep)
@@ -58,7 +62,19 @@ class Retention:
         except StorageError as error:
             log.warning("old artifacts stay for now: %s", error, extra={"job": job})
             return []
+        self.copies.forget(gone)
         return gone
+
+    async def copy_newest(self) -> None:
+        """After a start: copies what was committed while nothing could be copied."""
+        try:
+            rows = await self._database.read(unfinished_jobs)
+        except StorageError as error:
+            log.warning("copies are made after the next commit: %s", error)
+            return
+        for row in rows:
+            for digest in (row.initial_model, row.model, row.optimizer):
+                self.copies.offer(digest)
 
     async def sweep(self, now: float) -> int:
         """Deletes what crashes, attempts that failed and jobs that are over have left behind; how much."""

@@ -22,6 +22,7 @@ from roundtable.core.layout import Layout
 from roundtable.engine import EngineView, RoundEngine, record_to_plain
 from roundtable.engine import messages as m
 from roundtable.server.effects import Effects, Services
+from roundtable.server.faults import fault_of, storage_fault
 from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.jobs import apply
@@ -196,7 +197,11 @@ class JobRunner:
         self._sequence += 1
         now = self._services.clock()
         where = (note.round, note.attempt, note.client)
-        batch.events.append(EventRow(self._sequence, now, note.kind, note.message, *where, note.detail))
+        detail = dict(note.detail)
+        if (fault := fault_of(note)) is not None:
+            detail["fault"] = fault.plain()
+            self._services.alerts.tell(fault, note.message, now, self.row.id, self.row.name)
+        batch.events.append(EventRow(self._sequence, now, note.kind, note.message, *where, detail))
         extra = dict(zip(("round", "attempt", "site"), where, strict=True))
         log.info(
             "%s: %s", self.row.name, note.message, extra={"job": self.row.id, "kind": note.kind, **extra}
@@ -258,6 +263,9 @@ class JobRunner:
             except LeaseLost:
                 raise
             except StorageError as error:
+                if not self._trouble:
+                    told = (str(error), step.time, self.row.id, self.row.name)
+                    self._services.alerts.tell(storage_fault(str(error)), *told)
                 self._trouble = f"the job's state cannot be stored: {error}; trying again"
                 log.error("%s: %s", self.row.name, self._trouble, extra={"job": self.row.id})
                 self.notify()

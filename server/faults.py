@@ -1,0 +1,102 @@
+"""Faults as people read them: what kind, how bad, where, what to do about it, and what was done."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from roundtable.engine import messages as m
+
+Severity = Literal["info", "warning", "error", "critical"]
+SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. `kind` is one of FAILURE_KINDS, or quorum_missed, storage or takeover."""
+
+    kind: str
+    severity: Severity
+    advice: str
+    action: str
+    site: str = ""
+    round: int = 0
+    attempt: int = 0
+    phase: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """For an event's detail and for alerts."""
+        return {name: value for name, value in asdict(self).items() if value not in ("", 0)}
+
+
+_WENT_ON = "the round goes on without this silo; the next draw may choose another"
+_OF_SILOS: dict[str, tuple[Severity, str, str]] = {
+    "node_failure": ("warning", "look after the silo's machine and its agent's log", _WENT_ON),
+    "network_partition": (
+        "warning",
+        "nothing, if it comes back; otherwise check the silo's line and firewall",
+        "waits for it: what it has finished it delivers when it is back",
+    ),
+    "out_of_memory": (
+        "error",
+        "give the silo's training more memory, or set a smaller batch_size in the job",
+        _WENT_ON,
+    ),
+    "gpu_error": ("error", "check the silo's GPU and driver (`nvidia-smi`, the agent's log)", _WENT_ON),
+    "task_error": ("error", "the task's own code failed at the silo: its log has the traceback", _WENT_ON),
+    "data_corruption": (
+        "error",
+        "check the silo's disk and line; repeated damage is no accident",
+        "excluded the update",
+    ),
+    "invalid_update": (
+        "error",
+        "the silo's task or data are not sound: see the reason",
+        "excluded the update",
+    ),
+    "slow_node": (
+        "warning",
+        "give the silo more time (cohort.deadline) or less work, or select by reliability",
+        _WENT_ON,
+    ),
+    "refused": ("warning", "the silo's policy does not allow this job: talk to its operator", _WENT_ON),
+    "protocol_violation": (
+        "error",
+        "install the same version on both sides; if it is, treat the silo as hostile",
+        "excluded the update",
+    ),
+}
+
+
+def fault_of(note: m.Note) -> Fault | None:
+    """The fault that an event of a job tells of; None for events that are none."""
+    where = {"site": note.client, "round": note.round, "attempt": note.attempt}
+    match note.kind:
+        case "client_failed":
+            kind = str(note.detail.get("kind", "node_failure"))
+            severity, advice, action = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
+            return Fault(kind, severity, advice, action, **where, phase=str(note.detail.get("phase", "")))
+        case "client_offline":
+            return Fault("network_partition", *_OF_SILOS["network_partition"], **where)
+        case "update_excluded":
+            return Fault("invalid_update", *_OF_SILOS["invalid_update"], **where, phase=m.AGGREGATE)
+        case "attempt_failed":
+            advice = "the reasons of the silos are in the message; each has an event of its own"
+            action = "gave the attempt up; a new cohort is drawn as often as cohort.retries says"
+            return Fault("quorum_missed", "error", advice, action, **where)
+        case "job_paused" if not note.message.startswith("paused by "):
+            advice = "mend what the reason names, then `roundtable job resume`"
+            return Fault(
+                "quorum_missed", "critical", advice, "paused the job; nothing of it is lost", **where
+            )
+    return None
+
+
+def storage_fault(detail: str) -> Fault:
+    """The database or the disk is away."""
+    return Fault(
+        "storage",
+        "critical",
+        f"mend it, and the job goes on by itself: {detail}",
+        "waited and retried; nothing is acknowledged meanwhile",
+    )
