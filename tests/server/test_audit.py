@@ -1,0 +1,288 @@
+"""The audit log, receipts and provenance of a coordinator that runs; what changes them is found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_agent import ScriptedAgent
+from service import AGENTS, Operator, running
+
+from roundtable.administration import Administrator
+from roundtable.cli.main import cli
+from roundtable.client.journal import Journal
+from roundtable.core.audit import Entry, Log, compare, entry, read_log
+from roundtable.core.crosscheck import differences
+from roundtable.core.errors import AuditError
+from roundtable.core.identity import SiloIdentity, create_ca, issue, load_silo_identity
+from roundtable.core.provenance import check_provenance
+from roundtable.core.signing import envelope, verify
+from roundtable.proto import agent_pb2, common_pb2
+from roundtable.proto.receipts import receipt_values
+from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.store import Database
+from roundtable.server.store import audit as store
+
+
+async def exported(coordinator: Coordinator) -> list[str]:
+    return [line async for page in coordinator.security.audit.lines(1) for line in page]
+
+
+async def run_job(coordinator: Coordinator, operator: Operator, certificates: Path) -> Any:
+    """A job of two rounds with three silos, to its end."""
+    agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS]
+    parts = []
+    for number, agent in enumerate(agents):
+        await agent.connect()
+        parts.append(asyncio.create_task(agent.take_part(torch.full((4,), float(number)))))
+    job = await operator.submit()
+    await operator.watch_until(job.id, "finished")
+    for agent, part in zip(agents, parts, strict=True):
+        part.cancel()
+        await agent.close()
+    return await operator.job(job.id)
+
+
+async def test_a_job_leaves_its_traces_and_a_provenance(
+    coordinator: Coordinator, operator: Operator, certificates: Path, tmp_path: Path
+) -> None:
+    detail = await run_job(coordinator, operator, certificates)
+    ca = (certificates / "ca" / "ca.crt").read_bytes()
+    log = read_log(await exported(coordinator), ca)
+    assert log.sealed == len(log.entries)
+    assert log.signers == {"coordinator"}
+    actions = [item.action for item in log.entries]
+    assert actions[0] == "coordinator_started"
+    assert log.entries[0].detail["roundtable"]
+    assert "Operators/SubmitJob" in actions
+    rounds = [item for item in log.entries if item.action == "round_committed"]
+    assert [item.detail["round"] for item in rounds] == [1, 2]
+    assert rounds[1].detail["model"] == detail.job.model.digest
+    assert set(rounds[0].detail["updates"]) == set(AGENTS) == set(rounds[0].detail["contributors"])
+    model, statement = tmp_path / "model.safetensors", tmp_path / "model.safetensors.provenance.json"
+    model.write_bytes(await operator.fetch(detail.job.model.digest))
+
+    def fetch() -> str:
+        with Administrator(f"localhost:{coordinator.port}", certificates / "olga") as admin:
+            return admin.provenance(detail.job.id)
+
+    statement.write_text(await asyncio.to_thread(fetch))
+    signer, values = check_provenance(model, statement, ca)
+    assert (signer, values["job"], len(values["rounds"])) == ("coordinator", detail.job.id, 2)
+    participants = {name for one in values["rounds"] for name in one["participants"]}
+    assert len(participants) == 3
+    assert not participants & set(AGENTS)
+    assert not any(name in statement.read_text() for name in AGENTS)
+    said = CliRunner().invoke(cli, ["model", "verify", str(model), "--ca", str(certificates / "ca/ca.crt")])
+    assert "3 silos under pseudonyms, 2 rounds" in said.output
+    model.write_bytes(model.read_bytes() + b"!")
+    with pytest.raises(AuditError, match="is not the model"):
+        check_provenance(model, statement, ca)
+    statement.write_text(statement.read_text().replace('"olga"', '"oskar"'))
+    with pytest.raises(AuditError, match="proves nothing"):
+        check_provenance(model, statement, ca)
+
+
+async def test_the_database_refuses_to_change_the_log(
+    settings: Callable[..., ServerConfig], database: str
+) -> None:
+    async with running(settings(database=database)) as coordinator:
+        for statement in ("UPDATE audit SET actor = 'x'", "DELETE FROM audit"):
+            with pytest.raises(Exception, match="append-only"):
+                await coordinator._database.write(lambda c, s=statement: c.execute(sa.text(s)))  # type: ignore[misc]
+        assert len(await exported(coordinator)) == 2
+
+
+async def test_the_log_goes_on_over_restarts(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    ca = (certificates / "ca" / "ca.crt").read_bytes()
+    async with running(settings()) as first:
+        earlier = read_log(await exported(first), ca)
+    async with running(settings()) as second:
+        await second.security.audit.note("olga", "looked")
+        later = read_log(await exported(second), ca)
+    assert [item.action for item in later.entries] == ["coordinator_started", "coordinator_started", "looked"]
+    compare(earlier, later)
+    with pytest.raises(AuditError, match="missing in the later"):
+        compare(later, earlier)
+
+
+async def test_refusals_are_written_and_a_flood_of_them_is_counted(coordinator: Coordinator) -> None:
+    audit = coordinator.security.audit
+    for number in range(1000):
+        audit.refused("eve", "Operators/Status", f"attempt {number}", "ipv4:192.0.2.1")
+    lines = await exported(coordinator)
+    refused = [json.loads(line)["entry"] for line in lines if '"action":"refused"' in line]
+    assert len(refused) == 61
+    assert refused[-1]["detail"] == {"further_refusals": 940}
+
+
+async def test_a_receipt_is_signed_by_the_coordinator(
+    coordinator: Coordinator, operator: Operator, certificates: Path
+) -> None:
+    ca = (certificates / "ca" / "ca.crt").read_bytes()
+    async with ScriptedAgent(coordinator.port, certificates / "alder") as agent:
+        identity = agent.welcome.identity
+        await operator.submit("[cohort]\nminimum = 1\nsize = 1\nwait = 0", rounds=1)
+        instruction = await agent.expect("instruction")
+        data = torch.zeros(4).numpy().tobytes()
+        from scripted_agent import header_for
+
+        header = header_for(instruction, data)
+        receipt = await agent.upload(header, data)
+        assert instruction.submission.submitter == "olga"
+    values = receipt_values("alder", header, receipt)
+    assert verify(identity, ca, "coordinator", "receipt", values, receipt.signature) == "coordinator"
+    assert values["status"] == "ACCEPTED"
+
+
+@pytest.fixture(scope="session")
+def signers(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, SiloIdentity, SiloIdentity]:
+    """The root's certificate, and identities of a coordinator and a silo."""
+    folder = tmp_path_factory.mktemp("signers")
+    ca = create_ca(folder / "ca").read_bytes()
+    issue(folder / "ca", "hub", "coordinator", folder / "hub", ["localhost"])
+    issue(folder / "ca", "north", "agent", folder / "north")
+    return ca, load_silo_identity(folder / "hub"), load_silo_identity(folder / "north")
+
+
+def made_log(signer: SiloIdentity, count: int) -> list[str]:
+    """Entries with a seal after every third."""
+    lines: list[str] = []
+    last: Entry | None = None
+    for number in range(1, count + 1):
+        last = entry(float(number), "olga", "did", f"job {number}", {"n": number}).after(last)
+        lines.append(last.to_line())
+        if number % 3 == 0 or number == count:
+            values = {"sequence": last.sequence, "hash": last.hash, "time": 1.0}
+            lines.append(json.dumps({"seal": envelope(signer, "seal", values)}))
+    return lines
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), count=st.integers(4, 12))
+def test_any_entry_that_is_changed_removed_or_moved_is_found(
+    signers: tuple[bytes, SiloIdentity, SiloIdentity], data: st.DataObject, count: int
+) -> None:
+    ca, hub, _ = signers
+    lines = made_log(hub, count)
+    assert len(read_log(lines, ca).entries) == count
+    entries = [place for place, line in enumerate(lines) if line.startswith('{"entry"')]
+    place = data.draw(st.sampled_from(entries))
+    how = data.draw(st.sampled_from(["change", "remove", "repeat", "swap", "forge"]))
+    changed = list(lines)
+    if how == "change":
+        letter = data.draw(st.integers(10, len(lines[place]) - 3))
+        changed[place] = lines[place][:letter] + "~" + lines[place][letter + 1 :]
+    elif how == "remove":
+        del changed[place]
+    elif how == "repeat":
+        changed.insert(place, lines[place])
+    elif how == "swap":
+        other = data.draw(st.sampled_from([one for one in entries if one != place]))
+        changed[place], changed[other] = changed[other], changed[place]
+    else:
+        # The whole rest of the chain is made anew, as only somebody could who holds no signing key.
+        found = [Entry(**json.loads(lines[one])["entry"]) for one in entries]
+        index = entries.index(place)
+        last = found[index - 1] if index else None
+        for one, old in zip(entries[index:], found[index:], strict=True):
+            last = entry(old.time, "eve", old.action, old.object, old.detail).after(last)
+            changed[one] = last.to_line()
+    with pytest.raises(AuditError):
+        read_log(changed, ca)
+
+
+def test_a_log_of_somebody_else_or_signed_by_a_silo_is_refused(
+    signers: tuple[bytes, SiloIdentity, SiloIdentity], tmp_path: Path
+) -> None:
+    ca, hub, north = signers
+    with pytest.raises(AuditError, match="does not hold"):
+        read_log(made_log(north, 3), ca)
+    other = create_ca(tmp_path / "other").read_bytes()
+    with pytest.raises(AuditError, match="not issued by"):
+        read_log(made_log(hub, 3), other)
+
+
+@given(text=st.text(max_size=300) | st.binary(max_size=300).map(lambda raw: raw.decode(errors="replace")))
+def test_what_is_no_log_is_one_clear_error(
+    signers: tuple[bytes, SiloIdentity, SiloIdentity], text: str
+) -> None:
+    with pytest.raises(AuditError, match="line") if text.strip() else nullcontext():
+        assert read_log(text.splitlines(), signers[0]).entries == []
+
+
+def both_logs(signers: tuple[bytes, SiloIdentity, SiloIdentity], folder: Path) -> tuple[Log, Log, bytes]:
+    """Two rounds as the coordinator and the silo north wrote them down."""
+    ca, hub, _ = signers
+    journal = Journal(folder / "audit.jsonl", folder)
+    last, lines = None, []
+    for number in (1, 2):
+        step = common_pb2.Step(job="j", round=number, attempt=1, phase="train")
+        header = agent_pb2.UploadHeader(
+            step=step, content=common_pb2.Artifact(digest=f"{number}" * 64, size=16)
+        )
+        receipt = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED, time=float(number))
+        values = receipt_values("north", header, receipt)
+        document = envelope(hub, "receipt", values)
+        journal.note("coordinator", "instructed", "j", config="c" * 64, round=number)
+        proof = {name: document[name] for name in ("signature", "certificate")}
+        journal.note("coordinator", "receipt", "j", **values, signed=True, **proof)
+        detail = {"config": "c" * 64, "round": number, "attempt": 1, "cohort": ["north"]}
+        detail |= {"updates": {"north": f"{number}" * 64}}
+        last = entry(1.0, "coordinator", "round_committed", "j", detail).after(last)
+        lines.append(last.to_line())
+    silo = read_log((folder / "audit.jsonl").read_text().splitlines(), ca, "agent")
+    return read_log(lines, ca), silo, ca
+
+
+def test_two_logs_that_agree(signers: tuple[bytes, SiloIdentity, SiloIdentity], tmp_path: Path) -> None:
+    coordinator, silo, ca = both_logs(signers, tmp_path)
+    assert differences(coordinator, silo, "north", ca) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c, s: c.entries[0].detail["updates"].update(north="f" * 64), "holds another one"),
+        (lambda c, s: c.entries[0].detail["updates"].clear(), "holds none"),
+        (lambda c, s: c.entries[0].detail.update(config="e" * 64), "another configuration"),
+        (lambda c, s: s.entries.pop(1), "never sent"),
+        (lambda c, s: s.entries[1].detail.update(signature="00" * 64), "proves nothing"),
+        (lambda c, s: s.entries[1].detail.pop("signature"), "proves nothing"),
+    ],
+)
+def test_two_logs_that_contradict_each_other(
+    signers: tuple[bytes, SiloIdentity, SiloIdentity],
+    tmp_path: Path,
+    change: Callable[[Log, Log], None],
+    said: str,
+) -> None:
+    coordinator, silo, ca = both_logs(signers, tmp_path)
+    change(coordinator, silo)
+    (found,) = differences(coordinator, silo, "north", ca)
+    assert said in found
+
+
+async def test_a_refused_transaction_leaves_no_entry(tmp_path: Path) -> None:
+    database = Database.open(f"sqlite:///{tmp_path / 'c.db'}")
+
+    def fails(connection: Any) -> None:
+        store.append(connection, entry(1.0, "olga", "did"))
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        await database.write(fails)
+    assert await database.read(lambda connection: store.lines(connection, 1, 10)) == ([], 1)
+    database.close()
