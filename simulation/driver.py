@@ -318,18 +318,31 @@ class Driver:
         return self._trusted.update(self.world.job, self.world.layout, self.model.vector, step.round)
 
     def _commit(self, record: m.RoundRecord) -> None:
+        before = self.model.vector
         self.model, self.server = self._next
         if not self.history or self.history[-1].round < record.round:
+            self._replaced(record, before)
             self.history.append(record)
             self.listener.committed(record, self._checkpoint)
-            self._workshop.commit()
+            self._settle()
             self._ledger.committed()
+        self._end_round()
+        self.fleet.gone.clear()
+        self._push(self.now, m.Committed(record.round))
+
+    def _replaced(self, record: m.RoundRecord, vector: Tensor) -> None:
+        """The round's model takes the place of `vector`, which nobody needs any more."""
+
+    def _settle(self) -> None:
+        """The round is durable: its clients keep what it left with them."""
+        self._workshop.commit()
+
+    def _end_round(self) -> None:
+        """Nothing that was under way in the round matters after it."""
         self._step = m.Step(0, 0, "")
         self._due, self._answers = {}, {}
         self._timers.clear()
         self._heap.clear()
-        self.fleet.gone.clear()
-        self._push(self.now, m.Committed(record.round))
 
     def _checkpoint(self) -> Checkpoint:
         engine = self._engine.snapshot()

@@ -21,6 +21,8 @@ from roundtable.simulation.driver import Arrived, Checkpoint, Driver, Gone, List
 from roundtable.simulation.fleet import Fleet
 
 _WAKE = "wake"
+_TOGETHER = 32
+"""At least so many clients are trained at once, if so many are at work: backends are made for that."""
 
 
 def driver_of(world: World, plan: Plan, backend: Backend, fleet: Fleet, listener: Listener) -> Driver:
@@ -107,7 +109,10 @@ class BufferedDriver(Driver):
         """Runs the client that is due, with those of the same model that are due next."""
         steps = {self.world.names.index_of(name): given.step for name, given in self._at_work.items()}
         same = (i for i in self._due if i not in self._answers and steps.get(i) == event.step)
-        chosen = sorted(heapq.nsmallest(self._batch, same, key=lambda index: (self._due[index], index)))
+        attempt = self._engine.state.attempt
+        wanted = self._batch - (len(attempt.updates) if attempt else 0) - len(self._answers)
+        due = heapq.nsmallest(max(_TOGETHER, wanted), same, key=lambda index: (self._due[index], index))
+        chosen = sorted(due)
         made = event.step.round - 1
         vector = self.model.vector if made == len(self.history) else self._earlier[made]
         for index in chosen:
@@ -131,26 +136,21 @@ class BufferedDriver(Driver):
         state = self._engine.state
         return {**(state.attempt.updates if state.attempt else {}), **state.buffer}
 
-    def _commit(self, record: m.RoundRecord) -> None:
-        before = self.model.vector
-        self.model, self.server = self._next
-        if not self.history or self.history[-1].round < record.round:
-            self._keep_earlier(record.round - 1, before)
-            number_of, buffer = self.world.names.index_of, self._engine.state.buffer
-            self._taken = [number_of(name) for name in (*record.contributors, *record.excluded)]
-            self.history.append(record)
-            self.listener.committed(record, self._checkpoint)
-            self._workshop.keep(self._taken, [*self._answers, *map(number_of, buffer)])
-        self.fleet.gone.clear()
-        self._push(self.now, m.Committed(record.round))
-
-    def _keep_earlier(self, made: int, vector: Tensor) -> None:
-        """Of the model that is replaced and the older ones, those that somebody works from."""
+    def _replaced(self, record: m.RoundRecord, vector: Tensor) -> None:
+        """Of the model that is replaced and the older ones, those stay that somebody works from."""
         state = self._engine.state
         needed = {given.round - 1 for given in state.at_work.values()}
         needed |= {update.asked[0] - 1 for update in state.buffer.values() if update.asked}
-        known = {**self._earlier, made: vector}
+        known = {**self._earlier, record.round - 1: vector}
         self._earlier = {made: known[made] for made in sorted(needed)}
+        self._taken = [self.world.names.index_of(n) for n in (*record.contributors, *record.excluded)]
+
+    def _settle(self) -> None:
+        waiting = map(self.world.names.index_of, self._engine.state.buffer)
+        self._workshop.keep(self._taken, [*self._answers, *waiting])
+
+    def _end_round(self) -> None:
+        """What is under way goes on."""
 
     def _checkpoint(self) -> Checkpoint:
         pending = self._workshop.pending

@@ -27,6 +27,12 @@ class Result:
     backend: str
     run_dir: Path | None = None
 
+    @property
+    def secure_aggregation(self) -> str:
+        """What was done of it, in words, so that nobody takes its sum alone for the protocol; "" for none."""
+        records = self.history.records
+        return str(records[-1].charge.get("secure_aggregation", "")) if records else ""
+
     def plot(self, path: Path | None = None) -> Any:
         """Loss and metrics over rounds, as a matplotlib Figure; also written to `path` if one is given.
 
@@ -35,4 +41,5 @@ class Result:
         return curves({self.job.title: self.history}, path)
 
     def __repr__(self) -> str:
-        return f"{self.job.title}: {self.status}, {self.reason} ({self.backend})\n{self.history!r}"
+        secure = f"\nsecure aggregation: {self.secure_aggregation}" if self.secure_aggregation else ""
+        return f"{self.job.title}: {self.status}, {self.reason} ({self.backend}){secure}\n{self.history!r}"

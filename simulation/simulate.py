@@ -32,10 +32,11 @@ from roundtable.simulation.driver import Checkpoint
 from roundtable.simulation.fleet import Fleet
 from roundtable.simulation.history import History
 from roundtable.simulation.overlapping import driver_of
-from roundtable.simulation.progress import Progress, Report, peak_memory
+from roundtable.simulation.progress import Progress, Report
 from roundtable.simulation.result import Result
 from roundtable.simulation.rundir import RunDirectory
 from roundtable.simulation.sequential import one_thread
+from roundtable.simulation.usage import Meter
 
 
 def simulate(
@@ -153,6 +154,7 @@ class _Listener:
         self._trackers = trackers
         self._run = run
         self._report = report
+        self._meter = Meter()
         self._begun = time.monotonic()
         self._new_rounds = 0
         self._round_begun = self._begun
@@ -181,7 +183,7 @@ class _Listener:
                     self._job.rounds,
                     record=record,
                     seconds_left=left,
-                    memory=peak_memory(),
+                    usage=self._meter.look(),
                 )
             )
 

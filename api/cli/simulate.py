@@ -111,7 +111,7 @@ class _Bars:
             )
         elif progress.kind == "round":
             left = "" if progress.seconds_left is None else f"{duration(progress.seconds_left)} left, "
-            note = f"{left}{progress.memory / (1 << 20):.0f} MiB"
+            note = f"{left}{progress.usage}"
             self._bars.update(self._rounds, completed=progress.round, total=progress.rounds, note=note)
 
     def close(self) -> None:
@@ -144,6 +144,7 @@ def _values(result: Result) -> dict[str, Any]:
         "reason": result.reason,
         "backend": result.backend,
         "history": [dict(row) for row in result.history],
+        "secure_aggregation": result.secure_aggregation,
         "privacy": result.model.metadata.get("privacy"),
         "run_dir": str(result.run_dir) if result.run_dir else None,
         "job": json.loads(result.job.to_json()),
@@ -159,5 +160,7 @@ def _report(result: Result) -> None:
             "Differential privacy: no guarantee. The noise of a simulation can be repeated; epsilon is "
             "what a real run with these settings would spend."
         )
+    if result.secure_aggregation:
+        click.echo(f"Secure aggregation: {result.secure_aggregation}.")
     if result.run_dir is not None:
         click.echo(f"Results are in {result.run_dir}.")

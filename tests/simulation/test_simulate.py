@@ -56,7 +56,7 @@ def test_progress_tells_of_clients_and_rounds(run):
     rounds = [event for event in heard if event.kind == "round"]
     assert [event.round for event in rounds] == [1, 2, 3]
     assert rounds[-1].seconds_left == 0.0
-    assert rounds[0].memory > 1 << 20
+    assert rounds[0].usage.memory > 1 << 20
     trained = [event for event in heard if event.kind == "clients" and event.phase == "train"]
     assert [event.done for event in trained if event.round == 2] == [1, 2, 3, 4, 5]
 
