@@ -1,0 +1,291 @@
+"""Many agents on one coordinator: connect storm, heartbeats, rounds of 200; memory, CPU, latency of dispatch.
+
+    python benchmarks/load.py                       # 1,000 agents
+    python benchmarks/load.py --quick               # 100 agents, rounds of 20
+    python benchmarks/load.py --soak 30             # and half an hour of rounds afterwards
+
+The agents are light: many to a process, each with its own certificate, connection (gRPC over TLS), heartbeats
+and uploads. Latency is from the event "round_started" to the instruction's arrival at an agent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import torch
+from blake3 import blake3
+
+from roundtable.core import JobConfig, Layout, Model
+from roundtable.core.identity import create_ca, issue, load_credentials
+from roundtable.core.models import save_model
+from roundtable.operator import OperatorClient
+from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
+from roundtable.proto.channel import CLIENT_OPTIONS
+
+AGENTS_A_PROCESS = 250
+VALUES = 1000
+HEARTBEAT = 5.0
+COORDINATOR = """
+import sys
+from pathlib import Path
+from roundtable.server import load_server_config, run_server
+sys.exit(run_server(load_server_config(Path(sys.argv[1]))))
+"""
+
+
+class LightAgent:
+    """One agent as the coordinator sees it; it answers every instruction with a vector of ones."""
+
+    def __init__(self, folder: Path, port: int, arrivals: list[tuple[int, float]]) -> None:
+        held = load_credentials(folder)
+        secrets = grpc.ssl_channel_credentials(held.ca, held.key, held.certificate)
+        options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        self._channel = grpc.aio.secure_channel(f"localhost:{port}", secrets, options=options)
+        self._stub: Any = agent_pb2_grpc.AgentsStub(self._channel)
+        self._arrivals = arrivals
+
+    async def run(self) -> None:
+        """Takes part until cancelled; comes back after a loss."""
+        while True:
+            try:
+                await self._serve()
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(1.0)
+
+    async def _serve(self) -> None:
+        call = self._stub.Connect()
+        hello = agent_pb2.Hello(version="load", protocol=PROTOCOL_VERSION, tasks=["t"], clock=time.time())
+        await call.write(agent_pb2.FromAgent(hello=hello))
+        beating = asyncio.create_task(self._beat(call))
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                if message.WhichOneof("message") == "instruction":
+                    self._arrivals.append((message.instruction.step.round, time.time()))
+                    await self._answer(message.instruction)
+        finally:
+            beating.cancel()
+
+    async def _beat(self, call: Any) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            await call.write(agent_pb2.FromAgent(heartbeat=agent_pb2.Heartbeat(state="available")))
+
+    async def _answer(self, instruction: agent_pb2.Instruction) -> None:
+        data = torch.ones(VALUES).numpy().tobytes()
+        header = agent_pb2.UploadHeader(
+            step=instruction.step,
+            content=common_pb2.Artifact(digest=blake3(data).hexdigest(), size=len(data)),
+            layout=instruction.train.layout,
+            encoding="float32",
+            examples=10,
+        )
+
+        async def parts() -> AsyncIterator[agent_pb2.UploadPart]:
+            yield agent_pb2.UploadPart(header=header)
+            yield agent_pb2.UploadPart(chunk=common_pb2.Chunk(offset=0, data=data))
+
+        await self._stub.Upload(parts())
+
+
+async def be_agents(folder: Path, port: int, first: int, count: int) -> None:
+    """A process full of agents, until its standard input ends; then it prints when instructions came."""
+    arrivals: list[tuple[int, float]] = []
+    agents = [LightAgent(folder / f"agent{n}", port, arrivals) for n in range(first, first + count)]
+    tasks = [asyncio.create_task(agent.run()) for agent in agents]
+    await asyncio.to_thread(sys.stdin.read)
+    for task in tasks:
+        task.cancel()
+    print(json.dumps(arrivals))
+
+
+@contextmanager
+def coordinator(folder: Path, port: int) -> Iterator[psutil.Process]:
+    """A coordinator in a process of its own."""
+    values = {"listen": f"127.0.0.1:{port}", "state": "state", "credentials": "hub", "heartbeat": HEARTBEAT}
+    file = folder / "coordinator.toml"
+    file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+    with (folder / "coordinator.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COORDINATOR, str(file)], stdout=subprocess.PIPE, stderr=log
+        )
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+class Load:
+    """One run against one coordinator."""
+
+    def __init__(self, folder: Path, agents: int, cohort: int, rounds: int) -> None:
+        self.folder, self.agents, self.cohort, self.rounds = folder, agents, cohort, rounds
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.started: dict[int, float] = {}
+
+    def prepare(self) -> None:
+        """Certificates and the initial model."""
+        ca = self.folder / "ca"
+        create_ca(ca)
+        issue(ca, "hub", "coordinator", self.folder / "hub", hosts=("localhost", "127.0.0.1"))
+        issue(ca, "olga", "operator", self.folder / "olga")
+        for number in range(self.agents):
+            issue(ca, f"agent{number}", "agent", self.folder / f"agent{number}")
+        layout = Layout.of({"w": torch.zeros(VALUES)})
+        save_model(self.folder / "model.safetensors", Model(layout, torch.zeros(VALUES)))
+
+    def run(self, soak_minutes: float) -> None:
+        """The whole programme, printed as it goes."""
+        with coordinator(self.folder, self.port) as process:
+            with OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator:
+                before = process.memory_info().rss
+                workers = self._connect(operator, process, before)
+                self._idle(process, before)
+                self._rounds(operator, process)
+                if soak_minutes:
+                    self._soak(operator, process, soak_minutes)
+            self._latencies(workers)
+
+    def _connect(
+        self, operator: OperatorClient, process: psutil.Process, before: int
+    ) -> list[subprocess.Popen[bytes]]:
+        began, cpu = time.monotonic(), _cpu(process)
+        workers = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    __file__,
+                    "--be-agents",
+                    *map(str, (self.folder, self.port, first, min(AGENTS_A_PROCESS, self.agents - first))),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for first in range(0, self.agents, AGENTS_A_PROCESS)
+        ]
+        while operator.status().clients_online < self.agents:
+            time.sleep(0.2)
+        seconds, used = time.monotonic() - began, _cpu(process) - cpu
+        print(
+            f"{self.agents} agents connected in {seconds:.1f} s, coordinator's CPU {used:.1f} s", flush=True
+        )
+        return workers
+
+    def _idle(self, process: psutil.Process, before: int) -> None:
+        time.sleep(2 * HEARTBEAT)
+        cpu, began = _cpu(process), time.monotonic()
+        time.sleep(4 * HEARTBEAT)
+        share = 100 * (_cpu(process) - cpu) / (time.monotonic() - began)
+        grown = process.memory_info().rss - before
+        print(
+            f"idle: {before / 1e6:.0f} MB without agents, {grown / self.agents / 1e3:.0f} kB more for each; "
+            f"heartbeats every {HEARTBEAT:g} s take {share:.1f} % of a core",
+            flush=True,
+        )
+
+    def _job(self, rounds: int) -> JobConfig:
+        return JobConfig.model_validate(
+            {
+                "task": "t",
+                "rounds": rounds,
+                "cohort": {"size": self.cohort, "minimum": self.cohort * 3 // 4, "deadline": "120 s"},
+                "evaluation": {"every": 0},
+            }
+        )
+
+    def _rounds(self, operator: OperatorClient, process: psutil.Process) -> None:
+        began, cpu = time.monotonic(), _cpu(process)
+        job = operator.submit(self._job(self.rounds), self.folder / "model.safetensors")
+        for update in operator.watch(job.id):
+            for event in update.events:
+                if event.kind == "round_started":
+                    self.started[event.round] = event.time
+        seconds, used = time.monotonic() - began, _cpu(process) - cpu
+        print(
+            f"{self.rounds} rounds of {self.cohort}: {seconds / self.rounds:.2f} s a round, "
+            f"CPU {used / self.rounds:.2f} s a round ({operator.job(job.id).job.status})",
+            flush=True,
+        )
+
+    def _soak(self, operator: OperatorClient, process: psutil.Process, minutes: float) -> None:
+        job = operator.submit(self._job(100_000), self.folder / "model.safetensors")
+        end, samples = time.monotonic() + 60 * minutes, []
+        while time.monotonic() < end:
+            time.sleep(min(10.0, 6 * minutes))
+            samples.append((process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()))
+        quarter = max(1, len(samples) // 4)
+        first, last = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
+        rounds = operator.job(job.id).job.rounds_done
+        operator.cancel(job.id)
+        early, late = (statistics.median(sample[0] for sample in part) for part in (first, last))
+        print(
+            f"soak of {minutes:g} min, {rounds} rounds: memory {early:.0f} MB in the second quarter, "
+            f"{late:.0f} MB in the last; "
+            f"files {first[0][1]} → {last[-1][1]}, threads {first[0][2]} → {last[-1][2]}",
+            flush=True,
+        )
+
+    def _latencies(self, workers: list[subprocess.Popen[bytes]]) -> None:
+        found = []
+        for worker in workers:
+            out, _ = worker.communicate(b"")
+            arrivals = json.loads(out)
+            found += [at - self.started[number] for number, at in arrivals if number in self.started]
+        found = sorted(found)[: self.rounds * self.cohort]
+        if found:
+            middle, last = statistics.median(found), found[int(0.99 * (len(found) - 1))]
+            print(
+                f"dispatch: median {1e3 * middle:.0f} ms, 99th percentile {1e3 * last:.0f} ms "
+                f"({len(found)} instructions)",
+                flush=True,
+            )
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def main() -> int:
+    """Runs it."""
+    if sys.argv[1:2] == ["--be-agents"]:
+        folder, port, first, count = sys.argv[2:]
+        asyncio.run(be_agents(Path(folder), int(port), int(first), int(count)))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--agents", type=int, default=1000)
+    parser.add_argument("--cohort", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
+    chosen = parser.parse_args()
+    agents, cohort = (100, 20) if chosen.quick else (chosen.agents, chosen.cohort)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="roundtable-load-") as folder:
+        load = Load(Path(folder), agents, cohort, chosen.rounds)
+        load.prepare()
+        load.run(chosen.soak)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
