@@ -118,13 +118,11 @@ class Vectorised:
             steps=job.algorithm.steps,
             device=self.device,
         )
-        steps.begin(vector)
+        steps.begin(vector, update)
         seed = derive_seed(job.seed, round, item.client, "training")
         losses, sizes = self._replay(steps, batches, update, rate, seed)
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
-        torch.sub(steps.weights, steps.anchor, out=row) if row.device == steps.weights.device else row.copy_(
-            steps.weights - steps.anchor
-        )
+        torch.sub(steps.weights.to(row.device), vector.to(row.device), out=row)
         if not math.isfinite(row.sum().item()) and not bool(torch.isfinite(row).all()):
             raise InvalidUpdate(
                 "non_finite",

@@ -44,7 +44,7 @@ class Loss(nn.Module):
 
 
 class Steps:
-    """One client after the other over `weights`; the round began at `anchor`."""
+    """One client after the other over `weights`; it began at `anchor`, where the update looks at that."""
 
     def __init__(self, task: Task, model: nn.Module, layout: Layout, device: torch.device) -> None:
         self.model = model.to(device).train()
@@ -57,11 +57,13 @@ class Steps:
         self._programs: dict[tuple[Any, ...], StepProgram] = {}
         self.random = False
 
-    def begin(self, vector: Tensor) -> None:
-        """A client starts from the global vector."""
+    def begin(self, vector: Tensor, update: Update) -> None:
+        """A client starts from the global vector; what its update does not look at is left as it is."""
         self.weights.copy_(vector)
-        self.anchor.copy_(vector)
-        self.velocity.zero_()
+        if update.mu:
+            self.anchor.copy_(vector)
+        if update.momentum:
+            self.velocity.zero_()
 
     def take(self, batch: Any, update: Update, rate: float) -> Tensor:
         """One step on a batch; returns its loss, not waited for. Unrecordable comes before any change."""

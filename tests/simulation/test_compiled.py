@@ -47,7 +47,7 @@ def stepped(
     update = update or Update()
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(loss), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-    steps.begin(layout.flatten(model.state_dict()))
+    steps.begin(layout.flatten(model.state_dict()), update)
     program = steps.prepare(batch, update)
     assert isinstance(program, CompiledProgram)
     twin = model.double()
@@ -205,7 +205,7 @@ def test_values_that_are_not_finite_stay_so() -> None:
     model = stack(nn.ReLU(), nn.LayerNorm(33), nn.GELU())
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-    steps.begin(layout.flatten(model.state_dict()))
+    steps.begin(layout.flatten(model.state_dict()), Update())
     assert isinstance(steps.prepare((x, y), Update()), CompiledProgram)
     assert torch.isnan(steps.take((x, y), Update(), 0.05))
     assert torch.isnan(steps.weights).any()
@@ -216,7 +216,7 @@ def test_a_label_that_does_not_exist_is_an_error() -> None:
     model = stack(nn.ReLU())
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-    steps.begin(layout.flatten(model.state_dict()))
+    steps.begin(layout.flatten(model.state_dict()), Update())
     steps.take((x, y), Update(), 0.05)
     for wrong in (5, -1, 1 << 40):
         y[3] = wrong
@@ -231,7 +231,7 @@ def test_batches_that_lie_otherwise_get_a_program_of_their_own() -> None:
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
     losses = []
     for batch in (x, x.t().contiguous().t()):
-        steps.begin(layout.flatten(model.state_dict()))
+        steps.begin(layout.flatten(model.state_dict()), Update())
         losses.append(float(steps.take((batch, y), Update(), 0.05)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(steps._programs) == 2
@@ -247,7 +247,7 @@ def test_kernels_that_err_are_not_trusted(
     model = stack(nn.Tanh())
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-    steps.begin(layout.flatten(model.state_dict()))
+    steps.begin(layout.flatten(model.state_dict()), Update())
     with caplog.at_level(logging.WARNING, "roundtable.simulation"):
         program = steps.prepare(batch_of(), Update())
     assert type(program) is StepProgram
