@@ -9,7 +9,9 @@ import pytest
 from blake3 import blake3
 
 from roundtable.core import parse_job
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ProtocolError, StorageError
+from roundtable.engine import GroupMeans
 from roundtable.engine.messages import Step
 from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import Ed25519Signer, MemoryReleases, SecAggClient, ServerPhase
@@ -21,15 +23,22 @@ NAMES = ("alder", "birch", "cedar", "dogwood")
 COLUMNS = 60
 STEP = Step(2, 1, "train")
 JOB = parse_job('task = "t"\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0')
+TWELVE = tuple(f"silo-{place:02d}" for place in range(12))
+GROUPED = parse_job(
+    'task = "t"\n[aggregation]\nrule = "median"\n'
+    "[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\ngroup_size = 3"
+)
 
 
 class Silos:
     """Silos that always answer the same, as real ones do."""
 
-    def __init__(self, folder: Path, lost: str = "") -> None:
-        self.folder, self.lost = folder, lost
-        self.signers = {name: Ed25519Signer() for name in NAMES}
-        self.round = SecureRound.of(JOB, COLUMNS, len(NAMES), STEP.round)
+    def __init__(
+        self, folder: Path, lost: str = "", names: tuple[str, ...] = NAMES, job: JobConfig = JOB
+    ) -> None:
+        self.folder, self.lost, self.job = folder, lost, job
+        self.signers = {name: Ed25519Signer() for name in names}
+        self.round = SecureRound.of(job, COLUMNS, len(names), STEP.round)
         directory = {name: signer.public for name, signer in self.signers.items()}
         session = self.round.session("job", STEP.round, STEP.attempt)
         self.clients = {
@@ -49,7 +58,8 @@ class Silos:
         """The masked vectors of those who deliver one."""
         for place, (name, client) in enumerate(self.clients.items()):
             if name not in self.uploads and name != self.lost:
-                source = self.round.encode(np.full(COLUMNS, 0.02 * place, dtype=np.float32), 10, 1.0)
+                value = (0.01 if self.round.grouped else 0.02) * place
+                source = self.round.encode(np.full(COLUMNS, value, dtype=np.float32), 10, 1.0)
                 data = b"".join(bytes(chunk) for chunk in client.masked_chunks(source))
                 self.uploads[name] = data
                 self.body(blake3(data).hexdigest()).write_bytes(data)
@@ -80,11 +90,11 @@ def go_on(attempt: SecureAttempt, silos: Silos) -> bool:
 
 
 def begin(folder: Path, silos: Silos) -> SecureAttempt:
-    return SecureAttempt.begin("job", JOB, COLUMNS, STEP, folder / "journal", silos.identities())
+    return SecureAttempt.begin("job", silos.job, COLUMNS, STEP, folder / "journal", silos.identities())
 
 
 def resume(folder: Path, silos: Silos) -> SecureAttempt:
-    return SecureAttempt.resume("job", JOB, COLUMNS, STEP, folder / "journal", silos.body)
+    return SecureAttempt.resume("job", silos.job, COLUMNS, STEP, folder / "journal", silos.body)
 
 
 @pytest.mark.parametrize("lost", ["", "birch"])
@@ -102,6 +112,32 @@ def test_an_attempt_can_be_taken_up_in_every_phase(tmp_path: Path, lost: str) ->
     mean = attempt.decode()
     assert (mean.silos, mean.account["weight"]) == (len(survivors), 10 * len(survivors))
     assert mean.vector.numpy() == pytest.approx(0.02 * np.mean(survivors), abs=1e-4)
+
+
+@pytest.mark.parametrize("lost", ["", "silo-07"])
+def test_groups_can_be_taken_up_in_every_phase(tmp_path: Path, lost: str) -> None:
+    """The draw of the groups, the loss of one and each group's sum follow from the journal."""
+    silos = Silos(tmp_path, lost, TWELVE, GROUPED)
+    attempt = begin(tmp_path, silos)
+    phases = []
+    while True:
+        phase, told = attempt.phase, attempt.told
+        phases.append(phase)
+        attempt.journal.close(forget=False)
+        attempt = resume(tmp_path, silos)
+        assert (attempt.phase, attempt.told) == (phase, told)
+        if not go_on(attempt, silos):
+            break
+    assert ServerPhase.REVEAL in phases
+    means = attempt.decode(set(TWELVE) - {lost})
+    assert isinstance(means, GroupMeans)
+    assert len(means.groups) == (3 if lost else 4)
+    assert len(means.lost) == (2 if lost else 0)
+    for row, group in zip(means.matrix.block(0, COLUMNS), means.groups, strict=True):
+        expected = 0.01 * np.mean([TWELVE.index(name) for name in group.members])
+        assert row.numpy() == pytest.approx(expected, abs=1e-4)
+    attempt.close(forget=True)
+    assert not list(tmp_path.glob("journal*"))
 
 
 def test_half_a_line_at_the_end_is_as_if_it_had_not_been_written(tmp_path: Path) -> None:
