@@ -43,8 +43,15 @@ def gaussian_block(values: Tensor, standard_deviation: float, source: NoiseSourc
 
 
 def with_noise(values: Tensor, standard_deviation: float, normal: Tensor) -> Tensor:
-    """float64 `values` plus σ times the standard normal draws (overwritten), rounded to `noise_grid`."""
-    return to_grid(normal.mul_(standard_deviation).add_(values), standard_deviation)
+    """`values` plus σ times the standard normal draws (float64, overwritten), rounded to `noise_grid`."""
+    grid = noise_grid(standard_deviation)
+    return in_grid_steps(values, standard_deviation, normal).mul_(grid)
+
+
+def in_grid_steps(values: Tensor, standard_deviation: float, normal: Tensor) -> Tensor:
+    """The same in units of the grid: whole numbers. The grid is a power of two, so that scaling is exact."""
+    grid = noise_grid(standard_deviation)
+    return normal.mul_(standard_deviation / grid).add_(values, alpha=1.0 / grid).round_()
 
 
 def to_grid(noisy: Tensor, standard_deviation: float) -> Tensor:

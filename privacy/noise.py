@@ -76,12 +76,13 @@ class SeededNoise:
         return self._generator.integers(0, 1 << 64, size=count, dtype=np.uint64)
 
 
-def standard_normal(source: NoiseSource, count: int) -> Tensor:
-    """`count` standard normal draws in float64, by Box–Muller on 53-bit uniforms.
+def standard_normal(source: NoiseSource, count: int, out: Tensor | None = None) -> Tensor:
+    """`count` standard normal draws in float64, by Box–Muller on 53-bit uniforms; in `out` if it is given.
 
     The largest magnitude is √(2·53·ln 2) = 8.57; a true normal passes it with probability 1e-17.
     """
-    out = torch.empty(count, dtype=torch.float64)
+    if out is None:
+        out = torch.empty(count, dtype=torch.float64)
     work = torch.empty(3, min(count + 1, _NOISE_BLOCK) // 2, dtype=torch.float64)
     for start in range(0, count, _NOISE_BLOCK):
         _box_muller(source, out[start : start + _NOISE_BLOCK], work)
@@ -98,12 +99,15 @@ def bernoulli_mask(source: NoiseSource, count: int, probability: float) -> NDArr
 def _box_muller(source: NoiseSource, out: Tensor, work: Tensor) -> None:
     """In place in `work` `[3, pairs]`: fresh memory for every step would cost as much as a logarithm."""
     pairs = (out.numel() + 1) // 2
-    words = source.words(2 * pairs) >> np.uint64(11)
+    words = source.words(2 * pairs)
+    words >>= np.uint64(11)
     radius, angle, cosine = work[:, :pairs]
     radius.copy_(torch.from_numpy(words[:pairs].view(np.int64)))
     angle.copy_(torch.from_numpy(words[pairs:].view(np.int64)))
-    radius.add_(1.0).mul_(2.0**-53).log_().mul_(-2.0)
-    np.sqrt(radius.numpy(), out=radius.numpy())
+    radius.add_(1.0).mul_(2.0**-53)
+    # NumPy's logarithm and root take half the time of torch's.
+    np.log(radius.numpy(), out=radius.numpy())
+    np.sqrt(radius.mul_(-2.0).numpy(), out=radius.numpy())
     torch.cos(angle.mul_(_TWO_PI * 2.0**-53), out=cosine)
     torch.mul(radius, cosine, out=out[:pairs])
     rest = out.numel() - pairs

@@ -27,7 +27,7 @@ from roundtable.privacy.config import PrivacyConfig, check_delta
 from roundtable.privacy.example_level.checks import Fetch, check_model
 from roundtable.privacy.example_level.clipping import ClippedSum, LossFunction
 from roundtable.privacy.example_level.probe import choose
-from roundtable.privacy.mechanisms import with_noise
+from roundtable.privacy.mechanisms import in_grid_steps, noise_grid
 from roundtable.privacy.noise import NoiseSource, SecureNoise, bernoulli_mask, standard_normal
 
 Sources = Callable[[str], NoiseSource]
@@ -132,6 +132,8 @@ class PrivateTraining:
         self._group = group
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._flat, self._views = _flat_views(self._parameters)
+        # Fresh memory for every step would cost as much as a part of the noise.
+        self._gradient, self._gradients = _flat_views(self._parameters)
         self._noise = _NoiseAhead(sources("noise"), self._flat.numel()) if self._leads() else None
         self.guarantee = self._coins.guarantee
         self._forget_gradients()
@@ -171,11 +173,9 @@ class PrivateTraining:
         for part in torch.split(indices, self._physical) if len(indices) else ():
             self._sums.accumulate(self._fetch(part), len(part), self._views)
         self._reduce()
-        gradient = self._noisy()
-        offset = 0
-        for parameter in self._parameters:
-            parameter.grad = gradient[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
+        self._add_noise()
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
         if correct is not None:
             correct()
         self._optimizer.step()
@@ -202,16 +202,15 @@ class PrivateTraining:
         if self._group is not None:
             dist.all_reduce(self._flat, group=self._group)
 
-    def _noisy(self) -> Tensor:
+    def _add_noise(self) -> None:
         """The sum with noise over the expected batch size. One process adds it, after the sum is whole."""
-        gradient = torch.empty_like(self._flat)
+        gradient = self._gradient
         if self._noise is not None:
             normal = self._noise.next().to(self._flat.device)
-            noisy = with_noise(self._flat, self._std, normal)
-            gradient.copy_(noisy.div_(self._expected_batch))
+            noisy = in_grid_steps(self._flat, self._std, normal)
+            torch.mul(noisy, noise_grid(self._std) / self._expected_batch, out=gradient)
         if self._group is not None:
             dist.broadcast(gradient, dist.get_global_rank(self._group, 0), group=self._group)
-        return gradient
 
     def _forget_gradients(self) -> None:
         """Nothing is left in `.grad`, so that stepping the optimizer past the noise does nothing."""
@@ -226,10 +225,12 @@ class _NoiseAhead:
         self._source, self._count = source, count
         self._thread = ThreadPoolExecutor(1, "noise") if torch.get_num_threads() > 1 else None
         self._drawn: Future[Tensor] | None = None
+        self._own = torch.empty(count, dtype=torch.float64)
 
     def next(self) -> Tensor:
+        """Draws that the caller may overwrite, until the next call."""
         if self._thread is None:
-            return standard_normal(self._source, self._count)
+            return standard_normal(self._source, self._count, self._own)
         drawn = self._drawn or self._ask(self._thread)
         self._drawn = self._ask(self._thread)
         return drawn.result()
