@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from pathlib import Path
 
 from roundtable.core.certificates import passphrase
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, UnavailableError
 from roundtable.core.identity import CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY
 
+_AGAIN_SECONDS = 0.5
 _EXPIRED = 10
 _UNTRUSTED = {18, 19, 20, 21}
 _OTHER_NAME = {62, 64}
@@ -37,6 +39,15 @@ def check_connection(address: str, credentials: Path, timeout: float = 5.0) -> N
     answers within about `timeout` seconds, ProtocolError if no TLS is spoken there, and IdentityError
     if either side does not accept the other's certificate.
     """
+    try:
+        _connect(address, credentials, timeout)
+    except (IdentityError, ProtocolError):
+        # A coordinator that was killed at this moment looks the same; what is wrong stays wrong.
+        time.sleep(_AGAIN_SECONDS)
+        _connect(address, credentials, timeout)
+
+
+def _connect(address: str, credentials: Path, timeout: float) -> None:
     host, port = split_address(address)
     try:
         with socket.create_connection((host, port), timeout) as raw:

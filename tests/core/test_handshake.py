@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -108,3 +109,22 @@ def test_malformed_addresses(address: str) -> None:
 def test_addresses() -> None:
     assert split_address("hub.example:7443") == ("hub.example", 7443)
     assert split_address("[::1]:7443") == ("::1", 7443)
+
+
+def test_a_coordinator_that_was_killed_in_a_handshake_is_not_one_that_refuses(tmp_path: Path) -> None:
+    create_ca(tmp_path / "ca")
+    issue(tmp_path / "ca", "silo", "agent", tmp_path / "silo")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+
+        def accept_and_die() -> None:
+            connection, _ = listening.accept()
+            listening.close()
+            connection.recv(100)
+            connection.close()
+
+        dying = threading.Thread(target=accept_and_die)
+        dying.start()
+        with pytest.raises(UnavailableError, match="nothing listens"):
+            check_connection(address, tmp_path / "silo")
+        dying.join()
