@@ -26,7 +26,7 @@ from roundtable.server.jobs import Jobs, Submission
 from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, tables
 from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
 from roundtable.server.store.clients import all_clients
-from roundtable.server.store.jobs import UnknownJob, history
+from roundtable.server.store.jobs import UnknownJob, history, newest_faults
 from roundtable.server.store.ledger import Limit, entries, set_budget
 from roundtable.server.watching import detail_of, updates
 
@@ -146,6 +146,8 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
         detail.job_config = row.config
         detail.history.extend(_newest(records))
+        told = await self._services.database.read(lambda connection: newest_faults(connection, row.id))
+        detail.faults.extend(wire.event_to(event) for event in told)
         return detail
 
     async def WatchJob(self, request: operator_pb2.WatchJobRequest, context: Context) -> None:  # type: ignore[override]

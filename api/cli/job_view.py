@@ -72,10 +72,27 @@ def print_detail(detail: JobDetail) -> None:
             (c.client, c.state, duration(max(0.0, time.time() - c.since)), c.note) for c in detail.clients
         ]
         print_table(("client", "state", "for", "note"), rows, "")
+    _print_faults(detail)
     records = [json.loads(record) for record in detail.history]
     if records:
         click.echo("")
         _print_history(records)
+
+
+def _print_faults(detail: JobDetail) -> None:
+    """What went wrong of late, what was done about it, and what somebody should do."""
+    faults = [(event, json.loads(event.detail)["fault"]) for event in detail.faults]
+    if not faults:
+        return
+    click.echo("")
+    rows = [
+        (ago(event.time), fault["severity"], fault["kind"], event.client, event.round, fault["action"])
+        for event, fault in faults
+    ]
+    print_table(("fault", "severity", "kind", "silo", "round", "what was done"), rows, "")
+    event, fault = faults[-1]
+    click.echo(f"newest     {event.message}")
+    click.echo(f"advice     {fault['advice']}")
 
 
 def _print_history(records: list[dict[str, Any]]) -> None:

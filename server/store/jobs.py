@@ -19,6 +19,7 @@ from roundtable.server.store.ledger import add, settle
 from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRow, UpdateRow, to_json
 
 FINAL = ("finished", "cancelled", "failed")
+FAULT_KINDS = ("client_failed", "client_offline", "update_excluded", "attempt_failed", "job_paused")
 
 
 @dataclass
@@ -155,6 +156,15 @@ def events_from(connection: Connection, job: str, sequence: int, limit: int = 10
         .limit(limit)
     )
     return [_event(row._mapping) for row in connection.execute(query)]
+
+
+def newest_faults(connection: Connection, job: str, limit: int = 20) -> list[EventRow]:
+    """The newest events that tell of a fault, oldest first."""
+    table = tables.events.c
+    query = sa.select(tables.events).where(table.job == job, table.kind.in_(FAULT_KINDS))
+    rows = connection.execute(query.order_by(table.sequence.desc()).limit(limit)).all()
+    events = [_event(row._mapping) for row in reversed(rows)]
+    return [event for event in events if "fault" in event.detail]
 
 
 def last_sequence(connection: Connection, job: str) -> int:

@@ -212,6 +212,8 @@ async def test_faults_are_events_with_advice_and_alerts_by_webhook_and_command(
         step = (await agent.expect("instruction")).step
         await agent.say(failure=agent_pb2.Failure(step=step, kind="out_of_memory", detail="no room"))
         events = await operator.watch_until(job.id, "paused")
+        shown = (await operator.job(job.id)).faults
+        assert [event.kind for event in shown] == ["client_failed", "attempt_failed", "job_paused"]
         faults = {event.kind: json.loads(event.detail).get("fault") for event in events if event.detail}
         await until(lambda: len(Hook.taken) == 3 and out.exists() and out.read_text().count("\n") == 3)
     server.shutdown()
