@@ -87,7 +87,7 @@ def _text(file: Path) -> str:
 
 
 def _gpu_memory() -> int | None:
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     free, total = torch.cuda.mem_get_info()
     return total - free
