@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from typing import Protocol
 
 from roundtable.core.errors import ConfigError
 
@@ -82,7 +82,14 @@ def _nothing(point: str, round: int = 0, phase: str = "") -> None:
     """No fault is armed."""
 
 
-def _armed() -> Callable[[str, int, str], None]:
+class Reach(Protocol):
+    """What is called at each place."""
+
+    def __call__(self, point: str, round: int = 0, phase: str = "") -> None:
+        """The process is there."""
+
+
+def _armed() -> Reach:
     text = os.environ.get(VARIABLE)
     return Fault(text).reach if text else _nothing
 

@@ -18,7 +18,7 @@ from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common
 from roundtable.proto.receipts import receipt_values
 from roundtable.server import transfer, wire
 from roundtable.server.access import Context, Refusal, caller
-from roundtable.server.artifacts import DIGEST
+from roundtable.server.artifacts import DIGEST, DamagedArtifact
 from roundtable.server.effects import Services
 from roundtable.server.guard import RateLimit
 from roundtable.server.jobs import Jobs
@@ -82,9 +82,13 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"no instruction in force for {client} names the artifact {request.digest[:12]!r}",
             )
-        path = await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._services.artifacts.path, request.digest
-        )
+        try:
+            path = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._services.artifacts.path, request.digest
+            )
+        except DamagedArtifact as error:
+            self._jobs.damaged(error)
+            raise
         await transfer.send(context, path, request.offset, self._threads)
 
     async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:

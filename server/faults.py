@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from roundtable.engine import messages as m
@@ -70,26 +70,35 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
 
 def fault_of(note: m.Note) -> Fault | None:
     """The fault that an event of a job tells of; None for events that are none."""
-    where = {"site": note.client, "round": note.round, "attempt": note.attempt}
+    found = _fault_of(note)
+    return found and replace(found, site=note.client, round=note.round, attempt=note.attempt)
+
+
+def _fault_of(note: m.Note) -> Fault | None:
     match note.kind:
         case "client_failed":
             kind = str(note.detail.get("kind", "node_failure"))
-            severity, advice, action = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
-            return Fault(kind, severity, advice, action, **where, phase=str(note.detail.get("phase", "")))
+            known = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
+            return Fault(kind, *known, phase=str(note.detail.get("phase", "")))
         case "client_offline":
-            return Fault("network_partition", *_OF_SILOS["network_partition"], **where)
+            return Fault("network_partition", *_OF_SILOS["network_partition"])
         case "update_excluded":
-            return Fault("invalid_update", *_OF_SILOS["invalid_update"], **where, phase=m.AGGREGATE)
+            return Fault("invalid_update", *_OF_SILOS["invalid_update"], phase=m.AGGREGATE)
         case "attempt_failed":
             advice = "the reasons of the silos are in the message; each has an event of its own"
             action = "gave the attempt up; a new cohort is drawn as often as cohort.retries says"
-            return Fault("quorum_missed", "error", advice, action, **where)
+            return Fault("quorum_missed", "error", advice, action)
         case "job_paused" if not note.message.startswith("paused by "):
             advice = "mend what the reason names, then `roundtable job resume`"
-            return Fault(
-                "quorum_missed", "critical", advice, "paused the job; nothing of it is lost", **where
-            )
+            return Fault(_why(note.message), "critical", advice, "paused the job; nothing of it is lost")
     return None
+
+
+def _why(reason: str) -> str:
+    """The kind of what paused a job."""
+    if "is damaged" in reason or "is missing from" in reason:
+        return "data_corruption"
+    return "storage" if "is full" in reason else "quorum_missed"
 
 
 def storage_fault(detail: str) -> Fault:

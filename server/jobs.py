@@ -22,6 +22,7 @@ from roundtable.engine import messages as m
 from roundtable.privacy import PrivacyConfig
 from roundtable.proto import common_pb2
 from roundtable.server import wire
+from roundtable.server.artifacts import DamagedArtifact
 from roundtable.server.combining import Combiner
 from roundtable.server.effects import Effects, Services
 from roundtable.server.ledger import Account, budgets_of, check_all, population_of, worst_charges
@@ -156,6 +157,12 @@ class Jobs:
     def may_read(self, client: str, digest: str) -> bool:
         """Whether an instruction in force names this artifact to this agent."""
         return any(runner.may_read(client, digest) for runner in self._runners.values())
+
+    def damaged(self, error: DamagedArtifact) -> None:
+        """An artifact is lost: jobs that need it wait for somebody to bring it back."""
+        for runner in self._runners.values():
+            if runner.needs(error.digest):
+                runner.post(m.Pause(str(error)))
 
     def _newest(self, row: JobRow) -> JobRow:
         runner = self._runners.get(row.id)

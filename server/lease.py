@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -54,8 +55,8 @@ class Lease:
             now = self._now(connection)
             free = sa.true() if self._database.embedded else table.expires < now
             change = sa.update(tables.lease).where(table.id == 1, free)
-            values = {"holder": self._holder, "address": self._address, "token": table.token + 1}
-            values["expires"] = now + self.seconds
+            values: dict[str, Any] = {"token": table.token + 1, "expires": now + self.seconds}
+            values |= {"holder": self._holder, "address": self._address}
             if connection.execute(change.values(values)).rowcount == 0:
                 return False
             self.token = int(connection.execute(sa.select(table.token)).scalar_one())

@@ -115,11 +115,15 @@ class JobRunner:
         attempt, given = self._engine.state.attempt, self._engine.state.at_work.get(client)
         if given is not None and given.model == digest:
             return True
-        if attempt is not None and client in attempt.awaited:
-            asked = attempt.aggregated.model if attempt.aggregated else self._engine.state.model
-            if digest == asked:
-                return True
+        if attempt is not None and client in attempt.awaited and self.needs(digest):
+            return True
         return self.effects.may_read(client, digest)
+
+    def needs(self, digest: str) -> bool:
+        """Whether it is the model that silos are asked to work with now."""
+        state = self._engine.state
+        attempt = state.attempt
+        return digest == (attempt.aggregated.model if attempt and attempt.aggregated else state.model)
 
     def view(self) -> EngineView:
         """Where the job stands; a database that is away shows as what the job waits for."""

@@ -29,7 +29,7 @@ class _Everything(grpc.GenericRpcHandler):  # type: ignore[type-arg]
                 f"{STANDBY}: the active coordinator is the one at {where}; this one takes over when it fails",
             )
 
-        return grpc.stream_stream_rpc_method_handler(refuse)  # type: ignore[arg-type]
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 @asynccontextmanager

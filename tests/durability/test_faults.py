@@ -37,7 +37,8 @@ PLACES = {
     "receipt_here": ("2/train",),
     "evaluated": ("2/evaluate",),
 }
-SECURE = {"masked": ("1/train",), "keys_kept": ("1/train",)}
+# Of secure aggregation: the attempt in which round 1 is then committed.
+SECURE = {"masked": 2, "keys_kept": 1}
 FAST = ("2/commit/transition_stored", "2/train/update_described")
 
 
@@ -93,6 +94,27 @@ def test_an_agent_is_killed(federation: Federation, undisturbed: Any, place: str
     assert federation.died(VICTIM) == -signal.SIGKILL
     federation.agent(VICTIM)
     check(federation, job, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", SECURE)
+def test_an_agent_is_killed_while_it_masks(federation: Federation, undisturbed: Any, point: str) -> None:
+    """Before its keys are kept the attempt is begun afresh with new ones; afterwards it goes on."""
+    if "hub" not in federation.processes:
+        federation.coordinator()
+    if VICTIM in federation.processes:
+        federation.kill(VICTIM)
+    federation.agent(VICTIM, f"1/train/{point}")
+    privacy = {"secure_aggregation": True, "clip_norm": 10.0}
+    wanted = federation.job(rounds=2, evaluation={"every": 0}, privacy=privacy)
+    job = federation.submit(wanted, f"secure {point}")
+    assert federation.died(VICTIM) == -signal.SIGKILL
+    federation.agent(VICTIM)
+    detail = federation.finish(job)
+    assert detail.job.status == "finished", detail.job.reason
+    records = [json.loads(record) for record in detail.history]
+    assert [record["attempt"] for record in records] == [SECURE[point], 1]
+    assert all(record["contributors"] == sorted(SILOS) for record in records)
 
 
 def check(federation: Federation, job: str, undisturbed: Any) -> None:

@@ -97,7 +97,12 @@ def federation(postgresql: PostgreSQL, tmp_path: Path) -> Iterator[Federation]:
 
 
 @pytest.mark.parametrize(
-    "place", ["2/train/transition_open:stop", "2/commit/transition_open:stop", "2/aggregate/aggregated:stop"]
+    "place",
+    [
+        "2/commit/transition_open:stop",
+        pytest.param("2/train/transition_open:stop", marks=pytest.mark.slow),
+        pytest.param("2/aggregate/aggregated:stop", marks=pytest.mark.slow),
+    ],
 )
 def test_the_leader_is_stopped_and_wakes_too_late(federation: Federation, place: str) -> None:
     """SIGSTOP in the middle of a transaction: the other takes over; on waking, nothing of it is committed."""
@@ -129,6 +134,7 @@ def test_the_leader_is_stopped_and_wakes_too_late(federation: Federation, place:
     ]
 
 
+@pytest.mark.slow
 def test_the_standby_takes_over_from_one_that_is_killed_and_back(federation: Federation) -> None:
     first, standby = federation.port, free_port()
     federation.coordinator("2/train/transition_stored")

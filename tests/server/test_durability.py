@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import grpc
 import pytest
 import sqlalchemy as sa
 import torch
@@ -79,6 +80,29 @@ async def test_a_model_that_is_damaged_for_good_pauses_the_job(
         events = await operator.watch_until(job.id, "paused")
         assert "is damaged" in (await operator.job(job.id)).job.reason
         assert not any(event.kind == "round_committed" for event in events)
+
+
+async def test_a_damaged_model_that_a_silo_asks_for_pauses_the_job_until_it_is_brought_back(
+    coordinator: Coordinator, operator: Operator, certificates: Path, tmp_path: Path
+) -> None:
+    async with ScriptedAgent(coordinator.port, certificates / "alder") as agent:
+        job = await operator.submit(ONE, rounds=1)
+        digest = (await agent.expect("instruction")).train.model.digest
+        place = artifact(tmp_path / "state" / "artifacts" / "objects", digest)
+        data = await asyncio.to_thread(place.read_bytes)
+        await asyncio.to_thread(place.write_bytes, b"x" * len(data))
+        with pytest.raises(grpc.aio.AioRpcError, match="is damaged"):
+            await agent.download(digest)
+        events = await operator.watch_until(job.id, "paused")
+        assert json.loads(events[-1].detail)["fault"]["kind"] == "data_corruption"
+        await agent.expect("withdraw")
+        await asyncio.to_thread(place.write_bytes, data)
+        await operator.stub.ResumeJob(operator_pb2.JobRequest(job=job.id))
+        again = await agent.expect("instruction")
+        assert (again.step.round, again.step.attempt) == (1, 2)
+        assert await agent.download(digest) == data
+        await agent.answer(again, torch.ones(4))
+        await operator.watch_until(job.id, "finished")
 
 
 def test_a_file_is_hashed_again_once_it_was_changed(tmp_path: Path) -> None:
