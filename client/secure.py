@@ -263,16 +263,18 @@ class SecureAttempts:
         """Names and keys of the peers, each vouched for by this silo's own authority and nobody else."""
         authority = load_credentials(self._config.credentials).ca
         found: dict[str, bytes] = {}
-        for name, key in self._verified(identities, authority):
+        for name, key in self._verified(identities, authority, self._config.policy.identities == "root"):
             if found.setdefault(name, key) != key:
                 raise WorkFailed("refused", f"the coordinator announces two identities for {name}")
         return found
 
     @staticmethod
-    def _verified(identities: Iterable[bytes], authority: bytes) -> Iterator[tuple[str, bytes]]:
+    def _verified(
+        identities: Iterable[bytes], authority: bytes, from_root: bool
+    ) -> Iterator[tuple[str, bytes]]:
         for certificate in identities:
             try:
-                yield verify_identity(certificate, authority)
+                yield verify_identity(certificate, authority, from_root=from_root)
             except IdentityError as error:
                 raise WorkFailed("refused", f"a peer cannot be trusted: {error}") from error
 

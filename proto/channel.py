@@ -39,6 +39,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_metadata_size", 16_384),
+    # Compressed messages are not taken: a small one could become a large one in memory.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 """For `grpc.aio.server`: a second server on the same port is an error, not a silent sharing of it."""
 

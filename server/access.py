@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from roundtable.core import errors
 from roundtable.server.audit import AuditLog
@@ -94,7 +94,8 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         name = details.method.removeprefix("/roundtable.v1.")
         guarded = self._guarded(getattr(handler, kind), name, permission)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(guarded, handler.request_deserializer, handler.response_serializer)  # type: ignore[no-any-return]
+        reader = _careful(handler.request_deserializer, name, streams=handler.request_streaming)
+        return make(guarded, reader, handler.response_serializer)  # type: ignore[no-any-return]
 
     def cut(self, name: str) -> int:
         """Ends every call of this party, now; returns how many there were."""
@@ -109,6 +110,8 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             who = NOBODY
             try:
                 who = await self._admit(context, name, permission)
+                if isinstance(request, _Malformed):
+                    raise _unreadable(name)
                 if permission.noted:
                     await self._note(who, name, request)
                 _principal.set(who)
@@ -210,6 +213,33 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             tasks.discard(task)
             if not tasks:
                 self._active.pop(name, None)
+
+
+class _Malformed:
+    """Stands for a message that cannot be read; gRPC itself would answer it with a traceback in the log."""
+
+
+def _careful(
+    reader: Callable[[bytes], Any] | None, name: str, *, streams: bool
+) -> Callable[[bytes], Any] | None:
+    """The same reader of messages, whose failures are refusals. In a stream they can be raised at once."""
+    if reader is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return reader(data)
+        except (DecodeError, ValueError) as error:
+            if streams:
+                raise _unreadable(name) from error
+            return _Malformed()
+
+    return read
+
+
+def _unreadable(name: str) -> Refusal:
+    said = f"a message to {name} cannot be read; is it of this version?"
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, said)
 
 
 def _bearer(context: Context) -> str:

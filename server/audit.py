@@ -26,6 +26,7 @@ log = logging.getLogger("roundtable.server.audit")
 SEAL_SECONDS = 60.0
 REFUSALS_A_MINUTE = 60
 PAGE = 500
+LAST = 2**31 - 1
 
 
 class AuditLog:
@@ -72,7 +73,7 @@ class AuditLog:
     async def lines(self, first: int) -> AsyncIterator[list[str]]:
         """The log from an entry on, in pages, signed up to its end."""
         await self.seal()
-        place = max(1, first)
+        place = min(max(1, first), LAST)
         while True:
             begin = place
             page, place = await self._database.read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     "--listen", metavar="HOST:PORT", help="Where agents and operators connect; port 0 takes a free one."
 )
 @click.option(
+    "--enrolment",
+    metavar="HOST:PORT",
+    help="Where invited silos and operators with tokens connect; default: none.",
+)
+@click.option(
     "--state", type=click.Path(path_type=Path), help="Folder of the embedded database and the artifacts."
 )
 @click.option("--database", metavar="URL", help="sqlite:///... or postgresql://...")
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
 def server(
     config: Path | None,
     listen: str | None,
+    enrolment: str | None,
     state: Path | None,
     database: str | None,
     credentials: Path | None,
@@ -40,7 +47,7 @@ def server(
     from roundtable.server.coordinator import run_server
 
     service_logs()
-    options = {"listen": listen, "state": _absolute(state), "database": database}
+    options = {"listen": listen, "enrolment": enrolment, "state": _absolute(state), "database": database}
     settings = load_server_config(config, {**options, "credentials": _absolute(credentials)})
     run_server(settings, _trusted(settings))
 
@@ -55,7 +62,11 @@ def _trusted(settings: ServerConfig) -> Trusted | None:
 
 
 def service_logs() -> None:
-    """A service tells what it does by default; --verbose adds the rest."""
+    """A service tells what it does by default; --verbose adds the rest.
+
+    It leaves no core file, because its keys would be in it.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ours = logging.getLogger("roundtable")
     ours.setLevel(min(ours.getEffectiveLevel(), logging.INFO))
 
