@@ -10,6 +10,7 @@ import torch
 
 from roundtable.client.batches import NoExamples
 from roundtable.core.errors import (
+    BudgetExceeded,
     ConfigError,
     EncodingError,
     InvalidUpdate,
@@ -52,6 +53,11 @@ def diagnose(error: Exception) -> Diagnosis:
     """
     trace = "".join(traceback.format_exception(error))
     kind = _kind_of(error)
+    if isinstance(error, BudgetExceeded):
+        # The figures follow from how many examples there are.
+        return Diagnosis(
+            kind, "the silo's privacy budget holds no further round (its log has the figures)", trace
+        )
     if isinstance(error, RoundtableError):
         return Diagnosis(kind, _FOLDERS.sub("", str(error)), trace)
     advice = {

@@ -85,9 +85,14 @@ def step_charge(config: PrivacyConfig, examples: int, total_steps: int | None = 
     if config.batch_size is None:
         raise PrivacyError("privacy.batch_size is missing: the expected number of examples in a step")
     if not 0 < config.batch_size <= examples:
-        raise PrivacyError(f"privacy.batch_size is {config.batch_size}, the data has {examples} examples")
+        raise PrivacyError(f"privacy.batch_size is {config.batch_size}, and the data has fewer examples")
     assert config.delta is not None
-    check_delta(config.delta, examples)
+    check_delta(config.delta, None)
+    if config.delta * examples >= 1.0:
+        raise PrivacyError(
+            f"privacy.delta is {config.delta:g}, not below 1 over the number of the examples (which is "
+            "private): publishing one of them in the clear would satisfy it; lower it"
+        )
     parts = (("gradient", config.noise_multiplier or 1.0),)
     charge = Charge("gaussian", "example", "poisson", parts, rate=config.batch_size / examples)
     if config.noise_multiplier is not None:

@@ -187,3 +187,42 @@ async def test_an_operator_cannot_fetch_what_a_single_silo_sent(
         assert refusal.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert "do not leave the coordinator" in str(refusal.value.details())
         assert await operator.fetch(instruction.train.model.digest)
+
+
+async def test_noise_is_never_drawn_twice_and_epsilon_never_falls(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    """The same job, seed and updates give other noise; a restart in the middle forgets no spending."""
+    config = settings()
+    table = TABLE + "noise_multiplier = 5.0"
+    models, told = [], []
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as agent,
+    ):
+        work = asyncio.create_task(agent.take_part(torch.ones(4)))
+        for request in ("r1", "r2"):
+            job = await operator.submit(table, rounds=1, request=request)
+            await operator.watch_until(job.id, "finished")
+            models.append((await operator.job(job.id)).job.model.digest)
+        job = await operator.submit(table, rounds=40, request="r3")
+        await operator.watch_for(job.id, "round_committed")
+        work.cancel()
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as agent,
+    ):
+        work = asyncio.create_task(agent.take_part(torch.ones(4)))
+        await operator.watch_until(job.id, "finished")
+        work.cancel()
+        detail = await operator.job(job.id)
+        told = [json.loads(record)["charge"]["epsilon"] for record in detail.history]
+        reply = await operator.stub.ShowPrivacy(operator_pb2.PrivacyRequest())
+    assert models[0] != models[1]
+    assert len(told) == 40
+    assert told == sorted(told)
+    assert len(set(told)) == 40
+    assert reply.accounts[0].epsilon == told[-1]
+    assert reply.accounts[0].releases >= 42

@@ -1,0 +1,91 @@
+"""Whatever would pass by the noise of a private job, or break what it assumes, is refused before round 1."""
+
+from __future__ import annotations
+
+import pytest
+
+from roundtable.core import parse_job
+from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.engine import make_plan
+
+SOUND = {
+    "aggregation": 'weighting = "uniform"',
+    "evaluation": "every = 0",
+    "cohort": "size = 5",
+    "privacy": 'level = "{level}"\nclip_norm = 1.0\ndelta = 1e-3\nnoise_multiplier = 2.0\n{more}',
+}
+LEVELS = ("client", "client_local", "dp_ftrl", "example")
+
+
+def plan(level: str, more: str = "", **tables: str) -> None:
+    text = {**SOUND, **tables}
+    text["privacy"] = text["privacy"].format(level=level, more=more)
+    job = parse_job('task = "t"\n' + "".join(f"[{name}]\n{body}\n" for name, body in text.items()))
+    make_plan(job, 50)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_sound_job_is_accepted(level: str) -> None:
+    plan(level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        ({"aggregation": 'weighting = "examples"'}, "could claim any weight"),
+        ({"cohort": 'size = 5\nstrategy = "data_size"'}, "how many examples a silo has is private"),
+        ({"evaluation": "every = 1"}, "metrics of silos are exact and would pass by the noise"),
+        ({"stop": 'metric = "loss"\npatience = 2'}, "metrics of silos are exact and would pass by the noise"),
+    ],
+)
+def test_what_leaks_past_the_noise(level: str, tables: dict[str, str], complaint: str) -> None:
+    with pytest.raises(PrivacyError, match=complaint):
+        plan(level, **tables)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_metrics_on_public_data_are_a_statement_of_the_job(level: str) -> None:
+    plan(level, "public_evaluation = true", evaluation="every = 1")
+
+
+@pytest.mark.parametrize("level", ["client", "client_local", "dp_ftrl"])
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        (
+            {"aggregation": 'weighting = "uniform"\nrule = "trimmed_mean"\nparameters = {f = 1}'},
+            "calibrated to the bounded mean",
+        ),
+        ({"aggregation": 'weighting = "uniform"\npre = [{name = "nnm", f = 1}]'}, "another sensitivity"),
+        ({"cohort": "size = 5\nover_selection = 1.5"}, "who answers first is not chance"),
+    ],
+)
+def test_what_changes_the_sensitivity_or_the_sampling(
+    level: str, tables: dict[str, str], complaint: str
+) -> None:
+    with pytest.raises(PrivacyError, match=complaint):
+        plan(level, **tables)
+
+
+def test_correlated_noise_refuses_sampling_by_chance_of_size() -> None:
+    with pytest.raises(PrivacyError, match="cohorts of a fixed size"):
+        plan("dp_ftrl", cohort='strategy = "poisson"\nprobability = 0.1')
+
+
+def test_record_level_takes_no_second_clipping() -> None:
+    with pytest.raises(PrivacyError, match="bounds the gradient of every example already"):
+        plan("example", algorithm="max_gradient_norm = 1.0")
+
+
+@pytest.mark.parametrize("strategy", ["reliability", "diversity", "round_robin"])
+def test_a_strategy_that_is_not_chance_amplifies_nothing(strategy: str) -> None:
+    job = {**SOUND, "cohort": f'size = 5\nstrategy = "{strategy}"'}
+    job["privacy"] = job["privacy"].format(level="client", more="")
+    text = 'task = "t"\n' + "".join(f"[{name}]\n{body}\n" for name, body in job.items())
+    try:
+        central = make_plan(parse_job(text), 50).central
+    except ConfigError as error:
+        pytest.skip(f"{strategy}: {error}")
+    assert central is not None
+    assert central.charge.sampling == "none"
