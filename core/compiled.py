@@ -7,6 +7,7 @@ compiler and for ROUNDTABLE_KERNELS=off.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -48,15 +49,22 @@ def _compiled(compiler: str, source: Path, headers: Sequence[Path], level: str) 
     folder = _cache_folder()
     target = folder / f"kernels-{name}.so"
     if not target.is_file():
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        try:
-            command = [compiler, *flags, "-o", temporary, str(source)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            os.replace(temporary, target)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with (folder / f"kernels-{name}.lock").open("w") as lock:
+            # Processes that start together wait for one of them, instead of compiling the same beside it.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                _compile([compiler, *flags], source, target)
     return target
+
+
+def _compile(command: Sequence[str], source: Path, target: Path) -> None:
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    try:
+        subprocess.run([*command, "-o", temporary, str(source)], check=True, capture_output=True, timeout=120)
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _cache_folder() -> Path:

@@ -185,7 +185,9 @@ class Processes:
         """
         own = order.queues[number]
         queue = own or max(order.queues, key=len)
-        most = min(most, len(own) or -(-len(queue) // 2))
+        # Towards the end in small bites, so that all are done at the same time.
+        left = sum(map(len, order.queues))
+        most = min(most, len(own) or -(-len(queue) // 2), max(1, left // (2 * len(order.queues))))
         taken: list[int] = []
         while len(taken) < most:
             place = self._next(queue, not own, here=number == 0, order=order)

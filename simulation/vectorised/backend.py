@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -25,6 +26,7 @@ from roundtable.core.task import ArrayTask, Task, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.clients import Clients
 from roundtable.simulation.sequential import Sequential, answer_of
+from roundtable.simulation.vectorised.library import load
 from roundtable.simulation.vectorised.program import Update
 from roundtable.simulation.vectorised.recording import Unrecordable
 from roundtable.simulation.vectorised.steps import Steps
@@ -64,6 +66,9 @@ class Vectorised:
         self.fallback = Sequential(world, self.clients, str(self.device))
         self.refused = why_not(world)
         self._steps: Steps | None = None
+        if self.refused is None and self.device.type == "cpu":
+            # On a machine's first run the kernels are compiled while clients' data is loaded.
+            threading.Thread(target=load, name="kernels", daemon=True).start()
 
     @property
     def description(self) -> str:

@@ -87,7 +87,7 @@ static void dot_product(int64_t m, int64_t n, int64_t depth, const float* a, int
                          c + i * c_row + j, c_row, (int)(n - j < 4 ? n - j : 4), finish.at(i, j));
 }
 
-// c [R, C vectors] from a [R, K] of any strides and rows of b [K, C vectors]; the last vector may be a part.
+// c [R, C vectors] from a [R, K] of any strides and rows of b [K, C vectors]; a single vector may be a part of one.
 template <int R, int C>
 static inline void sweep_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b,
                               int64_t b_row, float* c, int64_t c_row, int part, const Finish& finish) {
@@ -96,7 +96,7 @@ static inline void sweep_tile(int64_t depth, const float* a, int64_t a_row, int6
     Vector right[C];
 #pragma GCC unroll 4
     for (int j = 0; j < C; j++)
-      right[j] = part < WIDTH ? load_part(b + k * b_row, part) : load(b + k * b_row + j * WIDTH);
+      right[j] = C == 1 ? load_part(b + k * b_row, part) : load(b + k * b_row + j * WIDTH);
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++) {
       Vector left = splat(a[i * a_row + k * a_column]);
@@ -112,7 +112,7 @@ static inline void sweep_tile(int64_t depth, const float* a, int64_t a_row, int6
       const float *q = finish.q ? finish.q + i * finish.q_row + j * WIDTH : nullptr;
       Vector found = sums[i][j] * finish.alpha;
       float* to = c + i * c_row + j * WIDTH;
-      if (part < WIDTH) {
+      if (C == 1) {
         if (p) found += finish.beta * load_part(p, part);
         if (q) found += finish.gamma * load_part(q, part);
         store_part(to, found, part);

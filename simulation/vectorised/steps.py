@@ -67,12 +67,15 @@ class Steps:
 
     def take(self, batch: Any, update: Update, rate: float) -> Tensor:
         """One step on a batch; returns its loss, not waited for. Unrecordable comes before any change."""
-        tensors = batch if type(batch) is tuple else tree_flatten(batch)[0]
+        tensors = batch if _plain(batch) else tree_flatten(batch)[0]
         program = self._programs.get(_key(tensors, update)) or self.prepare(batch, update)
         return program.run(rate, *tensors)
 
     def prepare(self, batch: Any, update: Update) -> StepProgram:
         """The program for batches of this shape; nothing is trained."""
+        known = self._programs.get(_key(batch, update)) if _plain(batch) else None
+        if known is not None:
+            return known
         leaves, spec = tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len(tensors) != len(leaves):
@@ -134,6 +137,11 @@ class Steps:
             raise Unrecordable(
                 f"its first step differs from autograd's by {error:.3g} in weights that moved {scale:.3g}"
             )
+
+
+def _plain(batch: Any) -> bool:
+    """Whether a batch is a tuple of tensors, as most are; asking torch to flatten it takes longer."""
+    return type(batch) is tuple and all(type(part) is Tensor for part in batch)
 
 
 def _key(tensors: Sequence[Tensor], update: Update) -> tuple[Any, ...]:
