@@ -58,6 +58,8 @@ def test_renaming_the_silos_changes_nothing(
     values, f = drawn
     f = min(f, largest_f(rule, len(values)))
     order = data.draw(st.permutations(range(len(values))))
+    if rule == "geometric_median" and values.shape[1] == 1:
+        return  # Of an even number of values everything between the two middle ones is a median.
     if (rule == "fltrust" and not (values.sum(dim=1) > 0).any()) or (
         rule == "foolsgold" and values.shape[1] < 4
     ):
@@ -92,7 +94,8 @@ def test_moving_all_updates_moves_the_result(
     rule: str, pre: Pre, drawn: tuple[torch.Tensor, int], shift: float
 ) -> None:
     values, f = drawn
-    if pre and rule in ("monna", "bulyan"):
+    # Mixed rows are few different ones, and lie at equal distances from a median between two of them.
+    if pre and rule in ("monna", "bulyan", "mean_around_median"):
         pre = ()
     if rule == "geometric_median" and values.shape[1] == 1:
         return
