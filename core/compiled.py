@@ -49,11 +49,14 @@ def _compiled(compiler: str, source: Path, headers: Sequence[Path], level: str) 
     folder = _cache_folder()
     target = folder / f"kernels-{name}.so"
     if not target.is_file():
-        with (folder / f"kernels-{name}.lock").open("w") as lock:
+        lock = os.open(folder, os.O_RDONLY)
+        try:
             # Processes that start together wait for one of them, instead of compiling the same beside it.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_file():
                 _compile([compiler, *flags], source, target)
+        finally:
+            os.close(lock)
     return target
 
 
