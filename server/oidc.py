@@ -75,7 +75,7 @@ class Provider:
                 leeway=LEEWAY_SECONDS,
                 options={"require": ["exp", "iat", "iss", "aud", config.name_claim]},
             )
-        except (jwt.PyJWTError, OSError, ValueError) as error:
+        except (jwt.PyJWTError, OSError, KeyError, TypeError, ValueError) as error:
             raise WrongSecret(
                 "the identity provider's token is not accepted: it has expired, is for somebody else, or its "
                 "key is not known; sign in again"
