@@ -70,6 +70,7 @@ def make_private(
     total = _total(dataset_size, group)
     check_model(model)
     charge = step_charge(config, total, total_steps)
+    assert config.batch_size is not None
     size = min(physical_batch, max(2, round(config.batch_size)), dataset_size)
     sums = choose(model, loss_fn, fetch, dataset_size, size, config.clip_norm, mode)
     return PrivateTraining(
