@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.spool import Finished
+from roundtable.client.steps import StepKey
 from roundtable.core.faults import reach
 from roundtable.proto import CHUNK_BYTES, agent_pb2, agent_pb2_grpc
 from roundtable.proto.pieces import Piece
 
 Sent = Callable[[int, int], None]
+_log = logging.getLogger("roundtable.agent")
+_Receipt = agent_pb2.UploadReceipt
 
 
 async def upload(
@@ -44,3 +48,13 @@ async def _parts(
             offset += len(data)
             sent(offset, update.size)
             reach("upload_part", update.step.round, update.step.phase)
+
+
+def tell(step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
+    """What became of an update, in the silo's log."""
+    if receipt.status in (_Receipt.ACCEPTED, _Receipt.DUPLICATE):
+        _log.info("%s: delivered", step)
+    elif receipt.status == _Receipt.STALE:
+        _log.info("%s: came too late and is dropped (%s)", step, receipt.reason or "the step is over")
+    else:
+        _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason)

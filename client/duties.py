@@ -18,7 +18,7 @@ from typing import Any
 
 from roundtable.client.config import AgentConfig
 from roundtable.client.connection import Backoff, Link, calling
-from roundtable.client.delivery import upload
+from roundtable.client.delivery import tell, upload
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.files import explained
 from roundtable.client.gatekeeper import Gatekeeper
@@ -44,7 +44,6 @@ _ANSWERS_KEPT = 256
 _DAMAGED_MODELS = 3
 _PROGRESS_SECONDS = 0.5
 _SYNC_AFTER_SECONDS = 2.0
-_Receipt = agent_pb2.UploadReceipt
 
 
 class Duties:
@@ -299,7 +298,7 @@ class Duties:
                 await asyncio.wait([keeping])
         if receipt is not None:
             self.gate.received(finished, receipt)
-            _tell(finished.step, receipt)
+            tell(finished.step, receipt)
         self._spool.remove(finished.step)
 
     async def _keep(self, finished: Finished) -> None:
@@ -371,18 +370,10 @@ class Duties:
             self._told.pop(step, None)
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.critical("%s: the agent itself failed", step, exc_info=error)
+                # The round need not wait for its deadline.
+                self._fail(step, WorkFailed("node_failure", "the agent itself failed; its log says why"))
 
         task.add_done_callback(done)
-
-
-def _tell(step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
-    """What became of an update, in the silo's log."""
-    if receipt.status in (_Receipt.ACCEPTED, _Receipt.DUPLICATE):
-        _log.info("%s: delivered", step)
-    elif receipt.status == _Receipt.STALE:
-        _log.info("%s: came too late and is dropped (%s)", step, receipt.reason or "the step is over")
-    else:
-        _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason)
 
 
 def _job_of(instruction: agent_pb2.Instruction) -> JobConfig:

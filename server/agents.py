@@ -64,7 +64,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
             await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=problem)))
             return
-        await self._services.database.write(lambda connection: remember(connection, client))
+        await self._services.together.write(lambda connection: remember(connection, client))
         await context.write(agent_pb2.ToAgent(welcome=self._welcome()))
         session = self._services.sessions.open(client)
         listening = asyncio.get_running_loop().create_task(self._listen(session, requests))

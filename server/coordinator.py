@@ -38,6 +38,7 @@ from roundtable.server.sessions import Sessions
 from roundtable.server.store import ClientRow, Database
 from roundtable.server.store.artifacts import Keep
 from roundtable.server.store.clients import seen
+from roundtable.server.store.grouped import GroupedWrites
 from roundtable.server.uploads import Uploads
 
 log = logging.getLogger("roundtable.server")
@@ -109,6 +110,7 @@ class Coordinator:
         config = self.config
         artifacts = LocalArtifacts(Path(config.artifacts), self._database.identity)
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
+        self._together = GroupedWrites(self._database)
         keep, copies = Keep(config.keep_models, config.keep_every), Copies(config.copies, artifacts)
         services = Services(
             database=self._database,
@@ -119,6 +121,7 @@ class Coordinator:
             writer=secrets.token_hex(8),
             retention=Retention(self._database, artifacts, keep, copies),
             alerts=Alerts(config.alerts),
+            together=self._together,
             tracking=Path(config.state) / "tracking",
             trusted=self.trusted,
         )
@@ -185,7 +188,7 @@ class Coordinator:
     async def _note_seen(self, name: str) -> None:
         now = self.clock()
         try:
-            await self._database.write(lambda connection: seen(connection, name, now))
+            await self._together.write(lambda connection: seen(connection, name, now))
         except StorageError as error:
             log.warning("%s was last seen now, which could not be stored: %s", name, error)
 

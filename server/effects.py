@@ -33,6 +33,7 @@ from roundtable.server.secure import SecureRounds
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ArtifactRow, Database, LedgerRow, UpdateRow
 from roundtable.server.store.database import LeaseLost
+from roundtable.server.store.grouped import GroupedWrites
 from roundtable.server.tracking import JobTracking
 
 log = logging.getLogger("roundtable.server.effects")
@@ -55,6 +56,7 @@ class Services:
     writer: str
     retention: Retention
     alerts: Alerts
+    together: GroupedWrites
     tracking: Path
     trusted: Trusted | None = None
 

@@ -334,3 +334,18 @@ async def test_nobody_at_the_address_is_said_and_waited_for(silo, log) -> None:
     await silo.coordinator.until(lambda: silo.coordinator.hellos)
     agent.stop()
     await running
+
+
+async def test_a_mistake_of_the_agents_own_is_reported_at_once(silo, log, monkeypatch) -> None:
+    trainer = silo.inline()
+
+    async def broken(work: Any, progress: Any) -> Any:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(trainer, "train", broken)
+    async with silo.agent(trainer):
+        silo.coordinator.say(instruction=silo.instruction())
+        failure = await silo.coordinator.hear("failure")
+    assert failure.kind == "node_failure"
+    assert "its log says why" in failure.detail
+    assert "nobody" not in failure.detail

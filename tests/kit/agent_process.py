@@ -6,7 +6,10 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 from roundtable.client.agent import Agent
 from roundtable.client.config import AgentConfig
@@ -21,15 +24,21 @@ class InlineTrainer:
 
     def __init__(self, config: AgentConfig, name: str) -> None:
         jobs = str(config.state / "jobs")
+        # A step that was withdrawn goes on in its thread; the next one waits for it.
+        self._turn = Lock()
         self._workshop = Workshop(Settings(name, str(config.folder), jobs, "cpu", 1, {}))
 
     async def start(self) -> None: ...
 
     async def train(self, work: Work, progress: Progress) -> Trained:
-        return await asyncio.to_thread(self._workshop.train, order_of_work(work), _silent)
+        return await asyncio.to_thread(self._in_turn, self._workshop.train, work)
 
     async def evaluate(self, work: Work, progress: Progress) -> Metrics:
-        return await asyncio.to_thread(self._workshop.evaluate, order_of_work(work), _silent)
+        return await asyncio.to_thread(self._in_turn, self._workshop.evaluate, work)
+
+    def _in_turn(self, do: Callable[..., Any], work: Work) -> Any:
+        with self._turn:
+            return do(order_of_work(work), _silent)
 
     def release(self, job: str) -> None: ...
 

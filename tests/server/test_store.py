@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
@@ -29,6 +30,7 @@ from roundtable.server.store import (
 from roundtable.server.store import jobs as store
 from roundtable.server.store.artifacts import Keep, forget_unused, old_models, spent_updates
 from roundtable.server.store.clients import all_clients, remember
+from roundtable.server.store.grouped import GroupedWrites
 from roundtable.server.store.ledger import entries, reserve
 
 
@@ -288,3 +290,23 @@ async def test_a_locked_database_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     await with_job(opened)
     other.close()
     opened.close()
+
+
+async def test_small_writes_share_a_transaction_and_its_failure(opened: Database) -> None:
+    together = GroupedWrites(opened)
+    turns: list[int] = []
+
+    def note(number: int) -> Callable[[sa.Connection], None]:
+        def work(connection: sa.Connection) -> None:
+            turns.append(number)
+            if number == 7:
+                raise sa.exc.OperationalError("INSERT", None, Exception("no luck"))
+
+        return work
+
+    await asyncio.gather(*(together.write(note(number)) for number in range(5)))
+    assert turns == list(range(5))
+    results = await asyncio.gather(*(together.write(note(n)) for n in (6, 7, 8)), return_exceptions=True)
+    assert [isinstance(result, StorageError) for result in results] == [True, True, True]
+    await together.write(note(9))
+    assert turns == [0, 1, 2, 3, 4, 6, 7, 9]
