@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from roundtable.cli.cluster import plan, verify_cluster
 from roundtable.cli.server import service_logs
 from roundtable.cli.silo import approve, enroll, explain, hash_task, jobs
 from roundtable.cli.trust import revoke
@@ -35,5 +36,5 @@ def client(context: click.Context, config: Path) -> int | None:
     return run_agent(load_agent_config(config))
 
 
-for command in (approve, enroll, explain, hash_task, jobs, revoke):
+for command in (approve, enroll, explain, hash_task, jobs, plan, revoke, verify_cluster):
     client.add_command(command)

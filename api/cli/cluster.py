@@ -46,3 +46,29 @@ def plan(
     click.echo("\nwhy")
     for reason in found.reasons:
         click.echo(f"  {reason}")
+
+
+@click.command("verify-cluster")
+@click.option(
+    "--world", type=click.IntRange(2), help="Ranks here; default: this machine's GPUs, or 2 on a CPU."
+)
+@json_option
+def verify_cluster(world: int | None, as_json: bool) -> int:
+    """Check this machine's devices: all-reduce bandwidth, and every strategy against one process.
+
+    For several nodes start `torchrun ... -m roundtable.client.cluster.verify cuda` on each of them.
+    """
+    from roundtable.client.cluster.verify import TOLERANCE
+    from roundtable.client.cluster.verifying import verify_here
+
+    found = verify_here(world)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        click.echo(f"{found['world']} ranks, {found['backend']}, torch {found['torch']}")
+        for row in found["all_reduce"]:
+            click.echo(f"  all-reduce {row['bytes']:>12,} B   {row['bus'] / 1e9:8.3f} GB/s")
+        for row in found["checks"]:
+            verdict = "equal" if row["difference"] <= TOLERANCE else "DIFFERENT"
+            click.echo(f"  {verdict:<10} {row['difference']:.1e}   {row['strategy']}")
+    return int(any(row["difference"] > TOLERANCE for row in found["checks"]))

@@ -19,23 +19,26 @@ from roundtable.core.seeds import torch_generator
 class Share:
     """One step's micro-batches of a rank: `sizes` in examples, 0 for one that only keeps others company.
 
-    `total` counts the examples of the whole step over all ranks.
+    `total` counts the examples of the whole step over all ranks, `together` those of the ranks that share
+    their gradients with this one.
     """
 
     batches: list[Any]
     sizes: list[int]
     total: int
+    together: int
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which part of each batch is this rank's, and how it is cut."""
+    """Which part of each batch is this rank's, and how it is cut; `apart` replicas do not share gradients."""
 
     rank: int
     ranks: int
     micro_batch: int
     pipeline: int = 1
     interleaved: bool = False
+    apart: int = 1
 
 
 class SharedBatches:
@@ -97,10 +100,14 @@ class SharedBatches:
 
     def _share(self, rows: Tensor) -> Share:
         sharing = self._sharing
-        own = rows.tensor_split(sharing.ranks)[sharing.rank]
+        parts = rows.tensor_split(sharing.ranks)
+        own, near = parts[sharing.rank], sharing.ranks // sharing.apart
+        first = sharing.rank // near * near
+        together = max(1, sum(len(part) for part in parts[first : first + near]))
         most = -(-len(rows) // sharing.ranks)
         cut = _equal(own, rows, sharing) if sharing.pipeline > 1 else _ragged(own, rows, sharing, most)
-        return Share([gather(self._dataset, part) for part, _ in cut], [size for _, size in cut], len(rows))
+        batches = [gather(self._dataset, part) for part, _ in cut]
+        return Share(batches, [size for _, size in cut], len(rows), together)
 
 
 def _ragged(own: Tensor, rows: Tensor, sharing: Sharing, most: int) -> list[tuple[Tensor, int]]:

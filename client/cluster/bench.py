@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from roundtable.client.batches import ordered_batches
 from roundtable.client.borrowing import isolated_randomness
+from roundtable.client.cluster.apart import OuterOptimizer
 from roundtable.client.cluster.batches import Share, SharedBatches, Sharing
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.optimizing import (
@@ -92,6 +93,7 @@ class Bench:
             self.strategy.micro_batch,
             mesh.pp,
             self.strategy.schedule == "interleaved",
+            mesh.dp if self.strategy.local_steps else 1,
         )
         return SharedBatches(
             data,
@@ -116,6 +118,7 @@ class Bench:
         """
         rate = self.begin(round)
         correction = make_correction(self.job, self.replica.parameters())
+        outer = self._outer()
         self.replica.train()
         for share in batches:
             with self._randomness(round, batches.position):
@@ -126,12 +129,24 @@ class Bench:
                     f"the training loss is {loss} at step {batches.position} of round {round}; lower "
                     "[algorithm] learning_rate, set max_gradient_norm, or look for bad values in the data",
                 )
+            if outer and (
+                batches.position % self.strategy.local_steps == 0 or batches.position == batches.steps
+            ):
+                outer.meet()
             done.seen += share.total
             done.loss_sum += loss * share.total
             watch(StepReport(batches.position, batches.steps, share.total, loss, norm, rate))
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         self._average_buffers()
+
+    def _outer(self) -> OuterOptimizer | None:
+        strategy = self.strategy
+        if not strategy.local_steps:
+            return None
+        group = self.meshes.one("dp").get_group()
+        parameters = self.replica.parameters()
+        return OuterOptimizer(parameters, group, strategy.outer_learning_rate, strategy.outer_momentum)
 
     def evaluate(self, data: Any, batch_size: int) -> Metrics:
         """Named (sum, count) over the test data, "loss" among them; the same on every rank."""
@@ -170,7 +185,9 @@ class Bench:
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         # Ranks average their gradients, so each weighs its examples by how many ranks there are.
-        weights = [size * self.strategy.mesh.data / share.total for size in share.sizes]
+        mesh = self.strategy.mesh
+        near = mesh.fsdp if self.strategy.local_steps else mesh.data
+        weights = [size * near / share.together for size in share.sizes]
         moved = [_moved(batch, self.device) for batch in share.batches]
         losses = self.replica.backward(moved, weights)
         parameters, limit = self.replica.parameters(), self.job.algorithm.max_gradient_norm

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from roundtable.client.cluster.optimizing import fill_state
 from roundtable.client.cluster.replica import Replica
@@ -55,9 +57,9 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         dist.barrier(self._group)
-        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         state = dict(_state(replica, optimizer))
-        response = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+        response = async_save(state, storage_writer=writer, process_group=self._group)
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
             staging.result()
@@ -102,8 +104,8 @@ class Checkpoints:
         """Puts a checkpoint's tensors into this rank's parts; without `weights` only the optimizer's."""
         fill_state(optimizer)
         state = {k: v for k, v in _state(replica, optimizer) if weights or k.startswith("optimizer/")}
-        reader = dcp.HuggingFaceStorageReader(str(path))
-        dcp.load(state, storage_reader=reader, process_group=self._group)
+        reader = HuggingFaceStorageReader(str(path))
+        load(state, storage_reader=reader, process_group=self._group)
 
     def _whole(self) -> Iterator[tuple[Path, Position]]:
         """Checkpoints whose files are what their description says, newest first, from any place."""

@@ -120,7 +120,7 @@ class GroupWorkshop:
         site = Site(group.settings.client, options=options)
         self._data = split_data(task, site)
         strategy, split = self._plan(task, job)
-        meshes = Meshes(strategy.mesh, group.device.type)
+        meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
         return Bench(task, job, start.layout, strategy, meshes, group.device, group.settings.client, split)
 
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
@@ -211,7 +211,7 @@ class OwnTensors(Mapping[str, Tensor]):
     """The tensors of a safetensors file, each read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        self._file = safetensors.safe_open(str(path), "pt")
+        self._file: Any = safetensors.safe_open(str(path), "pt")
         self._names = set(self._file.keys())
 
     def __getitem__(self, name: str) -> Tensor:

@@ -78,10 +78,10 @@ def gradient_norm(parameters: Sequence[nn.Parameter], meshes: Meshes, device: to
     """L2 norm of the whole gradient: each part is counted by its owner, and the sums are reduced."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
-        if parameter.grad is not None and meshes.owns(parameter):
+        if parameter.grad is not None and meshes.owns(parameter, within=meshes.apart):
             part = local_of(parameter.grad)
             total += part.double().square().sum().to(device)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=meshes.inner() if meshes.apart else None)
     return total.sqrt()
 
 

@@ -1,7 +1,7 @@
 """What the agent and the ranks say to each other: JSON lines over a UNIX socket, and files that ranks leave.
 
-The agent listens; rank 0 calls, again after every restart of the group, and gets the order that is still open.
-A rank that fails leaves a report in a file, since its connection may be gone and only rank 0 has one.
+The agent listens; rank 0 calls, again after every restart of the group, and gets the order that is still
+open. A rank that fails leaves a report in a file, since only rank 0 has a connection, and it may be gone.
 """
 
 from __future__ import annotations

@@ -137,15 +137,16 @@ class Pipeline:
 
     def outputs(self, task: Task, batches: Sequence[Any]) -> list[Any] | None:
         """The model's outputs without gradients, on the last stage."""
-        found: list[Any] = [None] * len(batches)
+        fillers = [batches[-1]] * (self.padded(len(batches)) - len(batches))
+        found: list[Any] = [None] * (len(batches) + len(fillers))
 
         def note(output: Any, index: int) -> Tensor:
             found[index] = tree_map_only(Tensor, Tensor.detach, output)
             return torch.zeros((), device=self._device)
 
         with torch.no_grad():
-            self._run(task, batches, note, [], backward=False)
-        return found if self.last else None
+            self._run(task, [*batches, *fillers], note, [], backward=False)
+        return found[: len(batches)] if self.last else None
 
     def padded(self, count: int) -> int:
         """How many micro-batches the schedule wants where there are `count`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from roundtable.client.cluster.memory import Estimate, Survey, estimate
 from roundtable.client.cluster.resources import ClusterTable, Resources, format_bytes
-from roundtable.client.cluster.strategy import DataParallel, Mesh, Strategy
+from roundtable.client.cluster.strategy import Checkpointing, DataParallel, Mesh, Strategy
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError, ResourceError
 
@@ -71,9 +71,9 @@ def make_plan(survey: Survey, resources: Resources, job: JobConfig, table: Clust
     peak, strategy = min(tried.values(), key=lambda one: one[0])
     raise ResourceError(
         f"the model ({survey.anatomy.elements:,} parameters) fits in no plan on {resources}: the "
-        f"smallest, {strategy}, needs {format_bytes(peak)} on each device, {format_bytes(peak - allowed)} more than the "
-        f"{format_bytes(allowed)} that may be used ({HEADROOM:.0%} of the device's); more devices, a smaller "
-        "batch or shorter examples would help"
+        f"smallest, {strategy}, needs {format_bytes(peak)} on each device, {format_bytes(peak - allowed)} "
+        f"more than the {format_bytes(allowed)} that may be used ({HEADROOM:.0%} of the device's); more "
+        "devices, a smaller batch or shorter examples would help"
     )
 
 
@@ -103,9 +103,9 @@ def check_by_hand(resources: Resources, job: JobConfig, table: ClusterTable) -> 
         split = [key for key in ("tp", "pp", "fsdp", "ep") if (getattr(hand, key) or 1) > 1]
         if split:
             raise PrivacyError(
-                f"[cluster.strategy] {split[0]} = {getattr(hand, split[0])}: per-example clipping needs the norm "
-                "of each example's whole gradient before anything is summed, and a rank that holds part of "
-                "the model has only part of it; example-level privacy runs with dp alone"
+                f"[cluster.strategy] {split[0]} = {getattr(hand, split[0])}: per-example clipping needs the "
+                "norm of each example's whole gradient before anything is summed, and a rank that "
+                "holds part of the model has only part of it; example-level privacy runs with dp alone"
             )
 
 
@@ -197,7 +197,7 @@ def _variants(
     """Without and with checkpointing, from large micro-batches to single examples."""
     hand = table.strategy
     share = max(1, -(-job.algorithm.batch_size // mesh.data))
-    ways = [hand.checkpointing] if hand.checkpointing else ["none", "selective", "every"]
+    ways: list[Checkpointing] = [hand.checkpointing] if hand.checkpointing else ["none", "selective", "every"]
     sequence = mesh.tp > 1 and not survey.tensor_parallel.no_sequence
     shape = survey.trace.calls[-1].inputs if survey.trace.calls else ()
     if shape and shape[0] and len(shape[0]) > 1 and shape[0][1] % mesh.tp:

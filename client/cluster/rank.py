@@ -1,4 +1,4 @@
-"""One rank: `torchrun ... -m roundtable.client.cluster.rank FOLDER`, as the agent or a cluster's scheduler starts it.
+"""One rank: `torchrun ... -m roundtable.client.cluster.rank FOLDER`, by the agent or a scheduler.
 
 FOLDER is where the agent listens; it holds the settings that every rank reads.
 """
@@ -29,11 +29,12 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.worker import Stopped, die_with_parent
 from roundtable.client.workshop import Settings
 from roundtable.core.errors import ConfigError
+from roundtable.core.memory import tune_for_transfers
 
 SETTINGS = "settings.json"
 _IDLE = timedelta(days=30)
 _PEERS = re.compile(
-    r"[Cc]onnection (closed|reset|refused|was)|Timed out|timed out|[Gg]loo|NCCL|ProcessGroup|TCPStore|Broken pipe"
+    r"[Cc]onnection (closed|reset|refused|was)|[Tt]imed out|[Gg]loo|NCCL|ProcessGroup|TCPStore|Broken pipe"
 )
 
 
@@ -43,6 +44,8 @@ def main() -> None:
     faulthandler.enable()
     if os.environ.get("ROUNDTABLE_LAUNCHER"):
         die_with_parent(os.getppid())
+    # Layers come and go with every step: blocks of a layer's size must not split the heap.
+    tune_for_transfers()
     folder = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     try:
@@ -64,7 +67,8 @@ def _serve(folder: Path, rank: int) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=table.timeout))
     control = dist.new_group(backend="gloo", timeout=_IDLE)
     saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=table.timeout))
-    assert isinstance(control, dist.ProcessGroup) and isinstance(saving, dist.ProcessGroup)
+    assert isinstance(control, dist.ProcessGroup)
+    assert isinstance(saving, dist.ProcessGroup)
     _check_versions(control)
     resources = Resources(**values["resources"]).with_world(dist.get_world_size())
     workshop = GroupWorkshop(Group(settings, table, resources, folder, device, control, saving))

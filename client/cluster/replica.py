@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from roundtable.client.cluster.anatomy import Anatomy, dissect
 from roundtable.client.cluster.apply import apply_strategy, present_blocks, replicate
 from roundtable.client.cluster.empty import without_weights
+from roundtable.client.cluster.hooks import install
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.pipeline import Given, Pipeline, keep_only, partition
 from roundtable.client.cluster.shards import Places, named_tensors, read_shards
@@ -77,12 +78,8 @@ class Replica:
             and not self._ddp
         ):
             self._ddp = replicate(self.model, self.meshes, self.device)
+            install(self._ddp, self.strategy.reduction, self.meshes.one("dp").get_group())
             self.model = self._ddp
-
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        """The wrapper, for communication hooks."""
-        return self._ddp
 
     def train(self, mode: bool = True) -> None:
         """As nn.Module.train, on every part."""

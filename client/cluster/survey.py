@@ -90,7 +90,7 @@ def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:
     if len(anatomy.units) < 2:
         return "the model has no parts in a row to cut between"
     cuts = partition(anatomy, 2)
-    owners = [{unit for unit in units} for units in cuts]
+    owners = [set(units) for units in cuts]
     for first, second in anatomy.tied:
         one, two = anatomy.unit_of(first), anatomy.unit_of(second)
         if any((one in units) != (two in units) for units in owners):

@@ -123,7 +123,7 @@ class ClusterTrainer:
             raise
 
     async def _answer(self, reader: asyncio.StreamReader, number: int, progress: Progress) -> dict[str, Any]:
-        # A collective that hangs ends within the timeout; twice that without a word is a hang of another kind.
+        # A collective that hangs ends within the timeout; silence for twice that is a hang of another kind.
         patience = 2 * self._table.timeout + _STOP_SECONDS
         while True:
             try:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster_models import Language, Mixture
+from cluster_models import Language, Mixture, Wide
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from roundtable.client.cluster.anatomy import dissect
-from roundtable.client.cluster.bench import Bench, Progress
+from roundtable.client.cluster.bench import Bench, Progress, StepReport
+from roundtable.client.cluster.checkpoints import Checkpoints, Position
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.shards import plain_name, prepare_update, write_deltas
 from roundtable.client.cluster.strategy import Strategy
 from roundtable.client.cluster.tensor_parallel import find_tensor_parallel
 from roundtable.client.cluster.tracing import fake_model, trace
 from roundtable.client.training import train
-from roundtable.core import JobConfig, Layout
+from roundtable.core import JobConfig, Layout, open_model
+from roundtable.core.memory import tune_for_transfers
 from roundtable.core.task import Site, Task, initial_state
 
 
@@ -48,6 +51,10 @@ def adam(**model: Any) -> WithAdam:
 
 def experts() -> WithAdam:
     return adam(block=Mixture)
+
+
+def wide() -> Wide:
+    return Wide()
 
 
 def job_of(case: Case) -> JobConfig:
@@ -83,7 +90,7 @@ def bench_of(case: Case, meshes: Meshes) -> Bench:
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Differences from the single process: of the weights, of the update's file, of the loss."""
     expected, loss, start = reference(case)
-    meshes = Meshes(case.strategy.mesh, "cpu")
+    meshes = Meshes(case.strategy.mesh, "cpu", apart=case.strategy.local_steps > 0)
     bench = bench_of(case, meshes)
     bench.load(start, {})
     data, _ = case.task.data(Site("silo"))
@@ -111,6 +118,111 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         "norms": norms,
         "tolerance": case.tolerance,
     }
+
+
+def save_midway(rank: int, case: Case, folder: Path) -> None:
+    """Trains to the end, with a checkpoint after half of the steps that training goes on beside."""
+    _, _, start = reference(case)
+    bench = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    bench.load(start, {})
+    data, _ = case.task.data(Site("silo"))
+    batches, done = bench.batches(data, 1), Progress()
+    checkpoints = Checkpoints([folder / "first", folder / "second"], 2, _cpu_group())
+
+    def watch(report: StepReport) -> None:
+        if report.step == report.steps // 2:
+            assert bench.optimizer is not None
+            position = Position(1, "m", report.step, done.seen, done.loss_sum)
+            checkpoints.save(bench.replica, bench.optimizer, position)
+
+    bench.fit(batches, 1, done, watch)
+    checkpoints.finish()
+
+
+def resume(rank: int, cases: list[Case], folder: Path) -> dict[str, float]:
+    """Goes on from the checkpoint under each strategy; differences from the single process at the end."""
+    found = {}
+    for case in cases:
+        expected, _, start = reference(case)
+        bench = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+        bench.load(torch.zeros_like(start), {})
+        data, _ = case.task.data(Site("silo"))
+        batches = bench.batches(data, 1)
+        checkpoints = Checkpoints([folder / "first", folder / "second"], 2, _cpu_group())
+        newest = checkpoints.newest(1, "m")
+        assert newest is not None
+        path, position = newest
+        bench.begin(1)
+        assert bench.optimizer is not None
+        checkpoints.load(path, bench.replica, bench.optimizer)
+        batches.load_state_dict({"position": position.step})
+        bench.fit(batches, 1, Progress(position.seen, position.loss_sum), lambda report: None)
+        worst = 0.0
+        initial = bench.layout.unflatten(start)
+        for name, tensor in bench.replica.tensors():
+            whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+            change = (expected[name] - initial[name]).abs().max()
+            worst = max(worst, float((whole - expected[name]).abs().max() / change))
+        found[case.name] = worst
+    return found
+
+
+def peak_memory(rank: int, case: Case, model: Path, folder: Path) -> dict[str, int]:
+    """The most memory of this rank above its start while it loads, trains and writes, in bytes."""
+    peaks = {}
+
+    def phase(name: str) -> None:
+        peaks[name] = max(seen) - before
+        seen[:] = [_status("RssAnon")]
+
+    tune_for_transfers()
+    start = open_model(model)
+    bench = Bench(
+        case.task,
+        job_of(case),
+        start.layout,
+        case.strategy,
+        Meshes(case.strategy.mesh, "cpu"),
+        torch.device("cpu"),
+        "silo",
+    )
+    data, _ = case.task.data(Site("silo"))
+    dist.barrier()
+    # Pages of files that are mapped can go at any time; what counts is the process's own memory.
+    before = _status("RssAnon")
+    seen, ended = [before], threading.Event()
+    watching = threading.Thread(target=_sample, args=(seen, ended))
+    watching.start()
+    bench.load(start.vector, start.local)
+    phase("load")
+    bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: None)
+    phase("fit")
+    path = folder / "update"
+    if rank == 0:
+        prepare_update(path, "float32", bench.layout)
+    dist.barrier()
+    write_deltas(path, "float32", bench.replica.tensors(), bench.places, start.vector, bench.meshes)
+    phase("write")
+    ended.set()
+    watching.join()
+    dist.barrier()
+    return peaks
+
+
+def _sample(seen: list[int], ended: threading.Event) -> None:
+    while not ended.wait(0.001):
+        seen.append(_status("RssAnon"))
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
+
+
+def _cpu_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def run_cases(rank: int, cases: list[Case], folder: Path) -> dict[str, dict[str, Any] | str]:

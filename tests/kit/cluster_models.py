@@ -107,6 +107,32 @@ class Mixture(nn.Module):
         return x + self.moe(self.ffn_norm(x))
 
 
+class Layer(nn.Module):
+    """Two wide linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, width] → the same shape."""
+        return x + self.down(F.relu(self.up(x))) * 0.1
+
+
+class Wide(Task):
+    """Much weight, little work: 24 layers of 8 MiB."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(Layer(1024) for _ in range(24)))
+
+    def data(self, site: Any) -> Any:
+        x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(1))
+        return (x, x), None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]), -batch[1])
+
+
 class Language(Task):
     """Next-token prediction on random tokens."""
 
@@ -116,7 +142,8 @@ class Language(Task):
         self._examples, self._length, self._dtype, self._model = examples, length, dtype, model
 
     def model(self) -> nn.Module:
-        return Transformer(length=self._length, **self._model).to(self._dtype)
+        model = Transformer(length=self._length, **self._model)
+        return model if self._dtype == torch.float32 else model.to(self._dtype)
 
     def data(self, site: Any) -> Any:
         generator = torch.Generator().manual_seed(int(site.options.get("seed", 0)))

@@ -1,13 +1,10 @@
-"""The agent's side of a cluster: ranks under torchrun, warm from round to round, started again after failures."""
+"""The agent's side of a cluster: ranks under torchrun, warm between rounds, back after failures."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.steps import StepKey
 from roundtable.client.trainer import Work
 from roundtable.client.training import train
-from roundtable.core import JobConfig, Layout, Model, load_task, open_model, save_model
+from roundtable.core import JobConfig, Layout, load_task, open_model, save_model
 from roundtable.core.initial import initial_model
 from roundtable.core.task import Site, initial_state
 
@@ -154,7 +151,7 @@ async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> Non
 async def test_a_mistake_in_the_task_is_reported_once(tmp_path: Path) -> None:
     silo = Silo(tmp_path, trouble="mistake")
     async with silo.trainer() as trainer:
-        with pytest.raises(WorkFailed, match="ValueError in toy.py") as failed:
+        with pytest.raises(WorkFailed, match=r"ValueError in toy\.py") as failed:
             await trainer.train(silo.work(), watched([]))
         assert failed.value.kind == "task_error"
 
@@ -171,6 +168,3 @@ async def test_a_withdrawn_order_leaves_the_ranks_ready(tmp_path: Path) -> None:
             await order
         await trainer.train(silo.work(), watched([]))
         assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
-
-
-__all__ = ["Model", "Silo", "os", "replace", "signal"]

@@ -1,0 +1,41 @@
+"""Replicas that train apart and meet now and then, where the network between them is slow.
+
+Every `local_steps` steps the replicas' changes are averaged and taken as one outer gradient (Douillard et al.
+2023, DiLoCo, algorithm 1). Learning rate 1 without momentum is local SGD: the mean of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roundtable.client.cluster.shards import local_of
+
+
+class OuterOptimizer:
+    """The weights at the last meeting, and Nesterov's momentum between meetings."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, rate: float, momentum: float
+    ) -> None:
+        self._parameters = [local_of(parameter.detach()) for parameter in parameters]
+        self._anchors = [part.clone() for part in self._parameters]
+        self._velocity: list[Tensor] = [torch.zeros_like(part) for part in self._anchors] if momentum else []
+        self._group, self._rate, self._momentum = group, rate, momentum
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Averages over the replicas; every rank has the same weights as its peers afterwards."""
+        size = self._group.size()
+        for index, (part, anchor) in enumerate(zip(self._parameters, self._anchors, strict=True)):
+            change = anchor - part
+            dist.all_reduce(change, group=self._group)
+            change.div_(size)
+            if self._momentum:
+                velocity = self._velocity[index].mul_(self._momentum).add_(change)
+                change.add_(velocity, alpha=self._momentum)
+            anchor.sub_(change, alpha=self._rate)
+            part.copy_(anchor)
