@@ -85,7 +85,7 @@ def _tail(path: Path) -> tuple[Entry | None, int]:
                 last = Entry(**document["entry"])
             else:
                 sealed = int(document["seal"]["statement"]["sequence"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ResourceError(
                 f"the silo's log {path} is damaged: keep it for whoever looks into it, and move it away"
             ) from error

@@ -44,8 +44,12 @@ class KnownJobs:
 
     def get(self, job: str) -> KnownJob | None:
         """The job as the agent knows it."""
-        if job not in self._jobs and (found := _read(self._known / f"{job}.json")) is not None:
-            self._jobs[job] = KnownJob(**found)
+        path = self._known / f"{job}.json"
+        if job not in self._jobs and (found := _read(path)) is not None:
+            try:
+                self._jobs[job] = KnownJob(**found)
+            except TypeError as error:
+                raise ResourceError(f"{path} is none of this version: {error}; delete it") from error
         return self._jobs.get(job)
 
     def remember(self, job: KnownJob) -> None:
@@ -89,6 +93,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ResourceError(f"{path} cannot be read: {error}; restore it or delete it") from error
     return found if isinstance(found, dict) else None

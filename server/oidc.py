@@ -75,7 +75,7 @@ class Provider:
                 leeway=LEEWAY_SECONDS,
                 options={"require": ["exp", "iat", "iss", "aud", config.name_claim]},
             )
-        except (jwt.PyJWTError, OSError, KeyError, TypeError, ValueError) as error:
+        except _unusable(jwt) as error:
             raise WrongSecret(
                 "the identity provider's token is not accepted: it has expired, is for somebody else, or its "
                 "key is not known; sign in again"
@@ -100,3 +100,9 @@ class Provider:
             f"the identity provider gives {str(claims[self._config.name_claim])[:80]!r} no role here; "
             f"its groups must be in [oidc.roles] of the coordinator"
         )
+
+
+def _unusable(jwt: Any) -> tuple[type[Exception], ...]:
+    """What the library and JSON raise for tokens and keys that are none."""
+    shapes = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
+    return (jwt.PyJWTError, OSError, *shapes)
