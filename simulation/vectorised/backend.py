@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -140,20 +141,13 @@ class Vectorised:
 
     def _replay(
         self, steps: Steps, batches: Iterator[Batch], update: Update, rate: float, seed: int
-    ) -> tuple[list[Tensor], list[int]]:
+    ) -> tuple[Tensor, list[int]]:
         """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
-        losses: list[Tensor] = []
-        sizes: list[int] = []
         first = next(batches)
         steps.prepare(first.data, update)
         chance = isolated_randomness(seed, self.device) if steps.random else nullcontext()
         with chance:
-            losses.append(steps.take(first.data, update, rate))
-            sizes.append(first.size)
-            for batch in batches:
-                losses.append(steps.take(batch.data, update, rate))
-                sizes.append(batch.size)
-        return losses, sizes
+            return steps.take_all(chain([first], batches), update, rate)
 
     def _ready(self) -> Steps:
         if self._steps is None:
@@ -164,9 +158,9 @@ class Vectorised:
         return self._steps
 
 
-def _checked_sum(losses: Sequence[Tensor], sizes: Sequence[int], place: str) -> float:
+def _checked_sum(losses: Tensor, sizes: Sequence[int], place: str) -> float:
     total = 0.0
-    for number, (loss, size) in enumerate(zip(torch.stack(list(losses)).tolist(), sizes, strict=True), 1):
+    for number, (loss, size) in enumerate(zip(losses.tolist(), sizes, strict=True), 1):
         if not math.isfinite(loss):
             raise InvalidUpdate(
                 "non_finite",

@@ -125,7 +125,7 @@ class CompiledProgram(StepProgram):
                 segments.append(step)
         segments.append(self._encoded([*waiting, *final]))
         run = iter(self._runners([segment.code for segment in segments if isinstance(segment, _Chunk)]))
-        lines = [*self._rates(), *(line for ref in self._batch for line in self._addressed(ref))]
+        lines = ["set_rate(rate)", *(line for ref in self._batch for line in self._addressed(ref))]
         for segment in segments:
             if isinstance(segment, _Step):
                 lines.append(self._line(segment.call))
@@ -134,10 +134,36 @@ class CompiledProgram(StepProgram):
                 # The comment keeps what the kernels look at from being deleted before.
                 runner = self._bind(next(run))
                 lines += [f"{runner}() or refuse()  # {segment.looks_at}"] if segment.code else []
+        chunks = [segment for segment in segments if isinstance(segment, _Chunk) and segment.code]
+        still = self._loss is not None and self._still(self._loss)
+        self.alone = still and len(chunks) == len(segments) == 1 and not self._by_torch
         lines += [self._product_line(*product) for product in self._by_torch]
-        self._globals["refuse"] = _refuse
+        self._globals |= {"refuse": _refuse, "set_rate": self._set_rate}
         name = self._name(self._loss)
         return self._text_of_function(lines, f"{name}.clone()" if self._loss in self._fixed else name, {name})
+
+    def repeat(self, rate: float, tensors: Sequence[Tensor], count: int) -> Tensor:
+        """The step on `count` batches that lie one after the other, the first given; their losses, [count].
+
+        Only where torch has no part in the step (`alone`).
+        """
+        assert self._loss is not None
+        self._set_rate(rate)
+        rows, numbers = self._globals["rows"], self._globals["numbers"]
+        inputs = zip(self._batch, tensors, strict=True)
+        read = [(self._rows[ref], tensor) for ref, tensor in inputs if ref in self._rows]
+        for row, tensor in read:
+            rows[row] = tensor.data_ptr()
+        moved = (ctypes.c_int64 * len(read))(*(row for row, _ in read))
+        steps = (ctypes.c_int64 * len(read))(*(tensor.nbytes for _, tensor in read))
+        losses = torch.empty(count)
+        end = ctypes.c_void_p(ctypes.addressof(self._code) + ctypes.sizeof(self._code))
+        code = (ctypes.byref(self._code), end, rows, numbers)
+        sizes = (ctypes.c_int64(count), ctypes.c_int64(len(read)))
+        places = (ctypes.c_void_p(self._fixed[self._loss].data_ptr()), ctypes.c_void_p(losses.data_ptr()))
+        if not self._library.repeat(*code, *sizes, moved, steps, *places):
+            _refuse()
+        return losses
 
     def _wanted(self, steps: Sequence[_Step]) -> set[Ref]:
         """Windows that torch looks through, and no more."""
@@ -172,16 +198,11 @@ class CompiledProgram(StepProgram):
     def _addressed(self, ref: Ref) -> list[str]:
         return [f"rows[{self._rows[ref]}] = v{ref.number}.data_ptr()"] if ref in self._rows else []
 
-    def _rates(self) -> list[str]:
+    def _set_rate(self, rate: float) -> None:
         """The numbers that follow from the rate."""
-        update = self._update
-        pull = update.weight_decay + update.mu
-        return [
-            "numbers[0] = rate",
-            "numbers[1] = -rate",
-            f"numbers[2] = 1.0 - rate * {pull!r}",
-            f"numbers[3] = rate * {update.mu!r}",
-        ]
+        numbers, update = self._globals["numbers"], self._update
+        numbers[0], numbers[1] = rate, -rate
+        numbers[2], numbers[3] = 1.0 - rate * (update.weight_decay + update.mu), rate * update.mu
 
     def _encoded(self, instructions: Sequence[Instruction]) -> _Chunk:
         """Instructions as the integers that kernels.cpp reads."""

@@ -211,4 +211,15 @@ int run(const int64_t* at, const int64_t* end, char* const* table, const double*
   }
   return 1;
 }
+
+// The same for `count` batches that lie one after the other: each of the `inputs` in `rows` moves on by its `bytes`.
+int repeat(const int64_t* at, const int64_t* end, char** table, const double* numbers, int64_t count, int64_t inputs,
+           const int64_t* rows, const int64_t* bytes, const float* loss, float* losses) {
+  for (int64_t step = 0; step < count; step++) {
+    if (!run(at, end, table, numbers)) return 0;
+    losses[step] = *loss;
+    for (int64_t i = 0; i < inputs; i++) table[rows[i]] += bytes[i];
+  }
+  return 1;
+}
 }

@@ -15,9 +15,10 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 
 @dataclass(frozen=True)
 class Library:
-    """`run(first, last, table, numbers)` performs instructions; numbers of operations and maps by name."""
+    """`run` and `repeat` of kernels.cpp perform instructions; numbers of operations and maps by name."""
 
     run: Any
+    repeat: Any
     operations: dict[str, int]
     maps: dict[str, int]
 
@@ -31,7 +32,7 @@ def load() -> Library | None:
     library = load_kernels(_SOURCE, sorted(_SOURCE.parent.glob("kernels_*.h")), "-O2")
     if library is None:
         return None
-    return Library(library.run, _names(library.operation_names), _names(library.map_names))
+    return Library(library.run, library.repeat, _names(library.operation_names), _names(library.map_names))
 
 
 def _names(function: Any) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from roundtable.client.batches import Batch
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
 from roundtable.simulation.vectorised.compiled import CompiledProgram
@@ -24,6 +25,7 @@ log = logging.getLogger("roundtable.simulation")
 _Parts = tuple[Recording, Sequence[Tensor], Tensor, Tensor, Tensor, Update]
 _TOLERANCE = 1e-4
 _CHECKED_RATE = 0.125
+_MOST_NEIGHBOURS = 64
 
 
 class Loss(nn.Module):
@@ -70,6 +72,19 @@ class Steps:
         tensors = batch if _plain(batch) else tree_flatten(batch)[0]
         program = self._programs.get(_key(tensors, update)) or self.prepare(batch, update)
         return program.run(rate, *tensors)
+
+    def take_all(self, batches: Iterable[Batch], update: Update, rate: float) -> tuple[Tensor, list[int]]:
+        """A step on each batch; their losses and sizes. Batches that lie one after the other are one call."""
+        losses: list[Tensor] = []
+        sizes: list[int] = []
+        for group in neighbours(batches):
+            sizes += [batch.size for batch in group]
+            program = self.prepare(group[0].data, update)
+            if len(group) > 1 and isinstance(program, CompiledProgram) and program.alone:
+                losses.append(program.repeat(rate, group[0].data, len(group)))
+            else:
+                losses += [self.take(batch.data, update, rate).view(1) for batch in group]
+        return torch.cat(losses), sizes
 
     def prepare(self, batch: Any, update: Update) -> StepProgram:
         """The program for batches of this shape; nothing is trained."""
@@ -137,6 +152,24 @@ class Steps:
             raise Unrecordable(
                 f"its first step differs from autograd's by {error:.3g} in weights that moved {scale:.3g}"
             )
+
+
+def neighbours(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+    """Batches in groups of the same shape that lie one after the other in memory, as those of tensors do."""
+    group: list[Batch] = []
+    kinds: list[Any] = []
+    ends: list[int] = []
+    for batch in batches:
+        parts = batch.data if _plain(batch.data) and all(p.is_contiguous() for p in batch.data) else ()
+        here = [(p.shape, p.dtype) for p in parts]
+        follows = parts and here == kinds and [p.data_ptr() for p in parts] == ends
+        if group and not (follows and len(group) < _MOST_NEIGHBOURS):
+            yield group
+            group = []
+        group.append(batch)
+        kinds, ends = here, [p.data_ptr() + p.nbytes for p in parts]
+    if group:
+        yield group
 
 
 def _plain(batch: Any) -> bool:

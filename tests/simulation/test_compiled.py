@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from roundtable.client.batches import Batch
 from roundtable.core import Layout
 from roundtable.simulation.vectorised import steps as steps_module
 from roundtable.simulation.vectorised.compiled import CompiledProgram
 from roundtable.simulation.vectorised.library import load
 from roundtable.simulation.vectorised.program import StepProgram, Update
 from roundtable.simulation.vectorised.recording import Kind
-from roundtable.simulation.vectorised.steps import Steps
+from roundtable.simulation.vectorised.steps import Steps, neighbours
 
 pytestmark = pytest.mark.skipif(load() is None, reason="there is no C++ compiler here")
 
@@ -235,6 +236,35 @@ def test_batches_that_lie_otherwise_get_a_program_of_their_own() -> None:
         losses.append(float(steps.take((batch, y), Update(), 0.05)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(steps._programs) == 2
+
+
+def test_batches_that_lie_one_after_the_other_are_grouped() -> None:
+    x, y = torch.zeros(23, 3), torch.zeros(23)
+    cut = list(zip(x.split(5), y.split(5), strict=True))
+    batches = [Batch(1, len(part[0]), part) for part in [*cut, cut[0], cut[1], cut[3]]]
+    groups = [[batch.size for batch in group] for group in neighbours(batches)]
+    assert groups == [[5, 5, 5, 5], [3], [5, 5], [5]]
+    others = [Batch(1, 5, {"x": part}) for part in x.split(5)] + [Batch(1, 3, (x.t()[:, :5],))] * 2
+    assert [len(group) for group in neighbours(others)] == [1] * 7
+
+
+def test_grouped_batches_give_what_single_ones_give() -> None:
+    x, y = batch_of(23)
+    model = stack(nn.ReLU(), nn.LayerNorm(33))
+    layout = Layout.of(model.state_dict())
+    vector = layout.flatten(model.state_dict()).clone()
+    cut = [Batch(1, len(part[0]), part) for part in zip(x.split(5), y.split(5), strict=True)]
+    found = []
+    for batches in (cut, [batch._replace(data=tuple(p.clone() for p in batch.data)) for batch in cut]):
+        steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+        steps.begin(vector, Update(mu=0.1))
+        losses, sizes = steps.take_all(batches, Update(mu=0.1), 0.05)
+        assert sizes == [5, 5, 5, 5, 3]
+        found.append((losses, steps.weights))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    y[13] = 9
+    with pytest.raises(IndexError, match="out of range"):
+        steps.take_all(cut, Update(mu=0.1), 0.05)
 
 
 def test_kernels_that_err_are_not_trusted(
