@@ -31,6 +31,7 @@ import torch
 from blake3 import blake3
 
 from roundtable.core import JobConfig, Layout, Model
+from roundtable.core.errors import UnavailableError
 from roundtable.core.identity import create_ca, issue, load_credentials
 from roundtable.core.models import save_model
 from roundtable.operator import OperatorClient
@@ -128,6 +129,9 @@ def coordinator(folder: Path, port: int) -> Iterator[psutil.Process]:
     try:
         yield psutil.Process(process.pid)
     finally:
+        if process.poll() is not None:
+            said = (folder / "coordinator.log").read_text(errors="replace")[-2000:]
+            print(f"the coordinator ended by itself with status {process.returncode}:\n{said}", flush=True)
         process.terminate()
         process.wait(60)
 
@@ -182,13 +186,23 @@ class Load:
             )
             for first in range(0, self.agents, AGENTS_A_PROCESS)
         ]
-        while operator.status().clients_online < self.agents:
+        while self._online(operator) < self.agents:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise RuntimeError("the coordinator did not survive the storm")
             time.sleep(0.2)
         seconds, used = time.monotonic() - began, _cpu(process) - cpu
         print(
             f"{self.agents} agents connected in {seconds:.1f} s, coordinator's CPU {used:.1f} s", flush=True
         )
         return workers
+
+    @staticmethod
+    def _online(operator: OperatorClient) -> int:
+        try:
+            return operator.status().clients_online
+        except UnavailableError:
+            # In the thick of it, even this question may time out.
+            return 0
 
     def _idle(self, process: psutil.Process, before: int) -> None:
         time.sleep(2 * HEARTBEAT)

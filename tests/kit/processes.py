@@ -144,7 +144,7 @@ class Federation:
             "task": "toy",
             "rounds": 3,
             "seed": 11,
-            "cohort": {"size": len(self.silos), "minimum": len(self.silos), "grace": "10 min"},
+            "cohort": {"size": len(self.silos), "minimum": len(self.silos), "grace": "10m"},
             "algorithm": {"learning_rate": 0.1, "batch_size": 8, "epochs": 1},
         }
         return JobConfig.model_validate({**table, **tables})
