@@ -60,7 +60,7 @@ class SharedBatches:
         """
         examples = count_examples(dataset)
         if examples is None:
-            raise TaskError(f"{type(dataset).__name__} can only be iterated; see StreamedBatches")
+            raise TaskError(f"{type(dataset).__name__} can only be iterated: it is read as a stream")
         if examples == 0:
             raise NoExamples("the training data set is empty: there are zero examples to learn from")
         self.examples = examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roundtable.client.batches import ordered_batches
+from roundtable.client.batches import count_examples, ordered_batches
 from roundtable.client.borrowing import isolated_randomness
 from roundtable.client.cluster.apart import OuterOptimizer
 from roundtable.client.cluster.batches import Share, SharedBatches, Sharing
@@ -27,6 +28,7 @@ from roundtable.client.cluster.optimizing import (
 from roundtable.client.cluster.replica import Replica
 from roundtable.client.cluster.shards import Places, local_of
 from roundtable.client.cluster.strategy import Strategy
+from roundtable.client.cluster.streams import StreamedBatches
 from roundtable.client.cluster.tensor_parallel import TensorParallel
 from roundtable.client.metrics import Metrics, add, checked
 from roundtable.core.config import JobConfig
@@ -38,7 +40,11 @@ from roundtable.core.task import Task
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step as the whole group saw it; `norm` is the gradient's before clipping."""
+    """One step as the whole group saw it.
+
+    `norm` is the gradient's before clipping; `seconds` the step's, of which `waiting` for data; `memory` the
+    most bytes that this rank's device held so far, 0 on a CPU.
+    """
 
     step: int
     steps: int
@@ -46,6 +52,9 @@ class StepReport:
     loss: float
     norm: float
     learning_rate: float
+    seconds: float
+    waiting: float
+    memory: int
 
 
 @dataclass
@@ -54,6 +63,9 @@ class Progress:
 
     seen: int = 0
     loss_sum: float = 0.0
+    seconds: float = 0.0
+    norm_sum: float = 0.0
+    steps: int = 0
 
 
 Watch = Callable[[StepReport], None]
@@ -83,7 +95,7 @@ class Bench:
         """Puts a model in, each rank its own parts; `others` are tensors that do not travel."""
         self.replica.load(self.places, vector, others)
 
-    def batches(self, data: Any, round: int) -> SharedBatches:
+    def batches(self, data: Any, round: int) -> SharedBatches | StreamedBatches:
         """The round's steps, this rank's share of each."""
         table = self.job.algorithm
         mesh = self.strategy.mesh
@@ -95,6 +107,8 @@ class Bench:
             self.strategy.schedule == "interleaved",
             mesh.dp if self.strategy.local_steps else 1,
         )
+        if count_examples(data) is None:
+            return StreamedBatches(data, sharing, batch_size=table.batch_size, steps=table.steps)
         return SharedBatches(
             data,
             sharing,
@@ -111,7 +125,7 @@ class Bench:
             self.optimizer = make_optimizer(self.task, parameters, self.job, self.strategy, self.meshes)
         return set_decay(self.optimizer, self.job, round)
 
-    def fit(self, batches: SharedBatches, round: int, done: Progress, watch: Watch) -> None:
+    def fit(self, batches: SharedBatches | StreamedBatches, round: int, done: Progress, watch: Watch) -> None:
         """Takes the steps that are left; `watch` is called after each, on every rank, and may raise.
 
         Raises InvalidUpdate, on every rank, for a loss that is not finite.
@@ -120,7 +134,9 @@ class Bench:
         correction = make_correction(self.job, self.replica.parameters())
         outer = self._outer()
         self.replica.train()
+        ended = time.perf_counter()
         for share in batches:
+            arrived = time.perf_counter()
             with self._randomness(round, batches.position):
                 loss, norm = self._step(share, correction)
             if not math.isfinite(loss):
@@ -135,7 +151,14 @@ class Bench:
                 outer.meet()
             done.seen += share.total
             done.loss_sum += loss * share.total
-            watch(StepReport(batches.position, batches.steps, share.total, loss, norm, rate))
+            now = time.perf_counter()
+            done.steps += 1
+            done.norm_sum += norm
+            done.seconds += now - ended
+            memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+            place = (batches.position, batches.steps, share.total)
+            watch(StepReport(*place, loss, norm, rate, now - ended, arrived - ended, memory))
+            ended = time.perf_counter()
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         self._average_buffers()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -32,7 +33,7 @@ class Experts(nn.Module):
         """Tokens [n, dim] sorted by expert, with counts [experts]; gives [n, dim]."""
         up, gate, down = (_local(weight) for weight in (self.up, self.gate, self.down))
         if self.mesh is None:
-            return _run(tokens, counts.tolist(), up, gate, down)
+            return _run(tokens, _known(counts, len(tokens)), up, gate, down)
         # Tokens of all ranks that share the experts arrive here, where other weights see their own rank's.
         up, gate, down = (_scaled(w, 1 / self.mesh.size()) for w in (up, gate, down))
         group = self.mesh.get_group()
@@ -116,6 +117,15 @@ def _run(tokens: Tensor, counts: list[int], up: Tensor, gate: Tensor, down: Tens
         for i, rows in enumerate(torch.split(tokens, counts))
     ]
     return torch.cat(parts)
+
+
+def _known(counts: Tensor, total: int) -> list[int]:
+    """How many tokens each expert gets; where values are fake, as many for all."""
+    if isinstance(counts, FakeTensor):
+        experts = len(counts)
+        return [total // experts + (i < total % experts) for i in range(experts)]
+    known: list[int] = counts.tolist()
+    return known
 
 
 def _local(weight: Any) -> Tensor:

@@ -204,7 +204,16 @@ class GroupWorkshop:
         dist.barrier(self._group.control)
         digest = digest_of(output) if first else ""
         size = output.stat().st_size if first else 0
-        return Trained(digest, size, examples, {"loss": (done.loss_sum, done.seen)})
+        return Trained(digest, size, examples, _metrics(bench, done))
+
+
+def _metrics(bench: Bench, done: Progress) -> Metrics:
+    """The loss, and what the cluster was worth; under privacy the loss alone, as from any silo."""
+    found: Metrics = {"loss": (done.loss_sum, done.seen)}
+    if not bench.job.privacy and done.steps:
+        found["gradient_norm"] = (done.norm_sum, done.steps)
+        found["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
+    return found
 
 
 class OwnTensors(Mapping[str, Tensor]):
@@ -212,7 +221,8 @@ class OwnTensors(Mapping[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._file: Any = safetensors.safe_open(str(path), "pt")
-        self._names = set(self._file.keys())
+        names: list[str] = self._file.keys()  # type: ignore[no-untyped-call]
+        self._names = set(names)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:

@@ -30,9 +30,12 @@ def install(ddp: DistributedDataParallel, reduction: Reduction, group: dist.Proc
         ddp.register_comm_hook(TopK(group, _KEPT), topk_hook)
 
 
-def _bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+def _bfloat16(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
     """torch's own hook of this name refuses gloo, which reduces bfloat16 as well."""
-    gradient = bucket.buffer()
+    gradient: Tensor = bucket.buffer()
     half = gradient.to(torch.bfloat16).div_(group.size())
     work: Any = dist.all_reduce(half, group=group, async_op=True)
 
@@ -52,9 +55,12 @@ class TopK:
         self.left: dict[int, Tensor] = {}
 
 
-def topk_hook(state: TopK, bucket: dist.GradBucket) -> Future[Tensor]:
+def topk_hook(
+    state: TopK,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
     """Gathers every rank's largest entries and adds them up."""
-    gradient = bucket.buffer()
+    gradient: Tensor = bucket.buffer()
     left = state.left.get(bucket.index())
     if left is not None and left.shape == gradient.shape:
         gradient.add_(left)

@@ -81,16 +81,21 @@ def _rank(survey: Survey, strategy: Strategy, accumulated: int, units: Sequence[
     optimizer = gradients * survey.state_factor / share
     temporaries = gradients * survey.optimizer_temporaries / share
     activations, working = _activations(survey, strategy, units, rank)
-    communication = _communication(survey, strategy, here, split)
-    fixed = held + anatomy.buffer_bytes + optimizer + communication
+    groups = _groups(survey, strategy, here)
+    gathered, reducing = _communication(strategy, groups, split)
+    fixed = held + anatomy.buffer_bytes + optimizer
     if strategy.offload:
-        fixed = communication
-        gradients = temporaries = 0
+        fixed = gradients = temporaries = 0
+    blocks = max(1, len(groups) - 1)
     buckets = strategy.data_parallel in ("ddp", "zero1")
-    if accumulated > 1 or buckets or mesh.pp > 1:
-        peak = fixed + max(gradients + activations + working, gradients + temporaries)
-    else:
-        peak = fixed + max(activations + working, gradients + temporaries, gradients + working)
+    standing = gradients if accumulated > 1 or buckets or mesh.pp > 1 else 0
+    peak = fixed + max(
+        standing + activations + working + gathered,
+        # The last block's gradients are reduced when its own activations are gone.
+        standing + activations * (blocks - 1) / blocks + working / 2 + reducing,
+        gradients + max(temporaries, 0 if standing else working / 2),
+    )
+    communication = max(gathered, reducing)
     numbers = (held + anatomy.buffer_bytes, gradients, optimizer, activations, working, communication, peak)
     return Estimate(*(int(number) for number in numbers))
 
@@ -137,7 +142,8 @@ def _activations(survey: Survey, strategy: Strategy, units: Sequence[str], rank:
                 recomputed = max(recomputed, whole)
                 by_block[block] = passed if strategy.checkpointing == "every" else 0.5 * whole
     kept_bytes = sum(by_block[block] for block in here) + rest
-    head = survey.trace.output * scale if mesh.pp == 1 or rank == mesh.pp - 1 else 0.0
+    # Gradients of the logits and of their logarithms.
+    head = 2.0 * survey.trace.output * scale if mesh.pp == 1 or rank == mesh.pp - 1 else 0.0
     working = max(recomputed, max(head, largest), _widest(survey, strategy) * scale)
     under_way = 1
     if mesh.pp > 1:
@@ -180,20 +186,25 @@ def _widest(survey: Survey, strategy: Strategy) -> float:
     return 2.0 * max(sizes, default=0.0)
 
 
-def _communication(survey: Survey, strategy: Strategy, here: Sequence[Weight], split: float) -> float:
-    """Weights gathered for a pass, and what gradients are reduced from."""
-    if strategy.data_parallel not in ("zero2", "zero3") or strategy.mesh.fsdp == 1:
-        return 0.0
-    item = 0.5 if strategy.precision == "bfloat16" else 1.0
-    groups: dict[str, float] = {}
+def _groups(survey: Survey, strategy: Strategy, here: Sequence[Weight]) -> dict[str, float]:
+    """Bytes of the weights that are gathered together: each block, and under "" the rest."""
+    groups: dict[str, float] = {"": 0.0}
     for weight in here:
         unit = survey.anatomy.unit_of(weight.name)
-        key = unit if unit in survey.anatomy.blocks else ""
-        groups[key or ""] = groups.get(key or "", 0.0) + _split(survey, strategy, weight) * weight.itemsize
+        key = unit if unit in survey.anatomy.blocks else None
+        size = _split(survey, strategy, weight) * weight.itemsize
+        groups[key or ""] = groups.get(key or "", 0.0) + size
+    return groups
+
+
+def _communication(strategy: Strategy, groups: dict[str, float], split: float) -> tuple[float, float]:
+    """(weights gathered for a pass, the same while gradients are reduced)."""
+    if strategy.data_parallel not in ("zero2", "zero3"):
+        return 0.0, 0.0
+    half = 0.5 if strategy.precision == "bfloat16" else 1.0
+    root = groups[""]
     largest = max((size for key, size in groups.items() if key), default=0.0)
-    root = groups.get("", 0.0)
-    # Beside the gathered weights: the gradient of the group at hand, and its copy for the reduction.
-    reducing = 2.0 * max(largest, root)
     if strategy.data_parallel == "zero2" or strategy.mesh.pp > 1:
-        return item * split + reducing
-    return item * (root + 2 * largest) + reducing
+        return half * split, half * split + 2.0 * max(largest, root)
+    # A block's weights, and those of the next on their way; then its gradients and their copy.
+    return half * (root + 2 * largest), half * (root + largest) + 2.0 * max(largest, root)

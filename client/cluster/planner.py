@@ -115,7 +115,8 @@ def _candidates(
     """Strategies from plain to elaborate."""
     hand = table.strategy
     private = job.privacy.get("level") == "example"
-    for offload in (False, True) if hand.offload is None else (hand.offload,):
+    ways = (False, True) if resources.device == "cuda" else (False,)
+    for offload in ways if hand.offload is None else (hand.offload,):
         for tp, pp in _splits(survey, resources, table, reasons if not offload else [], private):
             data = resources.world // (tp * pp)
             for mesh, kind in _data_meshes(resources, tp, pp, data, table, offload):

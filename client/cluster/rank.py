@@ -13,13 +13,13 @@ import signal
 import sys
 from dataclasses import asdict
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import roundtable
 from roundtable.client.cluster.bench import StepReport
 from roundtable.client.cluster.group import Group, GroupWorkshop
 from roundtable.client.cluster.orders import Calls, leave_report, order_of
@@ -112,7 +112,7 @@ def _device(kind: str) -> torch.device:
 
 def _check_versions(control: dist.ProcessGroup) -> None:
     """Ranks of different software would train different models, or hang."""
-    said = gather_text(f"roundtable {roundtable.__version__}, torch {torch.__version__}", control)
+    said = gather_text(f"roundtable {version('roundtable')}, torch {torch.__version__}", control)
     odd = [f"rank {rank} has {text}" for rank, text in enumerate(said) if text != said[0]]
     if odd:
         raise ConfigError(

@@ -111,7 +111,7 @@ def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:
         with mode:
             fakes = tree_map_only(Tensor, mode.from_tensor, batch)
             task.loss(Given(torch.empty(values[0].shape, dtype=values[0].dtype)), fakes)
-    except (RuntimeError, TypeError, AttributeError, ValueError, TaskError) as error:
+    except (RuntimeError, TypeError, AttributeError, ValueError, LookupError, TaskError) as error:
         return (
             "its forward does not skip parts that are None, as a stage's must "
             f"({type(error).__name__}: {str(error).splitlines()[0][:120]})"

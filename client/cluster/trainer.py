@@ -61,6 +61,7 @@ class ClusterTrainer:
         self._job = ""
         self.steps: list[dict[str, Any]] = []
         self.launches = 0
+        self._releasing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listens for rank 0; the ranks start with the first order, when there is something to plan for."""
@@ -82,12 +83,21 @@ class ClusterTrainer:
         return {name: (value, count) for name, (value, count) in found.items()}
 
     def release(self, job: str) -> None:
-        """See Trainer: the next job starts with ranks of its own."""
+        """See Trainer: the ranks end, and their devices are free."""
         if job == self._job:
-            shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
+            self._releasing = asyncio.create_task(self._release(job))
+
+    async def _release(self, job: str) -> None:
+        async with self._turn:
+            if job == self._job:
+                await self._end()
+                self._job = ""
+                shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
 
     async def close(self) -> None:
         """See Trainer."""
+        if self._releasing is not None:
+            await self._releasing
         await self._end()
         if self._server is not None:
             self._server.close()

@@ -96,7 +96,7 @@ def strategies(world: int) -> list[Strategy]:
     found += [Strategy(Mesh(fsdp=world), "zero2", 2), Strategy(Mesh(fsdp=world), "zero3", 2)]
     if world in (2, 4, 8):
         found.append(Strategy(Mesh(tp=world), "none", 2, sequence_parallel=True))
-    found += [Strategy(Mesh(pp=world), "none", 1, kind) for kind in ("gpipe", "1f1b")]  # type: ignore[arg-type]
+    found += [Strategy(Mesh(pp=world), "none", 1, kind) for kind in ("gpipe", "1f1b")]
     if world % 4 == 0:
         half = world // 2
         found.append(Strategy(Mesh(dp=2, fsdp=half), "zero3", 2))

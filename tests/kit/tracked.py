@@ -44,18 +44,25 @@ def allocated(task: Task, strategy: Strategy, survey: Survey, micro_batches: int
                 replica = Replica(task, strategy, meshes, device, survey.tensor_parallel)
             optimizer = torch.optim.AdamW(replica.parameters(), foreach=False)
             batch = tuple(mode.from_tensor(part[: strategy.micro_batch]) for part in data)
+
+            def step(tracker: MemTracker | None) -> None:
+                optimizer.zero_grad()
+                for _ in range(micro_batches):
+                    replica.backward([batch], [1.0])
+                    if tracker is not None:
+                        tracker.reset_mod_stats()
+                optimizer.step()
+
+            # The first step makes the optimizer's state, and fills caches with tensors that nobody keeps.
+            step(None)
+            optimizer.zero_grad()
             tracker = FSDPMemTracker(replica.model, optimizer) if sharded else MemTracker()
-            if sharded:
+            if isinstance(tracker, FSDPMemTracker):
                 tracker.track_inputs(batch)
             else:
                 tracker.track_external(replica.model, optimizer)
             with tracker:
-                for _ in range(2):
-                    optimizer.zero_grad()
-                    for _ in range(micro_batches):
-                        replica.backward([batch], [1.0])
-                        tracker.reset_mod_stats()
-                    optimizer.step()
+                step(tracker)
             peak = tracker.get_tracker_snapshot("peak")[device]
             return {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from cluster_cases import Case, job_of, peak_memory, resume, save_midway, wide
 from cluster_plans import case, plan
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
@@ -44,6 +44,7 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_two(tmp_path: Path) -> None:
         assert max(found.values()) < 1e-10, found
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_runs_put_every_part_in_its_place(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
