@@ -18,8 +18,9 @@ from torch import Tensor
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy.charge import Charge, gaussian_charge
 from roundtable.privacy.clipping import AdaptiveClip, clip_factor
-from roundtable.privacy.mechanisms import gaussian_block, to_grid
-from roundtable.privacy.noise import NoiseSource, standard_normal
+from roundtable.privacy.gaussian import standard_normal
+from roundtable.privacy.mechanisms import noise_onto, to_grid
+from roundtable.privacy.noise import NoiseSource
 
 # A silo that clips sends a norm of C to within rounding: it counts as clipped, or C would shrink for ever.
 _CLIPPED = 1.0 - 2.0**-16
@@ -116,10 +117,10 @@ class CentralDP:
             for start, stop in _blocks(part, matrix.rows):
                 total = _weighted_sum(matrix.block(start, stop), factors[:, layer], valid)
                 if correlated is None:
-                    noisy = gaussian_block(total, std, source)
+                    noise_onto(total, std, source, total, self.expected_cohort)
                 else:
-                    noisy = to_grid(total.add_(correlated[start:stop]), std)
-                out[start:stop] = noisy.div_(self.expected_cohort)
+                    to_grid(total.add_(correlated[start:stop]), std).div_(self.expected_cohort)
+                out[start:stop] = total
         rejected = tuple(int(row) for row in torch.nonzero(~valid).flatten())
         next_clip = self._next_clip(norms[valid], valid, within, source)
         return CentralResult(out, std / self.expected_cohort, next_clip, source.guarantee, rejected)

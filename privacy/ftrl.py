@@ -24,7 +24,8 @@ from torch import Tensor
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy.central import CentralDP
 from roundtable.privacy.charge import Charge
-from roundtable.privacy.noise import NoiseSource, standard_normal
+from roundtable.privacy.gaussian import standard_normal
+from roundtable.privacy.noise import NoiseSource
 
 _BLOCK = 1 << 18
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy.clipping import clip
-from roundtable.privacy.noise import NoiseSource, standard_normal
+from roundtable.privacy.gaussian import BLOCK, block_of_normals, sum_on_grid
+from roundtable.privacy.noise import NoiseSource
 
-_BLOCK = 1 << 18
 _GRID_BITS = 20
 
 
@@ -37,21 +37,25 @@ def noise_grid(standard_deviation: float) -> float:
     return 2.0 ** (math.floor(math.log2(standard_deviation)) - _GRID_BITS)
 
 
-def gaussian_block(values: Tensor, standard_deviation: float, source: NoiseSource) -> Tensor:
-    """float64 `values` plus noise, rounded to `noise_grid`."""
-    return with_noise(values, standard_deviation, standard_normal(source, values.numel()))
+def noise_onto(
+    values: Tensor, standard_deviation: float, source: NoiseSource, out: Tensor, divisor: float = 1.0
+) -> None:
+    """Writes `values` plus noise, on `noise_grid`, over `divisor`, into `out`; that may be `values`."""
+    for start in range(0, values.numel(), BLOCK):
+        part = slice(start, start + BLOCK)
+        normal = block_of_normals(source, values[part].numel())
+        normals_onto(values[part], standard_deviation, normal, out[part], divisor)
 
 
-def with_noise(values: Tensor, standard_deviation: float, normal: Tensor) -> Tensor:
-    """`values` plus σ times the standard normal draws (float64, overwritten), rounded to `noise_grid`."""
+def normals_onto(
+    values: Tensor, standard_deviation: float, normal: Tensor, out: Tensor, divisor: float = 1.0
+) -> None:
+    """The same with standard normal draws at hand (float64; they may be overwritten).
+
+    The grid is a power of two: scaling to its steps is exact, and rounding happens once, to whole steps.
+    """
     grid = noise_grid(standard_deviation)
-    return in_grid_steps(values, standard_deviation, normal).mul_(grid)
-
-
-def in_grid_steps(values: Tensor, standard_deviation: float, normal: Tensor) -> Tensor:
-    """The same in units of the grid: whole numbers. The grid is a power of two, so that scaling is exact."""
-    grid = noise_grid(standard_deviation)
-    return normal.mul_(standard_deviation / grid).add_(values, alpha=1.0 / grid).round_()
+    sum_on_grid(values, normal, out, 1.0 / grid, standard_deviation / grid, grid / divisor)
 
 
 def to_grid(noisy: Tensor, standard_deviation: float) -> Tensor:
@@ -70,9 +74,7 @@ def add_gaussian(vector: Tensor, standard_deviation: float, source: NoiseSource)
             f"the noise's standard deviation is {standard_deviation}: it must be finite and above 0"
         )
     out = torch.empty_like(vector)
-    for start in range(0, vector.numel(), _BLOCK):
-        block = vector[start : start + _BLOCK].to(torch.float64)
-        out[start : start + _BLOCK] = gaussian_block(block, standard_deviation, source)
+    noise_onto(vector, standard_deviation, source, out)
     return NoisyVector(out, standard_deviation, source.guarantee)
 
 

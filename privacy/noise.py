@@ -7,20 +7,14 @@ for simulation, and everything made with it says that it carries no guarantee.
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Protocol
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
-from torch import Tensor
 
 from roundtable.core.seeds import numpy_generator
-
-_NOISE_BLOCK = 1 << 16
-_TWO_PI = 2.0 * math.pi
 
 
 class NoiseSource(Protocol):
@@ -31,7 +25,7 @@ class NoiseSource(Protocol):
         """True for a cryptographic generator that the operating system seeded."""
 
     def words(self, count: int) -> NDArray[np.uint64]:
-        """`count` independent uniform 64-bit words."""
+        """`count` independent uniform 64-bit words, in memory that the caller may overwrite."""
 
 
 class KeyStream:
@@ -76,39 +70,8 @@ class SeededNoise:
         return self._generator.integers(0, 1 << 64, size=count, dtype=np.uint64)
 
 
-def standard_normal(source: NoiseSource, count: int, out: Tensor | None = None) -> Tensor:
-    """`count` standard normal draws in float64, by Box–Muller on 53-bit uniforms; in `out` if it is given.
-
-    The largest magnitude is √(2·53·ln 2) = 8.57; a true normal passes it with probability 1e-17.
-    """
-    if out is None:
-        out = torch.empty(count, dtype=torch.float64)
-    work = torch.empty(3, min(count + 1, _NOISE_BLOCK) // 2, dtype=torch.float64)
-    for start in range(0, count, _NOISE_BLOCK):
-        _box_muller(source, out[start : start + _NOISE_BLOCK], work)
-    return out
-
-
 def bernoulli_mask(source: NoiseSource, count: int, probability: float) -> NDArray[np.bool_]:
     """`count` independent bits, each True with `probability` to within 2^-64."""
     if probability >= 1.0:
         return np.ones(count, dtype=np.bool_)
     return source.words(count) < np.uint64(int(probability * 2.0**64))
-
-
-def _box_muller(source: NoiseSource, out: Tensor, work: Tensor) -> None:
-    """In place in `work` `[3, pairs]`: fresh memory for every step would cost as much as a logarithm."""
-    pairs = (out.numel() + 1) // 2
-    words = source.words(2 * pairs)
-    words >>= np.uint64(11)
-    radius, angle, cosine = work[:, :pairs]
-    radius.copy_(torch.from_numpy(words[:pairs].view(np.int64)))
-    angle.copy_(torch.from_numpy(words[pairs:].view(np.int64)))
-    radius.add_(1.0).mul_(2.0**-53)
-    # NumPy's logarithm and root take half the time of torch's.
-    np.log(radius.numpy(), out=radius.numpy())
-    np.sqrt(radius.mul_(-2.0).numpy(), out=radius.numpy())
-    torch.cos(angle.mul_(_TWO_PI * 2.0**-53), out=cosine)
-    torch.mul(radius, cosine, out=out[:pairs])
-    rest = out.numel() - pairs
-    torch.mul(radius[:rest], angle.sin_()[:rest], out=out[pairs:])

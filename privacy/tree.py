@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy.noise import NoiseSource, standard_normal
+from roundtable.privacy.gaussian import standard_normal
+from roundtable.privacy.noise import NoiseSource
 
 
 @dataclass(frozen=True)

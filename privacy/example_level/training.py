@@ -27,8 +27,9 @@ from roundtable.privacy.config import PrivacyConfig, check_delta
 from roundtable.privacy.example_level.checks import Fetch, check_model
 from roundtable.privacy.example_level.clipping import ClippedSum, LossFunction
 from roundtable.privacy.example_level.probe import choose
-from roundtable.privacy.mechanisms import in_grid_steps, noise_grid
-from roundtable.privacy.noise import NoiseSource, SecureNoise, bernoulli_mask, standard_normal
+from roundtable.privacy.gaussian import standard_normal
+from roundtable.privacy.mechanisms import noise_onto, normals_onto
+from roundtable.privacy.noise import NoiseSource, SecureNoise, bernoulli_mask
 
 Sources = Callable[[str], NoiseSource]
 
@@ -212,9 +213,7 @@ class PrivateTraining:
         """The sum with noise over the expected batch size. One process adds it, after the sum is whole."""
         gradient = self._gradient
         if self._noise is not None:
-            normal = self._noise.next().to(self._flat.device)
-            noisy = in_grid_steps(self._flat, self._std, normal)
-            torch.mul(noisy, noise_grid(self._std) / self._expected_batch, out=gradient)
+            self._noise.onto(self._flat, self._std, gradient, self._expected_batch)
         if self._group is not None:
             dist.broadcast(gradient, dist.get_global_rank(self._group, 0), group=self._group)
 
@@ -231,15 +230,15 @@ class _NoiseAhead:
         self._source, self._count = source, count
         self._thread = ThreadPoolExecutor(1, "noise") if torch.get_num_threads() > 1 else None
         self._drawn: Future[Tensor] | None = None
-        self._own = torch.empty(count, dtype=torch.float64)
 
-    def next(self) -> Tensor:
-        """Draws that the caller may overwrite, until the next call."""
+    def onto(self, values: Tensor, standard_deviation: float, out: Tensor, divisor: float) -> None:
+        """As `noise_onto`; the same draws with or without the thread."""
         if self._thread is None:
-            return standard_normal(self._source, self._count, self._own)
+            noise_onto(values, standard_deviation, self._source, out, divisor)
+            return
         drawn = self._drawn or self._ask(self._thread)
         self._drawn = self._ask(self._thread)
-        return drawn.result()
+        normals_onto(values, standard_deviation, drawn.result(), out, divisor)
 
     def close(self) -> None:
         if self._thread is not None:
