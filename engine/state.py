@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
@@ -100,9 +101,24 @@ class EngineState:
 
 def to_plain(state: EngineState) -> dict[str, Any]:
     """A JSON-able form, without the history: each record is kept once, by the driver that committed it."""
-    plain = asdict(state)
-    del plain["history"]
-    return plain
+    return {name: _plain(getattr(state, name)) for name in _fields(EngineState) if name != "history"}
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields; empty for any other type."""
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
+
+
+def _plain(value: Any) -> Any:
+    """As `asdict` does it, without copying what cannot change: it is done for every update that arrives."""
+    if names := _fields(type(value)):
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
 
 
 def from_plain(plain: Mapping[str, Any], history: list[RoundRecord]) -> EngineState:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 from engine_driver import Driver, job
 
 from roundtable.core.errors import SiteFailure
 from roundtable.engine import RoundEngine
 from roundtable.engine import messages as m
+from roundtable.engine.state import from_plain
 
 THREE = "[cohort]\nsize = 3\ndeadline = 60\n[evaluation]\nevery = 0\n"
 
@@ -400,3 +404,17 @@ def test_a_secure_round_waits_for_three_and_fails_below_its_threshold() -> None:
     driver.join("c")
     assert driver.engine.state.attempt is not None
     assert driver.engine.state.attempt.minimum == 3
+
+
+def test_a_snapshot_is_all_of_the_state_but_its_history() -> None:
+    driver = started(rounds=3)
+    for name in "abc":
+        driver.update(name)
+    driver.update("a")
+    driver.fail("b")
+    state = driver.engine.state
+    expected = asdict(state)
+    assert len(expected.pop("history")) == 1
+    snapshot = driver.engine.snapshot()
+    assert json.loads(json.dumps(snapshot)) == json.loads(json.dumps(expected))
+    assert from_plain(json.loads(json.dumps(snapshot)), state.history) == state
