@@ -38,7 +38,7 @@ PLACES = {
     "evaluated": ("2/evaluate",),
 }
 # Of secure aggregation: the attempt in which round 1 is then committed.
-SECURE = {"masked": 2, "keys_kept": 1}
+SECURE = {"masked": 2, "keys_kept": 2, "update_described": 1}
 FAST = ("2/commit/transition_stored", "2/train/update_described")
 
 
@@ -99,7 +99,7 @@ def test_an_agent_is_killed(federation: Federation, undisturbed: Any, place: str
 @pytest.mark.slow
 @pytest.mark.parametrize("point", SECURE)
 def test_an_agent_is_killed_while_it_masks(federation: Federation, undisturbed: Any, point: str) -> None:
-    """Before its keys are kept the attempt is begun afresh with new ones; afterwards it goes on."""
+    """Until its update is in the spool the attempt is begun afresh with new keys; then it goes on."""
     if "hub" not in federation.processes:
         federation.coordinator()
     if VICTIM in federation.processes:
