@@ -36,6 +36,6 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None) -> Prepared:
     slices = tuple(place for _, place in model.layout.slices())
     population = max(job.cohort.size or 1, job.simulation.clients)
     plan = make_plan(job, population, slices)
-    check_task(task, job)
+    check_task(task, job, model.layout)
     weak = weak_signal_of(job, plan, population, model.layout.size)
     return Prepared(job, task, model, (weak,) if weak else ())

@@ -81,12 +81,15 @@ def _steps(job: JobConfig, examples: int) -> tuple[PrivacyConfig, int]:
     return replace(privacy, batch_size=batch), steps
 
 
-def check_task(task: AnyTask, job: JobConfig) -> None:
+def check_task(task: AnyTask, job: JobConfig, layout: Layout) -> None:
     """Raises PrivacyError, with advice, for a task that no silo could train as the job's level asks.
 
     What needs data (whether a loss is the mean over its examples) is found at the silo before its first step.
     """
-    if job.privacy.get("level") != "example":
+    privacy = PrivacyConfig.from_table(job.privacy)
+    if privacy.private and privacy.unit == "client":
+        _check_buffers(layout, privacy.level)
+    if privacy.level != "example":
         return
     if isinstance(task, ArrayTask) or lacks(task):
         raise PrivacyError(
@@ -94,6 +97,18 @@ def check_task(task: AnyTask, job: JobConfig) -> None:
             'data and a loss, not an ArrayTask or a script; for those use level "client_local"'
         )
     check_model(task.model())
+
+
+def _check_buffers(layout: Layout, level: str) -> None:
+    """Noise does to a variance what no training does: it makes it negative, and every output NaN."""
+    names = [spec.name for spec in layout.averaged if spec.kind == "buffer"]
+    if names:
+        raise PrivacyError(
+            f"privacy.level = {level!r} adds noise to all that travels, and with it go {len(names)} buffers "
+            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): a running variance of BatchNorm "
+            "would turn negative. Use nn.GroupNorm(min(32, channels), channels) in its place, or let each "
+            'silo keep its buffers: [model] buffers = "local"'
+        )
 
 
 def only_parameters(delta: Tensor, module: nn.Module, layout: Layout) -> None:

@@ -70,7 +70,7 @@ def simulate(
         layout = world.layout
         slices = tuple(place for _, place in layout.slices())
         plan = make_plan(job, job.simulation.clients, slices)
-        check_task(world.task, job)
+        check_task(world.task, job, layout)
         weak = weak_signal_of(job, plan, job.simulation.clients, layout.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None

@@ -85,6 +85,25 @@ def test_batch_norm_is_refused_with_advice_before_the_first_round(
     assert roundtable(*command, job(level="example")).code == 0
 
 
+@pytest.mark.parametrize("level", ["client", "client_local", "dp_ftrl", "distributed"])
+@pytest.mark.parametrize("command", [("job", "check"), ("simulate",)])
+def test_running_variances_get_no_noise(
+    roundtable: Command, job: Any, level: str, command: tuple[str, ...]
+) -> None:
+    """They would turn negative; a silo may keep them to itself, and a model may do without."""
+    secure = "\nsecure_aggregation = true" if level == "distributed" else ""
+    path = job(task="Normed", level=level, spend=f"noise_multiplier = 1.0{secure}")
+    said = roundtable(*command, path)
+    assert said.code == 1
+    assert "2 buffers (1.running_mean, 1.running_var)" in said.err
+    assert "nn.GroupNorm" in said.err
+    assert 'buffers = "local"' in said.err
+    assert "round 1" not in said.out
+    kept = roundtable(*command, path, "--set", "model.buffers=local")
+    assert kept.code == 0, kept.err
+    assert "nan" not in kept.out
+
+
 def test_records_of_a_script_cannot_be_promised_privacy(roundtable: Command, job: Any) -> None:
     said = roundtable("job", "check", job(task="Script", level="example"))
     assert said.code == 1
