@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,10 +30,10 @@ from roundtable.client.files import digest_of
 from roundtable.client.metrics import Metrics
 from roundtable.client.silo_state import SiloState
 from roundtable.client.trainer import Trained
-from roundtable.client.training import SILO_LEVELS, check_evaluation, check_privacy, split_data
+from roundtable.client.training import check_evaluation, check_privacy, split_data
 from roundtable.client.workshop import EVALUATION_BATCHES, Order, Settings
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.errors import InvalidUpdate, LayoutError, PrivacyError, TaskError
+from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 from roundtable.core.models import Model, open_model
 from roundtable.core.task import ArrayTask, Site, Task, load_task
 
@@ -61,15 +62,12 @@ class GroupWorkshop:
         self._job = ""
         self._bench: Bench | None = None
         self._data: tuple[Any, Any] = (None, None)
+        self._site, self._bench_task = Site(group.settings.client), Task()
 
     def train(self, order: Order, watch: Watch) -> Trained:
         """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
         bench, start, digest = self._prepare(order)
-        if check_privacy(bench.job, True) in SILO_LEVELS:
-            raise PrivacyError(
-                f"privacy.level = {bench.job.privacy['level']!r} is kept by the silo itself, which [cluster] "
-                "does not do yet: take the table out of agent.toml to train on one device"
-            )
+        check_privacy(bench.job)
         bench.load(start.vector, self._others(order, start, before=order.round))
         if self._group.table.optimizer_state == "drop":
             bench.optimizer = None
@@ -117,8 +115,8 @@ class GroupWorkshop:
         if isinstance(task, ArrayTask):
             raise TaskError(f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only")
         options = group.settings.data_of.get(order.task, group.settings.data)
-        site = Site(group.settings.client, options=options)
-        self._data = split_data(task, site)
+        self._site, self._bench_task = Site(group.settings.client, options=options), task
+        self._data = split_data(task, self._site)
         strategy, split = self._plan(task, job)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
         return Bench(task, job, start.layout, strategy, meshes, group.device, group.settings.client, split)
@@ -144,9 +142,14 @@ class GroupWorkshop:
         return strategy, found.tensor_parallel if strategy.mesh.tp > 1 else None
 
     def _others(self, order: Order, start: Model, before: int) -> Mapping[str, Tensor]:
-        """What does not travel: the silo's own values, else the model's."""
+        """What does not travel: the silo's own values, else the model's, else the task's file of them."""
         path = self._state.newest(order.job, before)
-        return start.local if path is None else OwnTensors(path)
+        known = [start.local if path is None else OwnTensors(path)]
+        given: Callable[[Site], Path] | None = getattr(self._bench_task, "pretrained", None)
+        if given is not None:
+            known.append(OwnTensors(given(self._site)))
+        # A chain looks its maps up one after the other and writes into none.
+        return ChainMap(*known)  # type: ignore[arg-type]
 
     def _checkpoints(self, job: str) -> Checkpoints:
         table = self._group.table

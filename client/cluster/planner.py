@@ -9,6 +9,7 @@ from typing import Any
 from roundtable.client.cluster.memory import Estimate, Survey, estimate
 from roundtable.client.cluster.resources import ClusterTable, Resources, format_bytes
 from roundtable.client.cluster.strategy import Checkpointing, DataParallel, Mesh, Strategy
+from roundtable.client.training import SILO_LEVELS
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError, ResourceError
 
@@ -105,8 +106,13 @@ def check_by_hand(resources: Resources, job: JobConfig, table: ClusterTable) -> 
             raise PrivacyError(
                 f"[cluster.strategy] {split[0]} = {getattr(hand, split[0])}: per-example clipping needs the "
                 "norm of each example's whole gradient before anything is summed, and a rank that "
-                "holds part of the model has only part of it; example-level privacy runs with dp alone"
+                "holds part of the model has only part of it"
             )
+    if job.privacy.get("level") in SILO_LEVELS:
+        raise PrivacyError(
+            f"privacy.level = {job.privacy['level']!r} is kept by the silo itself, which [cluster] does not "
+            "do yet: take the table out of agent.toml to train on one device"
+        )
 
 
 def _candidates(
@@ -114,21 +120,18 @@ def _candidates(
 ) -> Iterator[Strategy]:
     """Strategies from plain to elaborate."""
     hand = table.strategy
-    private = job.privacy.get("level") == "example"
     ways = (False, True) if resources.device == "cuda" else (False,)
     for offload in ways if hand.offload is None else (hand.offload,):
-        for tp, pp in _splits(survey, resources, table, reasons if not offload else [], private):
+        for tp, pp in _splits(survey, resources, table, reasons if not offload else []):
             data = resources.world // (tp * pp)
             for mesh, kind in _data_meshes(resources, tp, pp, data, table, offload):
                 if offload and kind not in ("zero2", "zero3"):
-                    continue
-                if private and kind not in ("none", "ddp"):
                     continue
                 yield from _variants(survey, job, table, mesh, kind, offload)
 
 
 def _splits(
-    survey: Survey, resources: Resources, table: ClusterTable, reasons: list[str], private: bool
+    survey: Survey, resources: Resources, table: ClusterTable, reasons: list[str]
 ) -> Iterator[tuple[int, int]]:
     """(tp, pp): none, then within a node, then stages too."""
     hand, world = table.strategy, resources.world
@@ -136,8 +139,6 @@ def _splits(
     for tp in [hand.tp] if hand.tp else _divisors(resources.devices):
         for pp in [hand.pp] if hand.pp else _divisors(world // tp):
             if world % (tp * pp):
-                continue
-            if private and tp * pp > 1:
                 continue
             found.append((tp, pp))
     noted: set[str] = set()

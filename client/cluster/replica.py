@@ -70,7 +70,7 @@ class Replica:
         if missing:
             raise LayoutError(
                 f"nobody says what {missing[0]!r} starts from: it has the rule drop in [model], and the "
-                "task has no weights(site) that names a safetensors file with it; or use the rule local"
+                "task has no pretrained(site) that gives a safetensors file with it; or use the rule local"
             )
         if (
             self.strategy.data_parallel in ("ddp", "zero1")

@@ -61,6 +61,7 @@ class ClusterTrainer:
         self._job = ""
         self.steps: list[dict[str, Any]] = []
         self.launches = 0
+        self._devices: list[int] = []
         self._releasing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -198,6 +199,7 @@ class ClusterTrainer:
         }
         write_file(self._folder / SETTINGS, [json.dumps(values).encode()])
         self.launches += 1
+        self._devices = devices
         return await Launcher.start(self._config.folder, self._folder, self._table, here, devices)
 
     async def _learn(self, lost: _Lost, attempt: int) -> Report:
@@ -219,7 +221,8 @@ class ClusterTrainer:
             advice.halvings += 1
             _log.warning("cluster: the micro-batch is halved")
         elif first.kind == "gpu_error":
-            advice.lost = (*advice.lost, first.rank)
+            advice.lost = (*advice.lost, self._devices[first.rank % len(self._devices)])
+            _log.warning("cluster: going on without device %d", advice.lost[-1])
             await self._end()
         advice.write(self._folder)
         return first

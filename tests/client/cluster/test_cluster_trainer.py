@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
+from roundtable.client.cluster.orders import Advice
 from roundtable.client.cluster.resources import ClusterTable
 from roundtable.client.cluster.trainer import ClusterTrainer
 from roundtable.client.config import AgentConfig
@@ -50,12 +52,16 @@ class Toy(Task):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if trouble == "hang":
                     signal.pause()
+                if trouble == "device":
+                    raise RuntimeError("CUDA error: device-side assert (not really)")
                 if trouble == "memory":
                     raise torch.OutOfMemoryError("CUDA out of memory (not really)")
                 raise ValueError("a mistake in the task")
         return F.cross_entropy(model(batch[0]), batch[1])
     def metrics(self, model, batch):
         return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+    def pretrained(self, site):
+        return pathlib.Path(site.options.get("base", site.options["empty"]))
 """
 ALGORITHM = {"learning_rate": 0.1, "momentum": 0.9, "batch_size": 8, "epochs": 2}
 
@@ -76,12 +82,13 @@ class Silo:
             credentials=folder,
             state=folder / "state",
             tasks={"toy": "toy.py"},
-            data={"mark": str(folder / "mark"), **options},
+            data={"mark": str(folder / "mark"), "empty": str(folder / "empty.safetensors"), **options},
             threads=1,
             folder=folder,
             cluster=ClusterTable.model_validate(table),
         )
         self.config.state.mkdir()
+        safetensors.torch.save_file({}, folder / "empty.safetensors")
 
     @asynccontextmanager
     async def trainer(self) -> AsyncIterator[ClusterTrainer]:
@@ -108,8 +115,8 @@ class Silo:
         task = load_task("toy.py", self.folder)
         data, _ = task.data(Site("alder", options={}))
         model = initial_state(task, self.job.seed)
-        vector = open_model(self.path).vector
-        return train(task, model, data, self.job, Layout.of(model), vector, round=round, client="alder").delta
+        layout, vector = Layout.of(model, self.job.model.rules()), open_model(self.path).vector
+        return train(task, model, data, self.job, layout, vector, round=round, client="alder").delta
 
     def update(self, output: str = "update") -> torch.Tensor:
         return torch.from_file(str(self.folder / output), size=self.model.layout.size).clone()
@@ -145,6 +152,33 @@ async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> Non
         assert (tmp_path / "mark").exists()
         assert trained.metrics["loss"][1] == 128
         assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+
+
+@pytest.mark.slow
+async def test_a_broken_device_is_left_out_and_the_round_goes_on(tmp_path: Path) -> None:
+    silo = Silo(tmp_path, trouble="device", table={"checkpoint_steps": 2})
+    async with silo.trainer() as trainer:
+        trained = await trainer.train(silo.work(), watched([]))
+        assert trained.metrics["loss"][1] == 128
+        assert Advice.read(silo.config.state / "cluster").lost == (1,)
+        assert trainer.launches == 2
+        assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+
+
+@pytest.mark.slow
+async def test_only_adapters_travel(tmp_path: Path) -> None:
+    silo = Silo(tmp_path, base=str(tmp_path / "base.safetensors"))
+    rules = {"drop": ["0.*", "2.*"]}
+    silo.job = JobConfig.model_validate({"task": "toy", "seed": 3, "algorithm": ALGORITHM, "model": rules})
+    whole = initial_state(load_task("toy.py", tmp_path), 3)
+    assert isinstance(whole, torch.nn.Module)
+    safetensors.torch.save_file(whole.state_dict(), tmp_path / "base.safetensors")
+    silo.model = initial_model(silo.job, load_task("toy.py", tmp_path))
+    save_model(silo.path, silo.model)
+    async with silo.trainer() as trainer:
+        await trainer.train(silo.work(), watched([]))
+    assert silo.model.layout.size == 16 * 3 + 3
+    assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
 
 
 @pytest.mark.slow

@@ -97,6 +97,7 @@ def test_what_is_set_by_hand_is_kept() -> None:
         ({"devices": 4, "tp": 3}, ConfigError, "4 devices do not divide by 3; use 3 of them"),
         ({"devices": 4, "nodes": 2, "tp": 8}, ConfigError, "would cross nodes of 4 devices"),
         ({"devices": 4, "tp": 2, "privacy": {"level": "example"}}, PrivacyError, "per-example clipping"),
+        ({"devices": 4, "privacy": {"level": "client_local"}}, PrivacyError, "take the table out"),
         ({"devices": 4, "memory": "2MiB"}, ResourceError, "more than the 1.80 MiB that may be used"),
     ],
 )
