@@ -181,7 +181,10 @@ def test_ca_init_and_issue(roundtable: Command, tmp_path: Path) -> None:
     assert "--host" in without.err
     said = roundtable(*hub, "--host", "localhost")
     assert said.code == 0
-    assert {path.name for path in (tmp_path / "hub").iterdir()} == {"ca.crt", "node.crt", "node.key"}
+    names = {path.name for path in (tmp_path / "hub").iterdir()}
+    assert names == {"ca.crt", "node.crt", "node.key", "identity.crt", "identity.key"}
+    assert roundtable(*hub[:-1], tmp_path / "enrolling", "--host", "localhost", "--enrols").code == 0
+    assert (tmp_path / "enrolling" / "issuing.key").stat().st_mode & 0o077 == 0
     described = subprocess.run(
         ["openssl", "x509", "-in", tmp_path / "hub" / "node.crt", "-noout", "-text"],
         capture_output=True,
