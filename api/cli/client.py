@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from roundtable.cli.cluster import plan, verify_cluster
+from roundtable.cli.cluster import plan, profile, verify_cluster
+from roundtable.cli.doctor import client_doctor
 from roundtable.cli.server import service_logs
 from roundtable.cli.silo import approve, enroll, explain, hash_task, jobs
 from roundtable.cli.trust import revoke
@@ -32,9 +33,21 @@ def client(context: click.Context, config: Path) -> int | None:
     from roundtable.client.agent import run_agent
     from roundtable.client.config import load_agent_config
 
-    service_logs()
-    return run_agent(load_agent_config(config))
+    settings = load_agent_config(config)
+    service_logs(settings.log_format)
+    return run_agent(settings)
 
 
-for command in (approve, enroll, explain, hash_task, jobs, plan, revoke, verify_cluster):
+for command in (
+    approve,
+    client_doctor,
+    enroll,
+    explain,
+    hash_task,
+    jobs,
+    plan,
+    profile,
+    revoke,
+    verify_cluster,
+):
     client.add_command(command)

@@ -72,3 +72,26 @@ def verify_cluster(world: int | None, as_json: bool) -> int:
             verdict = "equal" if row["difference"] <= TOLERANCE else "DIFFERENT"
             click.echo(f"  {verdict:<10} {row['difference']:.1e}   {row['strategy']}")
     return int(any(row["difference"] > TOLERANCE for row in found["checks"]))
+
+
+@click.command("profile")
+@click.argument("job_file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps to profile.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="trace.json",
+    show_default=True,
+    help="The trace, for chrome://tracing or Perfetto.",
+)
+@set_option
+@click.pass_context
+def profile(
+    context: click.Context, job_file: Path, steps: int, output: Path, overrides: dict[str, object]
+) -> None:
+    """Run a few training steps of a job on one device under torch's profiler, and write the trace."""
+    from roundtable.client.cluster.profiling import profile_job
+
+    found = profile_job(context.obj, job_file, overrides, steps, output)
+    click.echo(found.table)
+    click.echo(f"{found.examples_per_second:,.0f} examples a second on {found.device}; trace: {found.trace}")

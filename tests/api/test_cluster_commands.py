@@ -1,0 +1,61 @@
+"""`roundtable client plan` and `profile` as they are typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roundtable.cli.main import run
+
+TASK = """
+import torch
+from torch import nn
+from roundtable.core import Task
+
+class Toy(Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    def data(self, site):
+        x = torch.randn(64, 64)
+        return (x, x[:, :8]), None
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job file beside its task, in a folder without agent.toml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.py").write_text(TASK)
+    path = tmp_path / "job.toml"
+    path.write_text('task = "toy.py"\n[algorithm]\nbatch_size = 16\n')
+    return path
+
+
+def test_a_plan_is_printed_with_its_reasons(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["client", "plan", str(job), "--world", "4", "--memory", "1GiB"]) == 0
+    said = capsys.readouterr().out
+    assert "18,696 parameters on 4 cuda devices with 1.00 GiB each" in said
+    assert "dp4, DDP, micro-batch 4, float32" in said
+    assert "fits" in said
+
+
+def test_a_plan_for_programs(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["client", "plan", str(job), "--world", "8", "--memory", "1GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["strategy"]["mesh"]["dp"] == 8
+    assert found["estimate"]["parameters"] == 4 * 18696
+
+
+def test_too_little_memory_says_how_much_lacks(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["client", "plan", str(job), "--world", "1", "--memory", "10kB"]) == 1
+    assert "on each device" in capsys.readouterr().err
+
+
+def test_a_profile_leaves_a_trace(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["client", "profile", str(job), "--steps", "2"]) == 0
+    assert "examples a second" in capsys.readouterr().out
+    assert json.loads((job.parent / "trace.json").read_text())["traceEvents"]
