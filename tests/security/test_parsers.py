@@ -31,7 +31,7 @@ from roundtable.core.revocation import revoke, revoked_serials
 from roundtable.server import load_server_config
 from roundtable.server.oidc import OidcTable, Provider
 
-INPUTS = 150
+INPUTS = 60
 """For each parser; the slow suite tries a hundred times as many."""
 
 
