@@ -10,7 +10,7 @@ import time
 
 import grpc
 
-from roundtable.client.acquaintance import Acquaintance
+from roundtable.client.acquaintance import ACQUAINTANCE, Acquaintance
 from roundtable.client.config import AgentConfig
 from roundtable.client.connection import (
     Backoff,
@@ -23,8 +23,10 @@ from roundtable.client.connection import (
     open_channel,
 )
 from roundtable.client.duties import Duties
+from roundtable.client.first_contact import check_first_contact
 from roundtable.client.lock import locked
 from roundtable.client.models import ModelCache
+from roundtable.client.observing import AgentPage, Observer
 from roundtable.client.renewal import keep_renewed
 from roundtable.client.secure import certificate_of
 from roundtable.client.spool import Spool
@@ -34,6 +36,8 @@ from roundtable.client.workshop import choose_device, list_devices
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity import Credentials, load_credentials
 from roundtable.core.memory import tune_for_transfers
+from roundtable.core.monitoring import monitored
+from roundtable.core.tracing import Tracer, open_tracer
 from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import agents_stub
 
@@ -51,14 +55,17 @@ _FINISH_SECONDS = 30.0
 class Agent:
     """One silo's agent. `run` returns after `stop`, and raises what a person has to mend."""
 
-    def __init__(self, config: AgentConfig, trainer: Trainer | None = None) -> None:
+    def __init__(
+        self, config: AgentConfig, trainer: Trainer | None = None, tracer: Tracer | None = None
+    ) -> None:
         if not config.tasks:
             raise ConfigError(
                 "this silo offers no task: name at least one in the [tasks] table of agent.toml, "
                 'for example digits = "tasks/digits.py:Digits"'
             )
         self._config = config
-        self._trainer = trainer
+        self._trainer, self._tracer = trainer, tracer
+        self.metrics_port = 0
         self._stopping = asyncio.Event()
         self._deliver = False
         self._coordinator = ""
@@ -67,6 +74,7 @@ class Agent:
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self._address = next(self._addresses)
         self._acquaintance: Acquaintance
+        self._observer: Observer
 
     def stop(self, *, deliver: bool = False) -> None:
         """Ends `run` cleanly; finished updates stay in the spool for the next start.
@@ -90,16 +98,27 @@ class Agent:
             trainer = self._trainer or _trainer_for(self._config, identity.name)
             models = ModelCache(self._config.state / "models", self._config.cached_models)
             link = Link()
+            observer = Observer(
+                identity.name, self._tracer or open_tracer(self._config.traces, identity.name)
+            )
             spool = Spool(self._config.state / "spool")
-            self._acquaintance = Acquaintance(self._config.state / "coordinator.json")
-            duties = Duties(self._config, identity.name, link, trainer, models, spool)
+            self._acquaintance = Acquaintance(self._config.state / ACQUAINTANCE)
+            duties = Duties(self._config, observer, link, trainer, models, spool)
+            self._observer = observer
+            page = AgentPage(
+                self._config.state, identity, observer, lambda: link.stands, lambda: len(duties.spooled)
+            )
             try:
-                await trainer.start()
-                duties.recover()
-                await self._stay_connected(duties, link, identity.name)
+                async with monitored(self._config.metrics, page) as self.metrics_port:
+                    await trainer.start()
+                    duties.recover()
+                    await either(
+                        self._stay_connected(duties, link, identity.name), observer.tally.measure_lag()
+                    )
             finally:
                 await duties.close()
                 await trainer.close()
+                await asyncio.to_thread(observer.close)
 
     async def _stay_connected(self, duties: Duties, link: Link, name: str) -> None:
         backoff = Backoff()
@@ -170,6 +189,7 @@ class Agent:
 
     def _connected(self, welcome: agent_pb2.Welcome, name: str) -> None:
         again = " again" if self._coordinator else ""
+        self._observer.tally.count("connections")
         _log.info("connected%s to %s as %s", again, self._address, name)
         if self._coordinator not in ("", welcome.coordinator):
             _log.warning("this is another coordinator than before: its database was replaced")
@@ -220,6 +240,9 @@ async def _run(config: AgentConfig) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt, number)
     try:
+        load_credentials(config.credentials)
+        addresses, met = (config.coordinator, *config.standbys), config.state / ACQUAINTANCE
+        await asyncio.to_thread(check_first_contact, addresses, config.credentials, met)
         await agent.run()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):

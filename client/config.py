@@ -38,6 +38,7 @@ from roundtable.client.policy import PolicyTable, Rules, TaskTable
 from roundtable.core.config import Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.handshake import split_address
+from roundtable.core.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
 
 
@@ -63,12 +64,27 @@ class AgentTable(Table):
         description="task name → file.py:Class, module:Class or an entry point; or a table with rules",
     )
     data: dict[str, Any] = Field(default_factory=dict, description="the task's site.options")
+    metrics: str = Field(
+        "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9465"
+    )
+    log_format: LogFormat = Field("console", description="console for people, json for programs")
+    traces: str = Field(
+        "", description="OTLP address for traces of rounds, for example http://127.0.0.1:4318/v1/traces"
+    )
     metadata: dict[str, str] = Field(
         default_factory=dict, description="declared facts for selection, such as region; never data"
     )
     limits: LimitsTable = Field(default_factory=LimitsTable)
     policy: PolicyTable = Field(default_factory=PolicyTable)
     cluster: ClusterTable | None = Field(None, description="train over several devices as one client")
+
+    @field_validator("metrics")
+    @classmethod
+    def _port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and (not host or not port.isdigit() or int(port) > 65535):
+            raise ValueError(f"{value!r} is not host:port, for example 127.0.0.1:9465")
+        return value
 
     @field_validator("coordinator", "standbys")
     @classmethod
@@ -99,6 +115,9 @@ class AgentConfig:
     folder: Path = field(default_factory=Path.cwd)
     standbys: tuple[str, ...] = ()
     task_tables: Mapping[str, TaskTable] = field(default_factory=dict)
+    metrics: str = ""
+    log_format: LogFormat = "console"
+    traces: str = ""
 
     def rules(self) -> Rules:
         """What this silo allows."""
@@ -141,6 +160,9 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         cluster=table.cluster,
         folder=folder,
         standbys=tuple(table.standbys),
+        metrics=table.metrics,
+        log_format=table.log_format,
+        traces=table.traces,
     )
 
 

@@ -66,6 +66,11 @@ class Link:
         self._up = asyncio.Event()
         self._outbox: asyncio.Queue[agent_pb2.FromAgent] | None = None
 
+    @property
+    def stands(self) -> bool:
+        """Whether there is a connection."""
+        return self._stub is not None
+
     async def stub(self) -> agent_pb2_grpc.AgentsAsyncStub:
         """The service, as soon as there is a connection."""
         while self._stub is None:

@@ -22,7 +22,9 @@ from roundtable.client.delivery import tell, upload
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.files import explained
 from roundtable.client.gatekeeper import Gatekeeper
+from roundtable.client.metrics import loss_of
 from roundtable.client.models import ModelCache
+from roundtable.client.observing import Observer
 from roundtable.client.secure import MASKED, PHASE, SecureAttempt, SecureAttempts, is_secure
 from roundtable.client.spool import Finished, Spool, metric_messages
 from roundtable.client.steps import StepKey
@@ -50,12 +52,18 @@ class Duties:
     """Takes the coordinator's messages, and sees to it that each step is answered."""
 
     def __init__(
-        self, config: AgentConfig, client: str, link: Link, trainer: Trainer, models: ModelCache, spool: Spool
+        self,
+        config: AgentConfig,
+        observer: Observer,
+        link: Link,
+        trainer: Trainer,
+        models: ModelCache,
+        spool: Spool,
     ) -> None:
-        self._config, self._client = config, client
+        self._config, self._observer, self._client = config, observer, observer.silo
         self._link, self._trainer, self._models, self._spool = link, trainer, models, spool
-        self._secure = SecureAttempts(config, client)
-        self.gate = Gatekeeper(config, client)
+        self._secure = SecureAttempts(config, self._client)
+        self.gate = Gatekeeper(config, self._client)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
         self._answers: OrderedDict[StepKey, agent_pb2.FromAgent] = OrderedDict()
@@ -251,15 +259,17 @@ class Duties:
             step,
             trained.examples,
             time.monotonic() - began,
-            _loss_of(trained.metrics),
+            loss_of(trained.metrics),
         )
         return trained
 
     async def _evaluate(self, work: Work) -> None:
         step = work.step
+        self._report(step, "evaluating", 0, 0)
         metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
-        _log.info("%s: evaluated%s", step, _loss_of(metrics))
+        _log.info("%s: evaluated%s", step, loss_of(metrics))
         answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(self.gate.leaving(metrics)))
+        self._observer.ended(step, "done")
         reach("evaluated", step.round, step.phase)
         self._remember(step, agent_pb2.FromAgent(evaluated=answer))
 
@@ -298,6 +308,7 @@ class Duties:
                 await asyncio.wait([keeping])
         if receipt is not None:
             self.gate.received(finished, receipt)
+            self._observer.receipt(finished.step, receipt)
             tell(finished.step, receipt)
         self._spool.remove(finished.step)
 
@@ -335,6 +346,7 @@ class Duties:
 
     def _fail(self, step: StepKey, error: Exception) -> None:
         found = diagnose(error)
+        self._observer.ended(step, found.kind, found.detail)
         trace = error.trace if isinstance(error, WorkFailed) else ""
         _log.error("%s: failed (%s): %s%s", step, found.kind, found.detail, f"\n{trace}" if trace else "")
         failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
@@ -350,6 +362,7 @@ class Duties:
 
     def _report(self, step: StepKey, activity: str, done: int, total: int, loss: float = math.nan) -> None:
         now = time.monotonic()
+        self._observer.doing(step, activity)
         if done and now - self._told.get(step, 0.0) < _PROGRESS_SECONDS:
             return
         self._told[step] = now
@@ -361,7 +374,7 @@ class Duties:
     def _spawn(
         self, group: dict[StepKey, asyncio.Task[None]], step: StepKey, work: Coroutine[Any, Any, None]
     ) -> None:
-        task = asyncio.create_task(work, name=step.slug)
+        task = self._observer.task(work, step)
         group[step] = task
 
         def done(task: asyncio.Task[None]) -> None:
@@ -384,8 +397,3 @@ def _job_of(instruction: agent_pb2.Instruction) -> JobConfig:
             "protocol_violation",
             f"the job's configuration cannot be read by this version of the agent: {error}",
         ) from error
-
-
-def _loss_of(metrics: dict[str, tuple[float, int]]) -> str:
-    total, count = metrics.get("loss", (math.nan, 0))
-    return f", loss {total / count:.4g}" if count else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,3 +30,9 @@ def checked(metrics: Any, task: object, reserved: str | None = None) -> Metrics:
     if reserved in numbers:
         raise TaskError(f"{type(task).__name__}.metrics() may not use the name {reserved!r}: it is the loss")
     return numbers
+
+
+def loss_of(metrics: Mapping[str, tuple[float, int]]) -> str:
+    """The mean loss behind a comma, for log lines; empty if there is none."""
+    total, count = metrics.get("loss", (math.nan, 0))
+    return f", loss {total / count:.4g}" if count else ""

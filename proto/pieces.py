@@ -26,8 +26,22 @@ class Piece(NamedTuple):
     data: bytes | memoryview
 
 
+class Traffic:
+    """Bytes of artifacts that this process has sent and received."""
+
+    sent = received = 0
+
+    def both(self) -> tuple[int, int]:
+        """(sent, received)."""
+        return self.sent, self.received
+
+
+traffic = Traffic()
+
+
 def chunk_frame(piece: Piece) -> bytes:
     """The piece as a serialized `Chunk`."""
+    traffic.sent += len(piece.data)
     return b"".join((_chunk_head(piece), piece.data))
 
 
@@ -35,17 +49,20 @@ def part_frame(part: Piece | agent_pb2.UploadHeader) -> bytes:
     """The piece or the header as a serialized `UploadPart`."""
     if not isinstance(part, Piece):
         return agent_pb2.UploadPart(header=part).SerializeToString()
+    traffic.sent += len(part.data)
     head = _chunk_head(part)
     return b"".join((bytes((_CHUNK,)), _varint(len(head) + len(part.data)), head, part.data))
 
 
 def read_chunk(frame: bytes) -> Piece:
     """The piece in a serialized `Chunk`; its data lies in the frame. Raises protobuf's DecodeError."""
+    traffic.received += len(frame)
     return _chunk_in(frame, 0) or _piece_of(common_pb2.Chunk.FromString(frame))
 
 
 def read_part(frame: bytes) -> Piece | agent_pb2.UploadHeader | None:
     """What a serialized `UploadPart` holds; None if neither. Raises protobuf's DecodeError."""
+    traffic.received += len(frame)
     if frame and frame[0] == _CHUNK:
         length, place = _read_varint(frame, 1)
         piece = _chunk_in(frame, place) if place + length == len(frame) else None
@@ -131,4 +148,13 @@ def _read_varint(frame: bytes, place: int) -> tuple[int, int]:
     return 0, len(frame) + 1
 
 
-__all__ = ["Piece", "PieceHandlers", "agents_stub", "chunk_frame", "part_frame", "read_chunk", "read_part"]
+__all__ = [
+    "Piece",
+    "PieceHandlers",
+    "agents_stub",
+    "chunk_frame",
+    "part_frame",
+    "read_chunk",
+    "read_part",
+    "traffic",
+]

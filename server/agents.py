@@ -12,6 +12,7 @@ import grpc
 
 from roundtable.core.errors import IdentityError, SiteFailure
 from roundtable.core.identity import verify_identity
+from roundtable.core.logs import belongs_to
 from roundtable.core.signing import sign
 from roundtable.engine import messages as m
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
@@ -98,7 +99,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self, requests: AsyncIterator[Part], context: Context
     ) -> agent_pb2.UploadReceipt:
         name, seen = caller(context), _Seen(requests)
+        belongs_to(seen.place)
         receipt = await self._uploads.receive(name, seen)
+        self._services.observer.answered(receipt)
         return self._signed(name, seen.header, receipt)
 
     async def Renew(
@@ -256,3 +259,8 @@ class _Seen:
         if isinstance(part, agent_pb2.UploadHeader):
             self.header = part
         return part
+
+    def place(self) -> dict[str, object]:
+        """The place that log lines about this upload carry."""
+        step = self.header.step
+        return {"job": step.job, "round": step.round, "attempt": step.attempt, "phase": step.phase}

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.core.config import Seconds, Table
 from roundtable.core.errors import ConfigError
+from roundtable.core.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.server.alerts import AlertTable
 from roundtable.server.oidc import OidcTable
@@ -71,14 +72,22 @@ class ServerConfig(Table):
     )
     alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of faults")
 
+    metrics: str = Field(
+        "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9464"
+    )
+    log_format: LogFormat = Field("console", description="console for people, json for programs")
+    traces: str = Field(
+        "", description="OTLP address for traces of rounds, for example http://127.0.0.1:4318/v1/traces"
+    )
+
     root_data: dict[str, RootTable] = Field(
         default_factory=dict, description="trusted data by task name, for rules such as fltrust"
     )
 
-    @field_validator("listen", "enrolment")
+    @field_validator("listen", "enrolment", "metrics")
     @classmethod
     def _address(cls, value: str, info: ValidationInfo) -> str:
-        if not value and info.field_name == "enrolment":
+        if not value and info.field_name != "listen":
             return value
         host, _, port = value.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -18,6 +19,8 @@ import grpc
 from roundtable.core.errors import IdentityError, ResourceError, StorageError
 from roundtable.core.identity import Credentials, load_credentials
 from roundtable.core.memory import tune_for_transfers
+from roundtable.core.monitoring import monitored
+from roundtable.core.tracing import Tracer, open_tracer
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
@@ -31,6 +34,8 @@ from roundtable.server.copies import Copies
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
 from roundtable.server.leadership import Leadership
+from roundtable.server.metrics import CoordinatorPage
+from roundtable.server.observing import Observer
 from roundtable.server.operators import OperatorService
 from roundtable.server.retention import Retention
 from roundtable.server.security import Security
@@ -57,9 +62,11 @@ class Coordinator:
         config: ServerConfig,
         clock: Callable[[], float] = steady_time,
         trusted: Trusted | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.config, self.clock, self.trusted = config, clock, trusted
-        self.port = 0
+        self.observer = Observer(tracer or open_tracer(config.traces, "coordinator"), clock)
+        self.port = self.metrics_port = 0
         self.jobs: Jobs
         self.security: Security
         self._database: Database
@@ -68,6 +75,7 @@ class Coordinator:
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
+        self._open_to_watch = AsyncExitStack()
         self._transfer = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="transfer")
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="aggregate")
 
@@ -80,7 +88,11 @@ class Coordinator:
         credentials = _coordinator_credentials(Path(self.config.credentials))
         _check_port(self.config.listen)
         self._leadership = Leadership(self.config, credentials)
+        self._page = CoordinatorPage(self.config, credentials, self.observer, self.clock)
         try:
+            self.metrics_port = await self._open_to_watch.enter_async_context(
+                monitored(self.config.metrics, self._page)
+            )
             self._database = await self._leadership.taken()
             await self._open(credentials)
         except BaseException:
@@ -90,6 +102,7 @@ class Coordinator:
 
     async def stop(self) -> None:
         """Ends streams, drivers and threads, in this order."""
+        await self._open_to_watch.aclose()
         for task in self._tasks:
             task.cancel()
         if self._server is not None:
@@ -105,6 +118,7 @@ class Coordinator:
         self._compute.shutdown(wait=True, cancel_futures=True)
         if self._leadership is not None:
             await self._leadership.left()
+        await asyncio.to_thread(self.observer.close)
 
     async def _open(self, credentials: Credentials) -> None:
         config = self.config
@@ -124,6 +138,7 @@ class Coordinator:
             together=self._together,
             tracking=Path(config.state) / "tracking",
             trusted=self.trusted,
+            observer=self.observer,
         )
         self.jobs = Jobs(services)
         self.security = Security(config, self._database, credentials, self.clock)
@@ -131,6 +146,7 @@ class Coordinator:
         self._server = self._serve(services, credentials)
         await self.jobs.start()
         await self._server.start()
+        self._page.opened(self.jobs, self._sessions, self._database)
         loop = asyncio.get_running_loop()
         work = (
             self._sessions.watch(),
@@ -138,6 +154,7 @@ class Coordinator:
             self._keep_house(services.retention),
             watch_clock(),
             services.alerts.run(),
+            self.observer.tally.measure_lag(),
         )
         self._tasks = [loop.create_task(part) for part in work]
 

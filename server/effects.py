@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from roundtable.server.alerts import Alerts
 from roundtable.server.artifacts import DamagedArtifact, LocalArtifacts
 from roundtable.server.combining import Combiner, Trusted
 from roundtable.server.ledger import Account, Guarantee
+from roundtable.server.observing import Observer
 from roundtable.server.retention import Retention
 from roundtable.server.secure import SecureRounds
 from roundtable.server.sessions import Sessions
@@ -59,6 +60,7 @@ class Services:
     together: GroupedWrites
     tracking: Path
     trusted: Trusted | None = None
+    observer: Observer = field(default_factory=Observer)
 
 
 @dataclass

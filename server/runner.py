@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure, StorageError
 from roundtable.core.faults import reach
 from roundtable.core.layout import Layout
+from roundtable.core.logs import belongs_to
 from roundtable.engine import EngineView, RoundEngine, record_to_plain
 from roundtable.engine import messages as m
 from roundtable.server.effects import Effects, Services
@@ -144,8 +146,22 @@ class JobRunner:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @property
+    def waiting(self) -> int:
+        """Events that nobody has looked at yet."""
+        return self._queue.qsize()
+
+    def where(self) -> dict[str, Any]:
+        """The place that log lines of this job carry."""
+        attempt = self._engine.state.attempt
+        found: dict[str, Any] = {"job": self.row.id}
+        if attempt is not None:
+            found |= {"round": attempt.round, "attempt": attempt.number, "phase": attempt.phase}
+        return found
+
     async def run(self) -> None:
         """Takes events until the job has ended, beginning with what was outstanding after a restart."""
+        belongs_to(self.where)
         if self._engine.state.attempt is not None:
             self.effects.take_up(self._engine.state.attempt.step)
         batch = Batch()
@@ -202,7 +218,9 @@ class JobRunner:
         now = self._services.clock()
         where = (note.round, note.attempt, note.client)
         detail = dict(note.detail)
-        if (fault := fault_of(note)) is not None:
+        fault = fault_of(note)
+        self._services.observer.noted(note, fault)
+        if fault is not None:
             detail["fault"] = fault.plain()
             self._services.alerts.tell(fault, note.message, now, self.row.id, self.row.name)
         batch.events.append(EventRow(self._sequence, now, note.kind, note.message, *where, detail))
@@ -213,8 +231,12 @@ class JobRunner:
 
     async def _finish(self, batch: Batch) -> None:
         """Durable, then visible."""
+        began = time.monotonic()
         if batch.worth_writing:
             await self._persist(batch)
+        attempt = self._engine.state.attempt
+        step = attempt.step if attempt else None
+        self._services.observer.moved(self.row.id, step, batch.records, time.monotonic() - began)
         for action in batch.effects:
             self.effects.perform(action)
         reach("transition_done", *self._place(batch))

@@ -27,6 +27,7 @@ from roundtable.cli.simulate import simulate
 from roundtable.cli.sweep import compare, sweep
 from roundtable.cli.trust import invite, token
 from roundtable.cli.version import version
+from roundtable.core import extras
 from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.proto.channel import TLS_1_3_ONLY
 
@@ -88,6 +89,12 @@ def run(arguments: Sequence[str]) -> int:
     except RoundtableError as error:
         click.echo(f"Error: {error}", err=True)
         return WRONG_USAGE if isinstance(error, ConfigError) else FAILED
+    except ModuleNotFoundError as error:
+        found = extras.missing(error, "this command")
+        if found is None:
+            raise
+        click.echo(f"Error: {found}", err=True)
+        return WRONG_USAGE
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
         return INTERRUPTED

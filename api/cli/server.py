@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from roundtable.core.logs import LogFormat, write_logs
+
 if TYPE_CHECKING:
     from roundtable.server.combining import Trusted
     from roundtable.server.config import ServerConfig
@@ -46,9 +48,9 @@ def server(
     from roundtable.server.config import load_server_config
     from roundtable.server.coordinator import run_server
 
-    service_logs()
     options = {"listen": listen, "enrolment": enrolment, "state": _absolute(state), "database": database}
     settings = load_server_config(config, {**options, "credentials": _absolute(credentials)})
+    service_logs(settings.log_format)
     run_server(settings, _trusted(settings))
 
 
@@ -61,12 +63,13 @@ def _trusted(settings: ServerConfig) -> Trusted | None:
     return TrustedData(settings.root_data)
 
 
-def service_logs() -> None:
-    """A service tells what it does by default; --verbose adds the rest.
+def service_logs(kind: LogFormat) -> None:
+    """A service tells what it does by default, in this form; --verbose adds the rest.
 
     It leaves no core file, because its keys would be in it.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    write_logs(kind)
     ours = logging.getLogger("roundtable")
     ours.setLevel(min(ours.getEffectiveLevel(), logging.INFO))
 

@@ -36,7 +36,8 @@ class Database:
     """An opened database whose tables are up to date.
 
     `write` and `read` run a function on a connection, in a transaction, in another thread. `fence`, if
-    there is one, comes first in every transaction that writes, and raises where it must not.
+    there is one, comes first in every transaction that writes, and raises where it must not. `waiting`
+    counts transactions that are to be written or are being written.
     """
 
     def __init__(self, url: URL, writer: Engine, reader: Engine) -> None:
@@ -45,6 +46,7 @@ class Database:
         self.embedded = url.get_backend_name() == "sqlite"
         self.file = Path(str(url.database))
         self.identity = ""
+        self.waiting = 0
         self.fence: Callable[[Connection], None] | None = None
         self._writer, self._reader = writer, reader
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="database")
@@ -115,9 +117,13 @@ class Database:
 
     async def write(self, work: Callable[[Connection], Result]) -> Result:
         """Runs `work` in one transaction on the writer's thread; committed when this returns."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._write_thread, self._run, self._writer, work, True
-        )
+        self.waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._write_thread, self._run, self._writer, work, True
+            )
+        finally:
+            self.waiting -= 1
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Runs `work` on a consistent view, beside the writer."""
@@ -154,6 +160,8 @@ def explain(error: SQLAlchemyError, url: str) -> StorageError:
         advice = "its folder must exist and be writable by the user who runs the coordinator"
     elif "malformed" in lowered or "not a database" in lowered:
         advice = "the file is damaged or is none of ours: restore it from a backup"
+    elif "password" in lowered:
+        advice = "the password in `database` is wrong or missing: correct it there, or in ~/.pgpass"
     elif url.startswith("postgresql"):
         advice = "is PostgreSQL running there, and may this user connect?"
     else:

@@ -1,0 +1,42 @@
+"""Libraries that only some need: where one is missing, the error names the extra that brings it."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from roundtable.core.errors import ConfigError
+
+EXTRAS = {
+    "alembic": "server",
+    "fsspec": "server",
+    "jwt": "oidc",
+    "matplotlib": "plot",
+    "opacus": "client",
+    "opentelemetry": "tracing",
+    "psycopg": "postgresql",
+    "ray": "ray",
+    "sqlalchemy": "server",
+}
+"""The extra that brings a library, by the name under which it is imported."""
+
+
+def missing(error: ModuleNotFoundError, purpose: str) -> ConfigError | None:
+    """The error for people where a library of an extra is not installed; None for any other module."""
+    name = (error.name or "").split(".")[0]
+    if name not in EXTRAS:
+        return None
+    pip = f"{Path(sys.executable).name} -m pip install 'roundtable[{EXTRAS[name]}]'"
+    return ConfigError(f"{purpose} needs the library {name!r}, which is not installed: {pip}")
+
+
+def load(module: str, purpose: str) -> Any:
+    """The module; ConfigError that names `purpose`, the library and its extra where it is not installed."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (found := missing(error, purpose)) is not None:
+            raise found from error
+        raise

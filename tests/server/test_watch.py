@@ -1,0 +1,158 @@
+"""What a coordinator shows to those who watch over it: pages over real HTTP, beside a real job."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from postgresql import PostgreSQL
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_agent import ScriptedAgent
+from service import AGENTS, Operator, running
+
+from roundtable.core.errors import ResourceError
+from roundtable.server import Coordinator, ServerConfig
+
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+async def get(port: int, path: str) -> tuple[int, str]:
+    def fetch() -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    return await asyncio.to_thread(fetch)
+
+
+async def figures(port: int) -> Values:
+    status, text = await get(port, "/metrics")
+    assert status == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(found: Values, name: str, /, **labels: str) -> float:
+    return found[name, tuple(sorted(labels.items()))]
+
+
+async def test_a_job_is_counted_and_timed(
+    settings: Callable[..., ServerConfig], database: str, certificates: Path
+) -> None:
+    config = settings(database=database, metrics="127.0.0.1:0")
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+    ):
+        agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS]
+        async with agents[0], agents[1], agents[2]:
+            work = [asyncio.create_task(agent.take_part(torch.ones(4))) for agent in agents]
+            job = await operator.submit("[cohort]\nsize = 3\nminimum = 2", rounds=3)
+            await operator.watch_until(job.id, "finished")
+            assert len(await operator.fetch(job.model.digest)) > 144
+            found = await figures(coordinator.metrics_port)
+            for task in work:
+                task.cancel()
+    assert value(found, "roundtable_coordinator_active") == 1
+    assert value(found, "roundtable_database_up") == 1
+    assert value(found, "roundtable_jobs", status="finished") == 1
+    assert value(found, "roundtable_jobs", status="running") == 0
+    assert value(found, "roundtable_rounds_total", outcome="committed") == 3
+    assert value(found, "roundtable_round_seconds_count") == 3
+    for phase in ("train", "aggregate", "evaluate", "commit"):
+        assert value(found, "roundtable_phase_seconds_count", phase=phase) == 3
+    assert value(found, "roundtable_updates_total", result="accepted") == 9
+    assert value(found, "roundtable_silos", status="offline") == 0
+    assert (
+        sum(value(found, "roundtable_silos", status=s) for s in ("available", "training", "uploading")) == 3
+    )
+    assert value(found, "roundtable_silo_last_seen_timestamp_seconds", silo="alder") > 1.7e9
+    assert value(found, "roundtable_transfer_bytes_total", direction="in") >= 9 * 16
+    assert value(found, "roundtable_transfer_bytes_total", direction="out") >= 9 * 16
+    assert value(found, "roundtable_queue_length", queue="events") == 0
+    assert value(found, "roundtable_disk_free_bytes", folder="artifacts") > 0
+    assert value(found, "roundtable_certificate_expires_timestamp_seconds") > 1.7e9
+    assert value(found, "process_resident_memory_bytes") > 1e7
+    assert value(found, "roundtable_event_loop_lag_seconds_count") >= 0
+
+
+async def test_a_running_job_shows_who_is_there_and_who_is_needed(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    async with (
+        running(settings(metrics="127.0.0.1:0")) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder"),
+    ):
+        job = await operator.submit("[cohort]\nsize = 3\nminimum = 2", rounds=1)
+        found = await figures(coordinator.metrics_port)
+    labels = {"job": job.id, "name": job.name}
+    assert value(found, "roundtable_job_silos_online", **labels) == 1
+    assert value(found, "roundtable_job_silos_needed", **labels) == 2
+    assert value(found, "roundtable_job_rounds_wanted", **labels) == 1
+    assert value(found, "roundtable_job_rounds_done", **labels) == 0
+
+
+async def test_what_a_population_has_spent_and_may_spend(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    privacy = (
+        '[evaluation]\nevery = 0\n[aggregation]\nweighting = "uniform"\n[cohort]\nsize = 3\n'
+        '[privacy]\nlevel = "client"\nepsilon = 8.0\ndelta = 1e-5\nclip_norm = 1.0\npopulation = 1000\n'
+        'population_name = "ward"\nnoise_multiplier = 4.0'
+    )
+    async with (
+        running(settings(metrics="127.0.0.1:0")) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+    ):
+        agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS]
+        async with agents[0], agents[1], agents[2]:
+            work = [asyncio.create_task(agent.take_part(torch.ones(4))) for agent in agents]
+            job = await operator.submit(privacy, rounds=1)
+            await operator.watch_until(job.id, "finished")
+            found = await figures(coordinator.metrics_port)
+            for task in work:
+                task.cancel()
+    spent = value(found, "roundtable_privacy_epsilon_spent", population="ward")
+    assert 0 < spent < 8
+    assert value(found, "roundtable_privacy_epsilon_budget", population="ward") == 8
+    assert value(found, "roundtable_privacy_epsilon_left", population="ward") == pytest.approx(8 - spent)
+
+
+async def test_health_and_readiness(settings: Callable[..., ServerConfig]) -> None:
+    async with running(settings(metrics="127.0.0.1:0")) as coordinator:
+        port = coordinator.metrics_port
+        assert await get(port, "/healthz") == (200, "ok\n")
+        assert await get(port, "/readyz") == (200, "active\n")
+        assert (await get(port, "/else"))[0] == 404
+
+
+async def test_a_database_that_is_gone_is_told(
+    settings: Callable[..., ServerConfig], postgresql: PostgreSQL
+) -> None:
+    async with running(settings(database=postgresql.fresh(), metrics="127.0.0.1:0")) as coordinator:
+        postgresql.stop()
+        try:
+            status, said = await get(coordinator.metrics_port, "/readyz")
+        finally:
+            postgresql.start()
+        assert status == 503
+        assert said.startswith("the database does not answer")
+
+
+async def test_a_port_that_is_taken_is_named(settings: Callable[..., ServerConfig]) -> None:
+    async with running(settings(metrics="127.0.0.1:0")) as coordinator:
+        address = f"127.0.0.1:{coordinator.metrics_port}"
+        other = Coordinator(settings(metrics=address, state="elsewhere"))
+        with pytest.raises(ResourceError, match=f"metrics = '{address}'.*Address already in use"):
+            await other.start()
