@@ -18,6 +18,7 @@ from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
 _JOBS_KEPT = 200
+ACQUAINTANCE = "coordinator.json"
 
 
 class Acquaintance:
