@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ from typing import Literal
 
 from roundtable.core.errors import RoundtableError
 from roundtable.core.handshake import check_connection, split_address
-from roundtable.core.identity import NODE_KEY, load_credentials
+from roundtable.core.identity import NODE_KEY, Credentials, Role, load_credentials
 
 _GIB = 1 << 30
 _SOON_DAYS = 30
 _CLOCK_SECONDS = 5.0
+_CLOCK_WRONG_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,18 @@ class Check:
 def examine(coordinator: str | None, credentials: Path | None, listen: str, state: Path) -> list[Check]:
     """All checks; `coordinator` and `credentials` may be left out, and what needs them says so."""
     return [
-        *_versions(),
-        _gpu(),
-        _disk(state),
+        *machine(),
+        disk(state),
         _port(listen),
         *_certificates(credentials),
         *_coordinator(coordinator, credentials),
     ]
+
+
+def machine() -> Iterator[Check]:
+    """What holds for every use of this machine: versions and GPU."""
+    yield from _versions()
+    yield _gpu()
 
 
 def _versions() -> Iterator[Check]:
@@ -89,8 +97,9 @@ def _gpu() -> Check:
     return Check("gpu", "ok", "none; training runs on the CPU")
 
 
-def _disk(state: Path) -> Check:
-    place = next(parent for parent in (state.absolute(), *state.absolute().parents) if parent.exists())
+def disk(state: Path) -> Check:
+    """How much is free where the folder is, or will be."""
+    place = _standing(state)
     free = shutil.disk_usage(place).free
     message = f"{free / _GIB:.1f} GiB free at {place}"
     if free < _GIB:
@@ -100,23 +109,90 @@ def _disk(state: Path) -> Check:
     return Check("disk", "ok", message)
 
 
+def _standing(folder: Path) -> Path:
+    """The folder itself, or what stands of the way to it."""
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+
+
+def folder_writable(name: str, folder: Path, setting: str) -> Check:
+    """Whether this user can write there; a folder that is not there yet must be possible to make."""
+    place = _standing(folder)
+    remedy = f"chown it to the user who runs this, or set {setting}"
+    if not place.is_dir():
+        return Check(name, "fail", f"{place} is no folder", f"set {setting} to a folder")
+    try:
+        if place == folder.absolute():
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        elif not os.access(place, os.W_OK | os.X_OK):
+            message = f"{folder} cannot be made: {place} is not writable by user {os.getuid()}"
+            return Check(name, "fail", message, remedy)
+    except OSError as error:
+        message = f"{folder} cannot be written by user {os.getuid()}: {error.strerror}"
+        return Check(name, "fail", message, remedy)
+    return Check(name, "ok", f"{folder} can be written")
+
+
+def taken(listen: str) -> str:
+    """Why this machine cannot listen there, as the system says it; empty if it can."""
+    host, _, port = listen.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[4])
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def _port(listen: str) -> Check:
     try:
-        host, port = split_address(listen)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        split_address(listen)
     except RoundtableError as error:
         return Check("port", "fail", str(error))
-    except OSError as error:
+    if reason := taken(listen):
         return Check(
             "port",
             "warn",
-            f"{listen} cannot be taken: {error.strerror}",
+            f"{listen} cannot be taken: {reason}",
             "fine if the coordinator runs here already; otherwise free it or use --listen with another",
         )
     return Check("port", "ok", f"{listen} is free for a coordinator")
+
+
+def clock(apart: float, other: str) -> Check:
+    """How far this machine's clock is from another's, in seconds; positive where the other is ahead."""
+    if abs(apart) <= _CLOCK_SECONDS:
+        return Check("clock", "ok", f"{abs(apart):.1f} s from {other}'s")
+    where = "behind" if apart > 0 else "ahead of"
+    return Check(
+        "clock",
+        "fail" if abs(apart) > _CLOCK_WRONG_SECONDS else "warn",
+        f"this machine's clock is {abs(apart):.0f} s {where} {other}'s",
+        "synchronise both with NTP (`timedatectl set-ntp true`): certificates and deadlines depend on time",
+    )
+
+
+def shown_credentials(folder: Path, role: Role) -> Iterator[Check]:
+    """The credentials of a service's folder, which must be of this role."""
+    try:
+        shown = load_credentials(folder)
+    except RoundtableError as error:
+        yield Check("certificates", "fail", str(error), remedy_for(role))
+        return
+    if shown.role != role:
+        message = f"{folder} is for the {shown.role} {shown.name!r}, not for role {role}"
+        yield Check("certificates", "fail", message, remedy_for(role))
+        return
+    yield from _judged(folder, shown)
+
+
+def remedy_for(role: Role) -> str:
+    """How a party of this role comes by its credentials."""
+    if role == "agent":
+        return "`roundtable client enroll`, or `roundtable ca issue NAME --role agent` by the operator"
+    return f"`roundtable ca issue NAME --role {role}`; name the folder in credentials"
 
 
 def _certificates(credentials: Path | None) -> Iterator[Check]:
@@ -128,6 +204,10 @@ def _certificates(credentials: Path | None) -> Iterator[Check]:
     except RoundtableError as error:
         yield Check("certificates", "fail", str(error))
         return
+    yield from _judged(credentials, shown)
+
+
+def _judged(credentials: Path, shown: Credentials) -> Iterator[Check]:
     mode = (credentials / NODE_KEY).stat().st_mode & 0o077
     if mode:
         yield Check(
@@ -173,12 +253,4 @@ def _status(coordinator: str, credentials: Path) -> Iterator[Check]:
         f"{coordinator} runs {status.version}, {status.clients_online} agents online, "
         f"{status.jobs_running} jobs, {status.disk_free / _GIB:.1f} GiB free",
     )
-    if abs(apart) > _CLOCK_SECONDS:
-        yield Check(
-            "clock",
-            "warn",
-            f"this machine and the coordinator are {abs(apart):.0f} s apart",
-            "synchronise both with NTP: deadlines and certificates depend on time",
-        )
-    else:
-        yield Check("clock", "ok", f"{abs(apart):.1f} s from the coordinator's")
+    yield clock(apart, "the coordinator")

@@ -12,9 +12,12 @@ from roundtable.cli.options import connection_options, json_option
 from roundtable.cli.output import console, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from roundtable.doctor import Check
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
@@ -28,15 +31,55 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     default=".",
     help="Folder whose disk is checked; default: here.",
 )
+@click.option("--server", type=_FILE, help="A coordinator.toml: check all that it names instead.")
+@click.option("--agent", type=_FILE, help="An agent.toml: the same as `roundtable client doctor`.")
 @json_option
-def doctor(coordinator: str | None, credentials: Path | None, listen: str, state: Path, as_json: bool) -> int:
+def doctor(
+    coordinator: str | None,
+    credentials: Path | None,
+    listen: str,
+    state: Path,
+    server: Path | None,
+    agent: Path | None,
+    as_json: bool,
+) -> int:
     """Check versions, ports, certificates, GPU, disk and clock; exit code 1 if something fails.
 
-    With --credentials the certificates are checked, with --coordinator also the way to it.
+    With --credentials the certificates are checked, with --coordinator also the way to it. With --server
+    or --agent, everything that these settings name, before the service is started.
     """
-    from roundtable.doctor import examine
+    if server is None and agent is None:
+        from roundtable.doctor import examine
 
-    checks = examine(coordinator, credentials, listen, state)
+        return report(examine(coordinator, credentials, listen, state), as_json)
+    checks: list[Check] = []
+    if server is not None:
+        from roundtable.doctor_coordinator import examine_coordinator
+
+        checks += examine_coordinator(server)
+    if agent is not None:
+        from roundtable.doctor_agent import examine_agent
+
+        checks += examine_agent(agent)
+    return report(checks, as_json)
+
+
+@click.command("doctor")
+@json_option
+@click.pass_context
+def client_doctor(context: click.Context, as_json: bool) -> int:
+    """Check whether this silo's agent would start and the coordinator would have it; exit code 1 if not.
+
+    Runs no task. The coordinator sees the silo for a moment, offering nothing.
+    """
+    from roundtable.doctor_agent import examine_agent
+
+    assert context.parent is not None
+    return report(examine_agent(context.parent.params["config"]), as_json)
+
+
+def report(checks: Sequence[Check], as_json: bool) -> int:
+    """Prints the checks; the exit code that they make."""
     if as_json:
         print_json([asdict(check) for check in checks])
     else:

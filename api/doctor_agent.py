@@ -1,0 +1,126 @@
+"""`roundtable client doctor`: would this silo's agent start, and would the coordinator have it?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from roundtable.client.config import AgentConfig, load_agent_config
+from roundtable.client.connection import Session, explain, hello, open_channel
+from roundtable.client.hashing import hash_of_task
+from roundtable.client.lock import locked
+from roundtable.client.workshop import choose_device
+from roundtable.core.errors import ResourceError, RoundtableError
+from roundtable.core.handshake import check_connection
+from roundtable.doctor import Check, clock, disk, folder_writable, machine, shown_credentials, taken
+from roundtable.proto.pieces import agents_stub
+
+
+def examine_agent(file: Path) -> list[Check]:
+    """All checks of an agent.toml. The clock is compared over a short connection that offers no task."""
+    try:
+        config = load_agent_config(file)
+    except RoundtableError as error:
+        return [Check("settings", "fail", str(error), f"mend {file}")]
+    credentials = list(shown_credentials(config.credentials, "agent"))
+    checks = [
+        Check("settings", "ok", str(file)),
+        *machine(),
+        *_device(config),
+        *_tasks(config),
+        folder_writable("state", config.state, "state in agent.toml"),
+        disk(config.state),
+        *_metrics(config),
+        *credentials,
+    ]
+    if any(check.state == "fail" for check in credentials):
+        return [*checks, Check("coordinator", "warn", "not checked: that needs credentials")]
+    return [*checks, *_coordinators(config, any(c.name == "state" and c.state == "ok" for c in checks))]
+
+
+def _device(config: AgentConfig) -> Iterator[Check]:
+    try:
+        yield Check("device", "ok", f"training runs on {choose_device(config.device)}")
+    except ResourceError as error:
+        yield Check("device", "fail", str(error), 'install the driver, or [limits] device = "auto"')
+
+
+def _tasks(config: AgentConfig) -> Iterator[Check]:
+    """Reads their code and runs none of it."""
+    if not config.tasks:
+        yield Check("tasks", "fail", "this silo offers no task", "name one in [tasks] of agent.toml")
+    for name, reference in config.tasks.items():
+        try:
+            found = hash_of_task(reference, config.folder)
+        except RoundtableError as error:
+            yield Check("tasks", "fail", f"{name}: {error}", f"mend [tasks] {name} in agent.toml")
+            continue
+        table = config.task_tables.get(name)
+        if table is not None and table.blake3 not in (None, found):
+            message = f"{name}: the code of {reference} is not what blake3 allows; it would not run"
+            yield Check("tasks", "fail", message, f"read it, then `roundtable client hash {name}`")
+        else:
+            yield Check("tasks", "ok", f"{name}: {reference}")
+
+
+def _metrics(config: AgentConfig) -> Iterator[Check]:
+    if not config.metrics:
+        return
+    if reason := taken(config.metrics):
+        yield Check(
+            "metrics",
+            "warn",
+            f"{config.metrics} cannot be taken: {reason}",
+            "fine if the agent runs already; otherwise set metrics in agent.toml to another port",
+        )
+    else:
+        yield Check("metrics", "ok", f"{config.metrics} is free")
+
+
+def _coordinators(config: AgentConfig, writable: bool) -> Iterator[Check]:
+    reached = ""
+    for address in (config.coordinator, *config.standbys):
+        try:
+            check_connection(address, config.credentials)
+        except RoundtableError as error:
+            yield Check("coordinator", "fail", str(error), _way(address))
+        else:
+            yield Check("coordinator", "ok", f"{address} accepts this silo's certificate")
+            reached = reached or address
+    if not reached:
+        return
+    if not writable:
+        yield Check("clock", "warn", "not compared: that needs the state folder")
+        return
+    try:
+        with locked(config.state):
+            yield asyncio.run(_clock(replace(config, coordinator=reached)))
+    except ResourceError:
+        yield Check("clock", "ok", "the agent runs here now; it compares clocks at each connection")
+    except RoundtableError as error:
+        yield Check("coordinator", "fail", str(error), "ask the coordinator's operator")
+
+
+def _way(address: str) -> str:
+    """Name and port are the commonest mistakes, a firewall the next."""
+    port = address.rpartition(":")[2]
+    return f"compare the address with what its operator gave you; allow TCP to port {port} outwards"
+
+
+async def _clock(config: AgentConfig) -> Check:
+    """Says hello under the silo's name, offering nothing, and goodbye: no job can choose it meanwhile."""
+    try:
+        async with open_channel(config.coordinator, config.credentials) as channel:
+            session = Session(agents_stub(channel))
+            before = time.time()
+            welcome = await session.greet(hello((), {}, ()))
+            apart = welcome.clock - (before + time.time()) / 2
+            await session.leave("that was the doctor")
+    except grpc.aio.AioRpcError as error:
+        raise await explain(error, config.coordinator, config.credentials) from error
+    return clock(apart, "the coordinator")
