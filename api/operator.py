@@ -104,6 +104,12 @@ class OperatorClient:
         with self._translated():
             return self._stub.SetPrivacyBudget(wanted, timeout=_CALL_SECONDS)
 
+    def remove_privacy_budget(self, population: str) -> operator_pb2.PrivacyBudget:
+        """Lets jobs spend what their own epsilon allows, from the next round on; gives what was in force."""
+        request = operator_pb2.PrivacyRequest(population=population)
+        with self._translated():
+            return self._stub.RemovePrivacyBudget(request, timeout=_CALL_SECONDS)
+
     def privacy_charges(self, population: str = "") -> Iterator[operator_pb2.PrivacyCharge]:
         """The ledger itself, oldest charge first."""
         with self._translated():

@@ -81,6 +81,11 @@ class OperatorsStub(object):
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.FromString,
                 )
+        self.RemovePrivacyBudget = channel.unary_unary(
+                '/roundtable.v1.Operators/RemovePrivacyBudget',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.FromString,
+                )
         self.ExportPrivacy = channel.unary_stream(
                 '/roundtable.v1.Operators/ExportPrivacy',
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
@@ -178,6 +183,13 @@ class OperatorsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemovePrivacyBudget(self, request, context):
+        """Takes the budget of a population away; gives the one that was in force.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportPrivacy(self, request, context):
         """The ledger itself, oldest charge first.
         """
@@ -251,6 +263,11 @@ def add_OperatorsServicer_to_server(servicer, server):
             'SetPrivacyBudget': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPrivacyBudget,
                     request_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.SerializeToString,
+            ),
+            'RemovePrivacyBudget': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePrivacyBudget,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.SerializeToString,
             ),
             'ExportPrivacy': grpc.unary_stream_rpc_method_handler(
@@ -486,6 +503,23 @@ class Operators(object):
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/SetPrivacyBudget',
             roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def RemovePrivacyBudget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/RemovePrivacyBudget',
+            roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

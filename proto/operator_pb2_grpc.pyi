@@ -95,6 +95,12 @@ class OperatorsStub:
     ]
     """Sets the most that all jobs together may spend on a population; gives what is in force then."""
 
+    RemovePrivacyBudget: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.PrivacyRequest,
+        roundtable.proto.operator_pb2.PrivacyBudget,
+    ]
+    """Takes the budget of a population away; gives the one that was in force."""
+
     ExportPrivacy: grpc.UnaryStreamMultiCallable[
         roundtable.proto.operator_pb2.PrivacyRequest,
         roundtable.proto.operator_pb2.PrivacyCharge,
@@ -176,6 +182,12 @@ class OperatorsAsyncStub:
         roundtable.proto.operator_pb2.PrivacyBudget,
     ]
     """Sets the most that all jobs together may spend on a population; gives what is in force then."""
+
+    RemovePrivacyBudget: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.PrivacyRequest,
+        roundtable.proto.operator_pb2.PrivacyBudget,
+    ]
+    """Takes the budget of a population away; gives the one that was in force."""
 
     ExportPrivacy: grpc.aio.UnaryStreamMultiCallable[
         roundtable.proto.operator_pb2.PrivacyRequest,
@@ -284,6 +296,14 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.operator_pb2.PrivacyBudget, collections.abc.Awaitable[roundtable.proto.operator_pb2.PrivacyBudget]]:
         """Sets the most that all jobs together may spend on a population; gives what is in force then."""
+
+    @abc.abstractmethod
+    def RemovePrivacyBudget(
+        self,
+        request: roundtable.proto.operator_pb2.PrivacyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.PrivacyBudget, collections.abc.Awaitable[roundtable.proto.operator_pb2.PrivacyBudget]]:
+        """Takes the budget of a population away; gives the one that was in force."""
 
     @abc.abstractmethod
     def ExportPrivacy(

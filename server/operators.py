@@ -27,7 +27,7 @@ from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, table
 from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
 from roundtable.server.store.clients import all_clients
 from roundtable.server.store.jobs import UnknownJob, history, newest_faults
-from roundtable.server.store.ledger import Limit, entries, set_budget
+from roundtable.server.store.ledger import Limit, entries, remove_budget, set_budget
 from roundtable.server.watching import detail_of, updates
 
 log = logging.getLogger("roundtable.server.operators")
@@ -188,6 +188,15 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         await self._services.database.write(lambda c: set_budget(c, budget, limit.author, limit.time))
         log.info("%s set the privacy budget of %r to %s", limit.author, budget.population, budget.epsilon)
         return accounts.limit_to(limit)
+
+    async def RemovePrivacyBudget(
+        self, request: operator_pb2.PrivacyRequest, context: Context
+    ) -> operator_pb2.PrivacyBudget:
+        found = await self._services.database.write(lambda c: remove_budget(c, request.population))
+        if found is None:
+            raise Refusal(grpc.StatusCode.NOT_FOUND, f"no budget is set for {request.population!r}")
+        log.info("%s removed the privacy budget of %r", caller(context), request.population)
+        return accounts.limit_to(found)
 
     async def ExportPrivacy(self, request: operator_pb2.PrivacyRequest, context: Context) -> None:  # type: ignore[override]
         for row in await self._services.database.read(lambda c: entries(c, request.population or None)):

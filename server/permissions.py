@@ -54,6 +54,7 @@ PERMISSIONS: dict[str, Permission] = {
     "Operators/ShowPrivacy": _from("viewer"),
     "Operators/ExportPrivacy": _from("operator"),
     "Operators/SetPrivacyBudget": _from("operator", noted=True),
+    "Operators/RemovePrivacyBudget": _from("operator", noted=True),
     "Administration/GetProvenance": _from("viewer"),
     "Administration/Invite": _from("operator", noted=True),
     "Administration/Revoke": _from("operator", noted=True),

@@ -82,6 +82,7 @@ def show(
 @click.option("--epsilon", type=float, help="The most that all jobs together may spend.")
 @click.option("--delta", type=float, help="At this delta: below 1 / number of silos.")
 @click.option("--accountant", default="pld", show_default=True, help="pld, rdp or prv.")
+@click.option("--remove", is_flag=True, help="Take the budget of POPULATION away.")
 @connection_options
 @json_option
 def budget(
@@ -89,36 +90,45 @@ def budget(
     epsilon: float | None,
     delta: float | None,
     accountant: str,
+    remove: bool,
     coordinator: str | None,
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the budgets in force; with --epsilon and --delta, set that of POPULATION."""
+    """Show the budgets in force; with --epsilon and --delta, set that of POPULATION.
+
+    What was spent stays charged, whatever the budget.
+    """
     if (epsilon is None) != (delta is None):
         raise click.UsageError("a budget is --epsilon and --delta together")
+    if remove and epsilon is not None:
+        raise click.UsageError("--remove takes a budget away: leave out --epsilon and --delta")
+    if not population and (remove or epsilon is not None):
+        raise click.UsageError("say whose budget: roundtable privacy budget POPULATION ...")
     with connect(coordinator, credentials) as operator:
-        if epsilon is not None and delta is not None:
-            if not population:
-                raise click.UsageError("say whose budget: roundtable privacy budget POPULATION --epsilon ...")
-            found = [operator.set_privacy_budget(population, epsilon, delta, accountant)]
-        else:
-            found = list(operator.privacy(population or "").budgets)
+        if remove:
+            was = operator.remove_privacy_budget(population or "")
+            click.echo(
+                f"No budget for {population}: epsilon = {was.epsilon:g} at {was.delta:g} is removed.",
+                err=as_json,
+            )
+        elif epsilon is not None and delta is not None:
+            operator.set_privacy_budget(population or "", epsilon, delta, accountant)
+        budgets = operator.privacy(population or "").budgets
     if as_json:
-        print_json([as_dict(each) for each in found])
-        return
-    rows = [
-        (
-            each.population,
-            f"{each.epsilon:g}",
-            f"{each.delta:g}",
-            each.accountant,
-            each.author,
-            ago(each.time),
+        print_json([as_dict(each) for each in budgets])
+    elif not remove:
+        columns = ("population", "epsilon", "delta", "accountant", "set by", "when")
+        print_table(
+            columns,
+            [_budget(each) for each in budgets],
+            "No budget is set; jobs are bound by their own epsilon alone.",
         )
-        for each in found
-    ]
-    columns = ("population", "epsilon", "delta", "accountant", "set by", "when")
-    print_table(columns, rows, "No budget is set; jobs are bound by their own epsilon alone.")
+
+
+def _budget(each: operator_pb2.PrivacyBudget) -> tuple[Any, ...]:
+    limit = f"{each.epsilon:g}", f"{each.delta:g}"
+    return each.population, *limit, each.accountant, each.author, ago(each.time)
 
 
 @click.command("export")

@@ -144,3 +144,10 @@ def set_budget(connection: Connection, budget: Budget, author: str, now: float) 
     values = {"population": budget.population, "epsilon": budget.epsilon, "delta": budget.delta}
     values |= {"accountant": budget.accountant, "author": author, "time": now}
     connection.execute(sa.insert(table).values(values))
+
+
+def remove_budget(connection: Connection, population: str) -> Limit | None:
+    """Takes the limit of a population away; gives the one that there was."""
+    found = limits(connection).get(population)
+    connection.execute(sa.delete(tables.budgets).where(tables.budgets.c.population == population))
+    return found

@@ -3,74 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from private_jobs import WRONG_FIGURES, write_job
 
 Command = Any
-
-TASK = """
-import torch
-from torch import nn
-import roundtable as rt
-
-class Normed(rt.Task):
-    norm = nn.BatchNorm1d(8)
-    def model(self):
-        return nn.Sequential(nn.Linear(2, 8), type(self).norm, nn.Linear(8, 1))
-    def data(self, site):
-        return (torch.ones(40, 2), torch.ones(40, 1)), None
-    def loss(self, model, batch):
-        return (model(batch[0]) - batch[1]).square().mean()
-
-class Grouped(Normed):
-    norm = nn.GroupNorm(2, 8)
-
-class Script:
-    def model(self):
-        return nn.Linear(2, 1)
-"""
-JOB = """
-task = "normed.py:{task}"
-rounds = 2
-[cohort]
-size = 20
-[algorithm]
-steps = 2
-batch_size = 4
-[aggregation]
-weighting = "uniform"
-[evaluation]
-every = 0
-[simulation]
-clients = 20
-backend = "sequential"
-[privacy]
-level = "{level}"
-clip_norm = {clip_norm}
-delta = {delta}
-{spend}
-"""
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Any:
     """Writes a job file; every value has a sound default."""
-    (tmp_path / "normed.py").write_text(TASK)
-
-    def write(
-        task: str = "Grouped",
-        level: str = "client",
-        clip_norm: float = 1.0,
-        delta: float = 1e-3,
-        spend: str = "noise_multiplier = 1.0",
-    ) -> Path:
-        path = tmp_path / "job.toml"
-        path.write_text(JOB.format(task=task, level=level, clip_norm=clip_norm, delta=delta, spend=spend))
-        return path
-
-    return write
+    return partial(write_job, tmp_path)
 
 
 @pytest.mark.parametrize("command", [("job", "check"), ("simulate",)])
@@ -111,20 +57,7 @@ def test_records_of_a_script_cannot_be_promised_privacy(roundtable: Command, job
 
 
 @pytest.mark.parametrize(("level", "command"), [("client", ("job", "check")), ("example", ("simulate",))])
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        ({"spend": "epsilon = 0.0"}, "privacy.epsilon is 0.0"),
-        ({"spend": "epsilon = -1.0"}, "privacy.epsilon is -1.0"),
-        ({"spend": "epsilon = nan"}, "nan is no number"),
-        ({"spend": "epsilon = 1.0\nnoise_multiplier = 0.0"}, "privacy.noise_multiplier is 0.0"),
-        ({"spend": ""}, "are both missing"),
-        ({"clip_norm": 0.0}, "privacy.clip_norm is 0.0"),
-        ({"delta": 0.0}, "privacy.delta is 0.0"),
-        ({"delta": 1.0}, "privacy.delta is 1.0"),
-        ({"spend": "noise_multiplier = 1.0\nsigma = 2"}, "sigma is not a setting"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "complaint"), WRONG_FIGURES)
 def test_bad_figures_are_refused_before_the_first_round(
     roundtable: Command,
     job: Any,

@@ -113,6 +113,17 @@ async def test_the_ledger_is_shown_limited_and_exported(
         assert most <= 9.0 < compose([shared.repeated(2 + stopped.rounds_done + 1), own], 1e-3)
         assert all(account["reserved_epsilon"] == account["epsilon"] for account in shown["accounts"])
 
+        assert (await said("budget", "t", "--remove", "--epsilon", "9", "--delta", "1e-3"))[0] == 2
+        assert (await said("budget", "--remove"))[0] == 2
+        assert "epsilon = 9 at 0.001 is removed" in (await said("budget", "t", "--remove"))[1]
+        code, _, err = await said("budget", "t", "--remove")
+        assert (code, err) == (2, "Error: no budget is set for 't'\n")
+        after = json.loads((await said("show", "--json"))[1])
+        assert after.get("budgets", []) == []
+        assert after["accounts"] == shown["accounts"], "what was spent stays charged"
+        going_on = await finish(operator, table(), 2, "r4")
+        assert going_on.rounds_done == 2
+
         exported = json.loads((await said("export", "t"))[1])
         code, out, _ = await said("export", "--format", "csv", "-o", tmp_path / "ledger.csv")
         assert code == 0
@@ -122,7 +133,7 @@ async def test_the_ledger_is_shown_limited_and_exported(
     database = Database.open(config.database)
     rows = await database.read(entries)
     database.close()
-    assert len(exported["charges"]) == len(rows) == 2 + 3 * 2 + stopped.rounds_done
+    assert len(exported["charges"]) == len(rows) == 2 + 3 * 2 + stopped.rounds_done + 2
     assert exported["charges"][0]["charge"]["parts"] == {"update": 2.0}
     assert "What it does not cover" in exported["accounts"][0]["statement"]
     lines = list(csv.DictReader(io.StringIO((tmp_path / "ledger.csv").read_text())))
