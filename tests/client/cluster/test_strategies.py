@@ -45,6 +45,9 @@ FOUR = [
     Case("ep", plan("zero3", fsdp=4, ep=2), experts(), STEPS),
     Case("ep whole", plan("zero2", fsdp=4, ep=4), experts(), STEPS),
 ]
+# What every run checks; the whole lists are slow.
+FAST = ["ddp ragged", "zero1", "zero3", "zero3 selective", "tp sequence", "1f1b ragged", "interleaved"]
+FAST += ["hsdp", "fsdp tp", "pp fsdp", "ep"]
 SHORT = {"steps": 2}
 EIGHT = [
     case("3d", plan("zero2", pp=2, fsdp=2, tp=2, sequence_parallel=True), SHORT),
@@ -62,12 +65,16 @@ def check(found: list[dict[str, Any]], cases: list[Case]) -> None:
             assert result["loss"] < max(1e-6, each.tolerance), (each.name, rank, result)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    check(run_ranks(run_cases, 2, TWO, tmp_path), TWO)
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four ranks"])
+def test_strategies_equal_one_process(cases: list[Case], tmp_path: Path) -> None:
+    few = [each for each in cases if each.name in FAST]
+    check(run_ranks(run_cases, few[0].strategy.mesh.world, few, tmp_path), few)
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    check(run_ranks(run_cases, 4, FOUR, tmp_path), FOUR)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four ranks"])
+def test_all_strategies_equal_one_process(cases: list[Case], tmp_path: Path) -> None:
+    check(run_ranks(run_cases, cases[0].strategy.mesh.world, cases, tmp_path), cases)
 
 
 @pytest.mark.slow
