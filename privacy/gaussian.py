@@ -92,5 +92,7 @@ def _box_muller(words: NDArray[np.uint64]) -> Tensor:
     radius *= -2.0
     np.sqrt(radius, out=radius)
     angle.mul_(_TWO_PI * 2.0**-53)
-    draws = torch.stack((angle.cos(), angle.sin()), dim=1)
-    return draws.mul_(torch.from_numpy(radius)[:, None]).flatten()
+    draws = np.empty((len(radius), 2))
+    np.multiply(radius, angle.cos().numpy(), out=draws[:, 0])
+    np.multiply(radius, angle.sin_().numpy(), out=draws[:, 1])
+    return torch.from_numpy(draws).flatten()

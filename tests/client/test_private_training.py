@@ -189,6 +189,7 @@ def test_the_way_to_gradients_is_found_once_in_a_job(tmp_path: Path, monkeypatch
         return honest(candidate, *rest)
 
     monkeypatch.setattr(probe, "_time_two_steps", count)
+    monkeypatch.setattr(probe, "_SHORT_STEP", 0.0)
     (tmp_path / "points.py").write_text(POINTS)
     job = job_of("example").model_copy(update={"task": "points"})
     task = load_task("points.py", tmp_path)
