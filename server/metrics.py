@@ -112,7 +112,7 @@ class CoordinatorPage:
         statuses.update(runner.row.status for runner in live.values())
         found = {(status,): float(count) for status, count in statuses.items()}
         page.gauge("roundtable_jobs", "jobs by status", found, ("status",))
-        labels, online = ("job", "name"), sessions.clients()
+        labels, online = ("job_id", "name"), sessions.clients()
 
         def each(name: str, text: str, value: Callable[[JobRunner], float]) -> None:
             page.gauge(name, text, {key: value(runner) for key, runner in live.items()}, labels)

@@ -96,7 +96,7 @@ async def test_a_running_job_shows_who_is_there_and_who_is_needed(
     ):
         job = await operator.submit("[cohort]\nsize = 3\nminimum = 2", rounds=1)
         found = await figures(coordinator.metrics_port)
-    labels = {"job": job.id, "name": job.name}
+    labels = {"job_id": job.id, "name": job.name}
     assert value(found, "roundtable_job_silos_online", **labels) == 1
     assert value(found, "roundtable_job_silos_needed", **labels) == 2
     assert value(found, "roundtable_job_rounds_wanted", **labels) == 1
