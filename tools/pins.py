@@ -1,4 +1,4 @@
-"""Writes constraints.txt: the installed versions of everything that an install of `.[dev,ray]` brings."""
+"""Writes constraints.txt: the installed versions of everything that an install with every extra brings."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def closure(requirement: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    rows = (f"{name}=={version}\n" for name, version in sorted(closure("roundtable[dev,ray]").items()))
+    rows = (f"{name}=={version}\n" for name, version in sorted(closure("roundtable[all,dev,mlflow,wandb]").items()))
     (ROOT / "constraints.txt").write_text(HEAD + "".join(rows))
