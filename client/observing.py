@@ -150,8 +150,9 @@ async def gpus() -> list[tuple[str, list[float]]]:
     if program is None:
         return []
     query = ("--query-gpu=index," + ",".join(_GPU_QUERY), "--format=csv,noheader,nounits")
-    streams = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.DEVNULL}
-    process = await asyncio.create_subprocess_exec(program, *query, **streams)
+    process = await asyncio.create_subprocess_exec(
+        program, *query, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
     try:
         told, _ = await asyncio.wait_for(process.communicate(), _GPU_SECONDS)
     except TimeoutError:

@@ -30,6 +30,9 @@ MOST_HEADER_BYTES = 16384
 TEXT = "text/plain; charset=utf-8"
 PAGE = "text/plain; version=0.0.4; charset=utf-8"
 
+Values = Mapping[Any, float]
+"""By the tuple of its labels' values."""
+
 
 class Watched(Protocol):
     """What is watched. `figures` gives prometheus_client's metric families; `ready` raises nothing."""
@@ -49,18 +52,14 @@ class Families:
     def __init__(self) -> None:
         self.made: list[core.Metric] = []
 
-    def gauge(
-        self, name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()
-    ) -> None:
+    def gauge(self, name: str, text: str, values: Values, labels: tuple[str, ...] = ()) -> None:
         """What is so now, by its labels."""
         family = core.GaugeMetricFamily(name, text, labels=labels)
         for key, value in values.items():
             family.add_metric(key, value)
         self.made.append(family)
 
-    def counter(
-        self, name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()
-    ) -> None:
+    def counter(self, name: str, text: str, values: Values, labels: tuple[str, ...] = ()) -> None:
         """What has happened since the start, by its labels; `name` without "_total"."""
         family = core.CounterMetricFamily(name, text, labels=labels)
         for key, value in values.items():
@@ -95,7 +94,7 @@ class Families:
 
 def free_bytes(folder: Path) -> int:
     """What is free where the folder is, or will be."""
-    return _usage(folder).free
+    return int(_usage(folder).free)
 
 
 @asynccontextmanager
