@@ -38,6 +38,7 @@ from roundtable.core.identity import Credentials, load_credentials
 from roundtable.core.memory import tune_for_transfers
 from roundtable.core.monitoring import monitored
 from roundtable.core.tracing import Tracer, open_tracer
+from roundtable.core.watchdog import keep_watchdog
 from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import agents_stub
 
@@ -239,12 +240,14 @@ async def _run(config: AgentConfig) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt, number)
+    watchdog = asyncio.create_task(keep_watchdog())
     try:
         load_credentials(config.credentials)
         addresses, met = (config.coordinator, *config.standbys), config.state / ACQUAINTANCE
         await asyncio.to_thread(check_first_contact, addresses, config.credentials, met)
         await agent.run()
     finally:
+        watchdog.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     return 130 if signal.SIGINT in received else 0

@@ -21,6 +21,7 @@ from roundtable.core.identity import Credentials, load_credentials
 from roundtable.core.memory import tune_for_transfers
 from roundtable.core.monitoring import monitored
 from roundtable.core.tracing import Tracer, open_tracer
+from roundtable.core.watchdog import keep_watchdog
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
@@ -225,6 +226,8 @@ async def _until_signal(config: ServerConfig, trusted: Trusted | None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     stopping = loop.create_task(stopped.wait())
+    watchdog = loop.create_task(keep_watchdog())
+    stopping.add_done_callback(lambda _: watchdog.cancel())
     begun = False
     while not stopped.is_set():
         try:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from roundtable.core.logs import ConsoleFormatter, JsonFormatter, belongs_to
 from roundtable.core.tally import Spread, Tally
 from roundtable.core.tracing import Span, Tracer, span_of, trace_of
+from roundtable.core.watchdog import keep_watchdog
 
 
 @pytest.fixture
@@ -69,6 +72,20 @@ def test_a_traceback_is_one_line_of_json(lines: list[logging.LogRecord]) -> None
         logging.getLogger("roundtable.test").error("it failed", exc_info=sys.exc_info())
     assert "ValueError: two\nlines" in lines[0].as_json["traceback"]  # type: ignore[attr-defined]
     assert "\n" not in JsonFormatter().format(lines[0])
+
+
+async def test_the_watchdog_is_told_that_the_service_is_up_and_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "20000")
+        kept, loop = asyncio.create_task(keep_watchdog()), asyncio.get_running_loop()
+        told = [await loop.sock_recv(systemd, 100) for _ in range(4)]
+        kept.cancel()
+    assert told == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1", b"WATCHDOG=1"]
 
 
 def test_a_spread_counts_up_to_each_bound() -> None:
