@@ -35,6 +35,7 @@ from roundtable.client.worker_trainer import WorkerTrainer
 from roundtable.client.workshop import choose_device, list_devices
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity import Credentials, load_credentials
+from roundtable.core.logs import belongs_to
 from roundtable.core.memory import tune_for_transfers
 from roundtable.core.monitoring import monitored
 from roundtable.core.tracing import Tracer, open_tracer
@@ -94,6 +95,7 @@ class Agent:
         tune_for_transfers()
         identity = load_credentials(self._config.credentials)
         _check_role(identity)
+        belongs_to(lambda: {"silo": identity.name})
         choose_device(self._config.device)
         with locked(self._config.state):
             trainer = self._trainer or _trainer_for(self._config, identity.name)

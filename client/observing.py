@@ -52,7 +52,7 @@ class Observer:
     def task(self, work: Coroutine[Any, Any, None], step: StepKey) -> asyncio.Task[None]:
         """A task for work on a step; what it logs belongs there."""
         context = copy_context()
-        context.run(belongs_to, step._asdict)
+        context.run(belongs_to, lambda: {**step._asdict(), "silo": self.silo})
         return asyncio.create_task(work, name=step.slug, context=context)
 
     def doing(self, step: StepKey, activity: str) -> None:
