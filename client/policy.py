@@ -22,6 +22,8 @@ from roundtable.core.errors import PrivacyError, TaskError
 from roundtable.privacy import PrivacyConfig
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB)")
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _HOURS = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 _SILO_LEVELS = ("client", "client_local", "distributed", "dp_ftrl")
 
@@ -76,11 +78,26 @@ class PolicyTable(Table):
     steps: int | None = Field(None, ge=1, description="most optimizer steps a round, where a job counts them")
     batch_size: int | None = Field(None, ge=1, description="largest batch")
     seconds: Seconds | None = Field(None, gt=0, description="most time for one step of a round")
+    max_memory: str | None = Field(
+        None, description='most that the training process may hold in main memory, for example "8GiB"'
+    )
     hours: str | None = Field(None, description='when work may begin, local time, for example "20:00-06:00"')
     metrics: Literal["all", "none"] = Field("all", description="none: no metric and no loss leaves the silo")
     metrics_digits: int | None = Field(
         None, ge=0, le=12, description="decimals to which the mean of each metric is rounded before it leaves"
     )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`max_memory` in bytes."""
+        return None if self.max_memory is None else _size(self.max_memory)
+
+    @field_validator("max_memory")
+    @classmethod
+    def _memory_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            _size(value)
+        return value
 
     @field_validator("hours")
     @classmethod
@@ -216,6 +233,14 @@ def _to_level(
     elif privacy.epsilon > most:
         asked = privacy.epsilon
         yield f"the job's privacy.epsilon is {asked:g}, and this silo allows {most:g} ([policy] {rule})"
+
+
+def _size(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    size = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+    if size <= 0:
+        raise ValueError(f'{text!r} is no size of memory; write "8GiB" or "500MiB"')
+    return size
 
 
 def _hours(text: str) -> tuple[time, time]:

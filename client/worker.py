@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
 from roundtable.client.failures import diagnose
@@ -25,7 +26,11 @@ from roundtable.client.workshop import Order, Settings, Workshop
 
 _PROGRESS_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
+_MEMORY_SECONDS = 0.1
 _FATAL = ("out_of_memory", "gpu_error")
+
+
+_SAYING = threading.Lock()
 
 
 class Stopped(BaseException):
@@ -61,6 +66,8 @@ def main() -> None:
     os.dup2(2, 1)
     commands = _Commands(sys.stdin)
     begin = commands.orders.get()
+    if (most := begin["settings"].get("memory")) is not None:
+        threading.Thread(target=_watch_memory, args=(most, answers), daemon=True).start()
     workshop = _attempt(answers, lambda: Workshop(Settings(**begin["settings"])))
     if workshop is None:
         return
@@ -109,9 +116,29 @@ def _attempt(answers: TextIO, work: Any) -> Any:
         return None
 
 
+def _watch_memory(most: int, answers: TextIO) -> None:
+    """Ends the process as out_of_memory once it holds more than `most` bytes of main memory.
+
+    What is resident counts, not the address space: a CUDA context maps far more than it holds.
+    """
+    statistics, page = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
+    while statistics.exists():
+        held = int(statistics.read_text().split()[1]) * page
+        if held > most:
+            detail = (
+                f"the training process holds {held >> 20} MiB, and this silo allows {most >> 20} MiB "
+                "([policy] max_memory); a smaller batch_size needs less"
+            )
+            failed = {"kind": "out_of_memory", "detail": detail, "trace": ""}
+            _say(answers, {"failed": failed, "leaving": True})
+            os._exit(1)
+        time.sleep(_MEMORY_SECONDS)
+
+
 def _say(answers: TextIO, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
+    with _SAYING:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
 
 
 def die_with_parent(parent: int) -> None:

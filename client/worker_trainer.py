@@ -41,6 +41,7 @@ class WorkerTrainer:
             data=dict(config.data),
             epsilon=config.policy.epsilon,
             delta=config.policy.delta,
+            memory=config.policy.memory_bytes,
             data_of={
                 table.use: table.data for table in config.task_tables.values() if table.data is not None
             },

@@ -39,6 +39,7 @@ class Settings:
     epsilon: float | None = None
     delta: float | None = None
     data_of: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memory: int | None = None
 
 
 @dataclass(frozen=True)

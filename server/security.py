@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import platform
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -39,11 +37,11 @@ from roundtable.server.oidc import Provider
 from roundtable.server.provenance import Provenance
 from roundtable.server.store import Database
 from roundtable.server.trust import Trust
+from roundtable.server.versions import versions
 
 log = logging.getLogger("roundtable.server.security")
 
 REFRESH_SECONDS = 5.0
-_NAMED = ("roundtable", "torch", "numpy", "grpcio", "cryptography")
 
 
 class Security:
@@ -132,11 +130,6 @@ class Security:
                 await self.trust.refresh()
             except (IdentityError, StorageError) as error:
                 log.error("what is revoked could not be read anew: %s", error)
-
-
-def versions() -> dict[str, str]:
-    """What computes here, for the audit log."""
-    return {name: version(name) for name in _NAMED} | {"python": platform.python_version()}
 
 
 class _Files:

@@ -14,6 +14,7 @@ from roundtable.core.audit import Entry, entry
 from roundtable.core.signing import canonical, job_digest
 from roundtable.server.store import tables
 from roundtable.server.store.rows import EventRow, to_json
+from roundtable.server.versions import versions
 
 COORDINATOR = "coordinator"
 
@@ -37,7 +38,7 @@ def append_rounds(
 ) -> None:
     """What a transition of a job tells the audit log: rounds that are committed, and refusals of silos.
 
-    The versions of the software are in the entry of the coordinator's last start before it.
+    A round's entry holds the versions of the software that committed it.
     """
     found = [
         entry(now, event.client, "silo_refused", job, {"round": event.round, "reason": event.message[:500]})
@@ -45,7 +46,7 @@ def append_rounds(
         if event.kind == "client_failed" and event.detail.get("kind") == "refused"
     ]
     for record in records:
-        detail = _evidence(connection, job, record)
+        detail = _evidence(connection, job, record) | {"versions": versions()}
         found.append(entry(now, COORDINATOR, "round_committed", job, detail))
     if found:
         append(connection, *found)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from roundtable.client.config import AgentConfig, PolicyTable, load_agent_config
 from roundtable.client.failures import WorkFailed
@@ -15,7 +16,7 @@ from roundtable.client.steps import StepKey
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ProtocolError
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity import Authority, create_ca, issue
 from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import SecAggServer
 
@@ -209,3 +210,16 @@ async def test_a_refused_message_ends_the_attempt_and_says_why(folder: Path) -> 
     assert "alder" in coordinator.server.aborted
     with pytest.raises(WorkFailed, match="secure aggregation was given up"):
         await attempt.ready()
+
+
+def test_a_silo_that_trusts_the_root_alone_refuses_peers_of_the_issuing_authority(folder: Path) -> None:
+    made = Authority.issuing(folder / "ca").certify(
+        Ed25519PrivateKey.generate().public_key(), "cedar", "agent"
+    )
+    shown = [*certificates(folder, "alder", "birch"), made]
+    lax = config(folder, "alder")
+    strict = replace(lax, state=folder / "strict", policy=PolicyTable(identities="root"))
+    SecureAttempts(lax, "alder").begin(STEP, job(), COLUMNS, shown)
+    with pytest.raises(WorkFailed, match="not from the root"):
+        SecureAttempts(strict, "alder").begin(STEP, job(), COLUMNS, shown)
+    SecureAttempts(strict, "alder").begin(STEP, job(), COLUMNS, certificates(folder))

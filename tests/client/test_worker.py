@@ -7,12 +7,14 @@ import os
 import resource
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from roundtable.client.policy import PolicyTable
 from roundtable.client.worker_trainer import _post_mortem
 
 KEY = ("job-1", 1, 1, "train")
@@ -177,3 +179,14 @@ async def test_a_signal_stops_the_agent_cleanly(silo, number: signal.Signals, st
 def test_a_kill_is_called_out_of_memory_on_evidence(monkeypatch, before, after, kind: str) -> None:
     monkeypatch.setattr("roundtable.client.worker_trainer._oom_kills", lambda: after)
     assert _post_mortem(-signal.SIGKILL, before, []).kind == kind
+
+
+async def test_training_that_holds_more_memory_than_the_policy_allows_ends(silo) -> None:
+    silo.config = replace(silo.config, policy=PolicyTable(max_memory="50 MiB"))
+    async with silo.agent():
+        failure = await ask(silo, 1)
+    assert failure.kind == "out_of_memory"
+    assert "this silo allows 50 MiB ([policy] max_memory)" in failure.detail
+    silo.config = replace(silo.config, policy=PolicyTable(max_memory="1TiB"))
+    async with silo.agent():
+        assert await ask(silo, 2) is None

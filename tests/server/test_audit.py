@@ -67,6 +67,10 @@ async def test_a_job_leaves_its_traces_and_a_provenance(
     assert "Operators/SubmitJob" in actions
     rounds = [item for item in log.entries if item.action == "round_committed"]
     assert [item.detail["round"] for item in rounds] == [1, 2]
+    started = log.entries[0].detail
+    for item in rounds:
+        assert item.detail["versions"] == started
+        assert item.detail["versions"]["torch"] == torch.__version__
     assert rounds[1].detail["model"] == detail.job.model.digest
     assert set(rounds[0].detail["updates"]) == set(AGENTS) == set(rounds[0].detail["contributors"])
     model, statement = tmp_path / "model.safetensors", tmp_path / "model.safetensors.provenance.json"
