@@ -64,3 +64,9 @@ def test_a_certificate_is_put_on_the_list(roundtable: Command, tmp_path: Path) -
     said = roundtable("ca", "revoke", tmp_path / "ada" / "node.crt", "--ca", tmp_path / "ca")
     assert "crl.pem" in said.out
     assert (tmp_path / "ca" / "crl.pem").exists()
+
+
+def test_explain_shows_what_training_may_hold(roundtable: Command, job_file: Path, silo: Path) -> None:
+    silo.write_text(silo.read_text() + 'max_memory = "8GiB"\n')
+    said = roundtable("client", "--config", silo, "explain", job_file)
+    assert "training may hold 8GiB of main memory" in said.out

@@ -18,6 +18,7 @@ from service import Operator, running
 
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig, effects, runner
+from roundtable.server.alerts import AlertTable
 
 ONE = torch.ones(4)
 
@@ -178,3 +179,10 @@ async def test_nobody_waits_for_ever_when_the_coordinator_stops(
         await _to_the_end(agent.call)
     await agent.close()
     await operator.channel.close()
+
+
+@pytest.mark.parametrize("address", ["file:///etc/passwd", "ftp://host/x", "data:,x", "host/x"])
+def test_a_webhook_is_an_address_of_the_web(address: str) -> None:
+    with pytest.raises(ValueError, match="is no address"):
+        AlertTable(webhook=address)
+    assert AlertTable(webhook="https://host/x").webhook == "https://host/x"
