@@ -105,14 +105,15 @@ def to_plain(state: EngineState) -> dict[str, Any]:
 
 
 @cache
-def _fields(kind: type) -> tuple[str, ...]:
+def _fields(kind: Any) -> tuple[str, ...]:
     """The names of a dataclass's fields; empty for any other type."""
     return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _plain(value: Any) -> Any:
     """As `asdict` does it, without copying what cannot change: it is done for every update that arrives."""
-    if names := _fields(type(value)):
+    kind: Any = type(value)
+    if names := _fields(kind):
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}

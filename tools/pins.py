@@ -35,5 +35,6 @@ def closure(requirement: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    rows = (f"{name}=={version}\n" for name, version in sorted(closure("roundtable[all,dev,mlflow,wandb]").items()))
+    found = closure("roundtable[all,dev,mlflow,wandb]")
+    rows = (f"{name}=={version}\n" for name, version in sorted(found.items()))
     (ROOT / "constraints.txt").write_text(HEAD + "".join(rows))

@@ -24,7 +24,7 @@ TABLE = "[cohort]\nsize = 2\nminimum = 2\n[evaluation]\nevery = 0"
 
 
 async def half_a_job(config: ServerConfig, certificates: Path, backup: Path) -> tuple[str, Any]:
-    """Round 1 is committed; of round 2 alder's update is there when the backup is made. Then birch's comes."""
+    """Round 1 is committed; of round 2 alder's update is there at the backup. Then birch's comes."""
     async with running(config) as coordinator:
         alder, birch = (ScriptedAgent(coordinator.port, certificates / name) for name in ("alder", "birch"))
         async with Operator(coordinator.port, certificates / "olga") as operator, alder, birch:
