@@ -118,7 +118,7 @@ async def _clock(config: AgentConfig) -> Check:
         async with open_channel(config.coordinator, config.credentials) as channel:
             session = Session(agents_stub(channel))
             before = time.time()
-            welcome = await session.greet(hello((), {}, ()))
+            welcome = await session.greet(hello((), {}, (), ()))
             apart = welcome.clock - (before + time.time()) / 2
             await session.leave("that was the doctor")
     except grpc.aio.AioRpcError as error:
