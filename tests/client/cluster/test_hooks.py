@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from roundtable.client.cluster.hooks import TopK, topk_hook
+
+pytestmark = pytest.mark.slow
 
 
 def sent_in_parts(rank: int, kept: float, steps: int) -> list[list[list[float]]]:
