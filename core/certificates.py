@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
@@ -96,7 +96,7 @@ def issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> boo
     """Whether the authority's key has signed the certificate."""
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True
 
@@ -119,9 +119,13 @@ def check_time(certificate: x509.Certificate, source: Path | str, now: datetime)
 def certificates_in(pem: bytes, source: Path | str) -> list[x509.Certificate]:
     """All certificates of a PEM text, in its order; at least one."""
     try:
-        return x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
+        found = x509.load_pem_x509_certificates(pem)
+        for certificate in found:
+            # The library reads these late; whoever asks for them later may rely on their being sound.
+            _ = certificate.public_key(), certificate.extensions, certificate.subject
+    except (ValueError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
         raise IdentityError(f"{source} is not a PEM certificate: {error}; copy the file anew") from error
+    return found
 
 
 def load_key(path: Path) -> PrivateKey:
@@ -134,7 +138,7 @@ def load_key(path: Path) -> PrivateKey:
         raise IdentityError(
             f"{path} is sealed: give its passphrase in {PASSPHRASE} or the file {PASSPHRASE_FILE}"
         ) from error
-    except ValueError as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         said = "the passphrase of {} is wrong" if sealed else "{} is not a PEM private key; copy it anew"
         raise IdentityError(said.format(path)) from error
     if not isinstance(key, (ec.EllipticCurvePrivateKey, ed25519.Ed25519PrivateKey)):
@@ -184,7 +188,7 @@ def key_in_request(pem: bytes) -> PublicKey:
     try:
         request = x509.load_pem_x509_csr(pem)
         key, sound = request.public_key(), request.is_signature_valid
-    except ValueError as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise IdentityError(f"the certificate request cannot be read: {error}") from error
     accepted = isinstance(key, ed25519.Ed25519PublicKey) or (
         isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)

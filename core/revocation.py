@@ -7,11 +7,13 @@ revokes is in its database; it needs no list.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -57,8 +59,9 @@ def revoked_serials(path: Path, authorities: Sequence[x509.Certificate]) -> froz
     found = _list(x.read(path), path)
     for authority in authorities:
         key = authority.public_key()
-        if isinstance(key, ec.EllipticCurvePublicKey) and found.is_signature_valid(key):
-            return frozenset(entry.serial_number for entry in found)
+        with contextlib.suppress(UnsupportedAlgorithm):
+            if isinstance(key, ec.EllipticCurvePublicKey) and found.is_signature_valid(key):
+                return frozenset(entry.serial_number for entry in found)
     raise IdentityError(f"{path} is not signed by the authority of ca.crt beside it; copy the right list")
 
 

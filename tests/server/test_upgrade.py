@@ -1,7 +1,8 @@
-"""A coordinator of this version starts on what each released version has left, and goes on with its jobs.
+"""A coordinator of this version starts on what each older version has left, and goes on with its jobs.
 
 `databases/NAME/` holds a state folder: one job that is finished, one that waits for silos. A release adds its
-own: `python tests/server/test_upgrade.py FOLDER NAME` writes it.
+own: `python tests/server/test_upgrade.py FOLDER NAME` writes it. `0002` was written by the code of its time,
+whose newest migration had that number, so that all later ones run over rows that they did not expect.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
 from roundtable.core.identity import create_ca, issue
-from roundtable.server import ServerConfig, load_server_config
+from roundtable.proto import PROTOCOL_VERSION
+from roundtable.server import Coordinator, ServerConfig, load_server_config
 
 DATABASES = Path(__file__).with_name("databases")
 RELEASES = sorted(path.name for path in DATABASES.iterdir() if path.is_dir())
@@ -46,6 +48,37 @@ async def test_a_coordinator_goes_on_with_what_a_release_has_left(
             await operator.watch_until(jobs["open"].id, "finished")
             for task in work:
                 task.cancel()
+
+
+def test_older_tables_are_really_older() -> None:
+    """Otherwise no migration would be tried here."""
+    connection = sqlite3.connect(f"file:{DATABASES / '0002' / 'coordinator.db'}?mode=ro", uri=True)
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    connection.close()
+    assert revision == "0002"
+    assert not tables & {"lease", "audit"}
+
+
+async def test_an_agent_of_the_next_version_works(coordinator: Coordinator, certificates: Path) -> None:
+    """What counts is the protocol's number; the release is only told to people."""
+    agent = ScriptedAgent(coordinator.port, certificates / "alder")
+    first = await agent.connect(version="0.2.0")
+    assert first.WhichOneof("message") == "welcome"
+    await agent.close()
+
+
+@pytest.mark.parametrize("apart", [-1, 1])
+async def test_another_protocol_is_refused_in_one_sentence(
+    apart: int, coordinator: Coordinator, certificates: Path
+) -> None:
+    agent = ScriptedAgent(coordinator.port, certificates / "alder")
+    first = await agent.connect(version="0.2.0", protocol=PROTOCOL_VERSION + apart)
+    assert first.WhichOneof("message") == "refused"
+    reason = first.refused.reason
+    assert f"the agent 0.2.0 speaks protocol {PROTOCOL_VERSION + apart}" in reason
+    assert f"speaks protocol {PROTOCOL_VERSION}: install the same version on both" in reason
+    await agent.close()
 
 
 async def write(folder: Path, name: str) -> None:
