@@ -12,10 +12,12 @@ import torch.distributed as dist
 from cluster_models import Language, Mixture, Wide
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from roundtable.client.cluster.anatomy import dissect
 from roundtable.client.cluster.bench import Bench, Progress, StepReport
 from roundtable.client.cluster.checkpoints import Checkpoints, Position
+from roundtable.client.cluster.hooks import TopK, topk_hook
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.shards import plain_name, prepare_update, write_deltas
 from roundtable.client.cluster.strategy import Strategy
@@ -241,3 +243,21 @@ __all__ = [
     "run_case",
     "run_cases",
 ]
+
+
+def sent_in_parts(rank: int, kept: float, steps: int) -> list[list[list[float]]]:
+    """The gradients that DDP hands out over some steps, from a gradient that is the same in each."""
+    model = nn.Linear(10, 4, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    ddp = DistributedDataParallel(model)
+    group: Any = dist.group.WORLD
+    ddp.register_comm_hook(TopK(group, kept), topk_hook)
+    x = torch.arange(1.0, 11.0) * (rank + 1)
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        ddp(x).sum().backward()
+        assert model.weight.grad is not None
+        found.append(model.weight.grad.tolist())
+    return found

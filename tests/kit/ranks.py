@@ -4,35 +4,46 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
-# Ranks are forked off a process that has torch imported already.
-_context.set_forkserver_preload(["cluster_cases"])
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 240.0) -> list[Any]:
-    """What the function returns on each rank; the first rank's traceback where one raises."""
+    """What the function returns on each rank; AssertionError with the first rank's traceback where one raises.
+
+    The function is of a module of tests/kit: no rank finds those of the tests themselves.
+    """
+    _start_forkserver()
     with tempfile.TemporaryDirectory() as folder:
-        queue = _context.SimpleQueue()
+        pipes = [_context.Pipe(duplex=False) for _ in range(world)]
         ranks = [
-            _context.Process(target=_rank, args=(function, rank, world, folder, queue, arguments))
-            for rank in range(world)
+            _context.Process(target=_rank, args=(function, rank, world, folder, sending, arguments))
+            for rank, (_, sending) in enumerate(pipes)
         ]
         for rank in ranks:
             rank.start()
+        for _, sending in pipes:
+            # So that a rank's death ends its pipe.
+            sending.close()
+        waiting = {receiving: rank for rank, (receiving, _) in enumerate(pipes)}
         found: dict[int, Any] = {}
         try:
-            for _ in ranks:
-                rank, result, trace = queue.get()
-                if trace:
-                    raise AssertionError(f"rank {rank}:\n{trace}")
-                found[rank] = result
+            while waiting:
+                ready = connection.wait(list(waiting), timeout)
+                assert ready, f"ranks {sorted(waiting.values())} said nothing for {timeout} s"
+                for pipe in ready:
+                    rank = waiting.pop(pipe)
+                    found[rank] = _received(pipe, rank, ranks[rank])
         finally:
             for process in ranks:
                 if len(found) < world:
@@ -41,8 +52,30 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
         return [found[rank] for rank in range(world)]
 
 
+def _received(pipe: Any, rank: int, process: Any) -> Any:
+    try:
+        result, trace = pipe.recv()
+    except EOFError:
+        process.join()
+        raise AssertionError(f"rank {rank} died with exit code {process.exitcode}") from None
+    if trace:
+        raise AssertionError(f"rank {rank}:\n{trace}")
+    return result
+
+
+@cache
+def _start_forkserver() -> None:
+    """Ranks are forked off a process that has torch imported already.
+
+    That process finds modules by the environment alone: it does not know of this process's sys.path.
+    """
+    _context.set_forkserver_preload(["cluster_cases"])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
+        forkserver.ensure_running()
+
+
 def _rank(
-    function: Callable[..., Any], rank: int, world: int, folder: str, queue: Any, arguments: tuple[Any, ...]
+    function: Callable[..., Any], rank: int, world: int, folder: str, pipe: Any, arguments: tuple[Any, ...]
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -54,7 +87,7 @@ def _rank(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
-        queue.put((rank, function(rank, *arguments), ""))
+        pipe.send((function(rank, *arguments), ""))
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - whatever a rank raises is the test's to see
-        queue.put((rank, None, traceback.format_exc()))
+        pipe.send((None, traceback.format_exc()))

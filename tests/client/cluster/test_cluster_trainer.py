@@ -24,8 +24,6 @@ from roundtable.core import JobConfig, Layout, load_task, open_model, save_model
 from roundtable.core.initial import initial_model
 from roundtable.core.task import Site, initial_state
 
-pytestmark = pytest.mark.slow
-
 TASK = """
 import os, pathlib, signal, time
 import torch

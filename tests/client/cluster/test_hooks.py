@@ -2,36 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-import torch.distributed as dist
+from cluster_cases import sent_in_parts
 from ranks import run_ranks
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from roundtable.client.cluster.hooks import TopK, topk_hook
-
-pytestmark = pytest.mark.slow
-
-
-def sent_in_parts(rank: int, kept: float, steps: int) -> list[list[list[float]]]:
-    """The gradients that DDP hands out over some steps, from a gradient that is the same in each."""
-    model = nn.Linear(10, 4, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    ddp = DistributedDataParallel(model)
-    group: Any = dist.group.WORLD
-    ddp.register_comm_hook(TopK(group, kept), topk_hook)
-    x = torch.arange(1.0, 11.0) * (rank + 1)
-    found = []
-    for _ in range(steps):
-        model.zero_grad()
-        ddp(x).sum().backward()
-        assert model.weight.grad is not None
-        found.append(model.weight.grad.tolist())
-    return found
 
 
 def test_all_entries_make_the_exact_mean() -> None:

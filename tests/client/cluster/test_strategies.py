@@ -66,7 +66,6 @@ def check(found: list[dict[str, Any]], cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four ranks"])
-@pytest.mark.slow
 def test_strategies_equal_one_process(cases: list[Case], tmp_path: Path) -> None:
     few = [each for each in cases if each.name in FAST]
     check(run_ranks(run_cases, few[0].strategy.mesh.world, few, tmp_path), few)
