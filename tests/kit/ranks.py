@@ -19,7 +19,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 240.0) -> list[Any]:
-    """What the function returns on each rank; AssertionError with the first rank's traceback where one raises.
+    """What the function returns on each rank; AssertionError with the first traceback where one raises.
 
     The function is of a module of tests/kit: no rank finds those of the tests themselves.
     """
