@@ -319,10 +319,16 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=25_000_000, help="float32 parameters of the model")
     parser.add_argument("--rounds", type=int, default=8, help="rounds over that model")
     parser.add_argument("--repeats", type=int, default=3, help="bare rounds, before and after")
+    parser.add_argument("--runs", type=int, default=1, help="all of it so often, in new processes: medians")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="roundtable-transport-") as folder:
-        found = measure(Path(folder), options.elements, options.rounds, options.repeats)
+    runs = []
+    for number in range(1, options.runs + 1):
+        with tempfile.TemporaryDirectory(prefix="roundtable-transport-") as folder:
+            runs.append(measure(Path(folder), options.elements, options.rounds, options.repeats))
+        if options.runs > 1:
+            print(f"run {number}: {runs[-1]['transfer_ratio']:.2f} of bare", file=sys.stderr)
+    found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     print(json.dumps(found, indent=2) if options.json else table(found))
 
 
