@@ -18,16 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import threading
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contestants import Measured, measure
 from simulation_cases import CASES, MNIST, images, make_cnn, make_perceptron, say
 
 HERE = Path(__file__).resolve().parent
@@ -112,79 +108,6 @@ def run_plain(case: str, rounds: int) -> None:
                 total[name] += value
         weights = {name: value / cohort for name, value in total.items()}
         say(number)
-
-
-@dataclass
-class Measured:
-    """One run: when each round ended (seconds from the command), the largest memory in MiB, what it said."""
-
-    ends: list[float] = field(default_factory=list)
-    memory: float = 0.0
-    said: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def per_round(self) -> float:
-        """Median seconds of a round of the second half: the first finds workers that are still starting."""
-        spent = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
-        return statistics.median(spent[len(spent) // 2 :])
-
-
-def measure(command: list[str], environment: dict[str, str]) -> Measured:
-    """Runs a contestant; RuntimeError with its last words if it fails."""
-    result, done = Measured(), threading.Event()
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
-    words: list[str] = []
-    watchers = [
-        threading.Thread(target=_watch_memory, args=(process.pid, result, done)),
-        threading.Thread(target=lambda: words.extend(process.stderr or ())),
-    ]
-    for watcher in watchers:
-        watcher.start()
-    for line in process.stdout or ():
-        if line.startswith("round "):
-            result.ends.append(time.perf_counter() - start)
-        elif line.startswith("{"):
-            result.said = json.loads(line)
-    code = process.wait()
-    done.set()
-    for watcher in watchers:
-        watcher.join()
-    if code or len(result.ends) < 2:
-        raise RuntimeError(f"{' '.join(command)} ended with {code}: {''.join(words)[-2000:]}")
-    return result
-
-
-def _watch_memory(root: int, result: Measured, done: threading.Event) -> None:
-    while not done.wait(0.5):
-        result.memory = max(result.memory, sum(_proportional(pid) for pid in _tree(root)) / 1024)
-
-
-def _tree(root: int) -> list[int]:
-    """The process and all below it."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            parents.setdefault(parent, []).append(int(entry.name))
-    found = [root]
-    for pid in found:
-        found.extend(parents.get(pid, ()))
-    return found
-
-
-def _proportional(pid: int) -> int:
-    """Memory in KiB, what is shared divided among those that share it."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
 
 
 def contestants(arguments: argparse.Namespace, case: str, rounds: int) -> dict[str, list[str]]:
