@@ -34,6 +34,7 @@ class FromAgent(google.protobuf.message.Message):
     EVALUATED_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    TROUBLE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello:
         """First message on the stream."""
@@ -66,6 +67,10 @@ class FromAgent(google.protobuf.message.Message):
     def goodbye(self) -> global___Goodbye:
         """The agent leaves on purpose; it will not answer what it has been asked."""
 
+    @property
+    def trouble(self) -> global___Trouble:
+        """Something failed on the way to the answer, which is still to come."""
+
     def __init__(
         self,
         *,
@@ -77,10 +82,11 @@ class FromAgent(google.protobuf.message.Message):
         evaluated: global___Evaluated | None = ...,
         reply: global___Reply | None = ...,
         goodbye: global___Goodbye | None = ...,
+        trouble: global___Trouble | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "reply", b"reply"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "reply", b"reply"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "reply", b"reply", "trouble", b"trouble"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "reply", b"reply", "trouble", b"trouble"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble"] | None: ...
 
 global___FromAgent = FromAgent
 
@@ -331,6 +337,37 @@ class Failure(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["detail", b"detail", "kind", b"kind", "step", b"step"]) -> None: ...
 
 global___Failure = Failure
+
+@typing.final
+class Trouble(google.protobuf.message.Message):
+    """A fault that the silo deals with itself."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    ACTION_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """One of core.errors.FAILURE_KINDS."""
+    detail: builtins.str
+    """One sentence for people; no data and no paths of the silo."""
+    action: builtins.str
+    """What the silo does about it: "reduced the batch size", ..."""
+    @property
+    def step(self) -> roundtable.proto.common_pb2.Step: ...
+    def __init__(
+        self,
+        *,
+        step: roundtable.proto.common_pb2.Step | None = ...,
+        kind: builtins.str = ...,
+        detail: builtins.str = ...,
+        action: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "detail", b"detail", "kind", b"kind", "step", b"step"]) -> None: ...
+
+global___Trouble = Trouble
 
 @typing.final
 class Evaluated(google.protobuf.message.Message):
