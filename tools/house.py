@@ -7,6 +7,7 @@ lint     ruff's rules and format
 types    mypy, strict
 layers   which folder may import which (contracts in setup.cfg)
 proto    generated code against the .proto files
+charts   lints the Helm charts; fails when the manifests kept beside them are others
 compat   generated code on the oldest and on the newest protobuf and grpcio
 wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
 pins     writes constraints.txt from what is installed
@@ -95,6 +96,11 @@ def proto() -> None:
         print("skipped: the generator has no wheel for this Python; CI checks on 3.11")
 
 
+def charts() -> None:
+    """What deploy/helm renders against deploy/kubernetes."""
+    run(BIN / "python", "tools/charts.py", "--check")
+
+
 def compat() -> None:
     """A real round trip under the oldest and the newest versions."""
     pinned = [line for line in CONSTRAINTS.read_text().split() if line.startswith(("grpcio==", "protobuf=="))]
@@ -171,7 +177,7 @@ def pins() -> None:
 def test() -> None:
     """Every check, cheap ones first."""
     dev()
-    for check in (lint, types, layers, proto, compat, wheel):
+    for check in (lint, types, layers, proto, charts, compat, wheel):
         start = time.monotonic()
         print(f"\n== {check.__name__}", flush=True)
         check()
@@ -179,7 +185,7 @@ def test() -> None:
     print("\nall checks passed")
 
 
-COMMANDS = (dev, demo, test, lint, types, layers, proto, compat, wheel, pins)
+COMMANDS = (dev, demo, test, lint, types, layers, proto, charts, compat, wheel, pins)
 
 
 def main() -> int:

@@ -1,0 +1,19 @@
+{{- define "coordinator.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "coordinator.labels" -}}
+{{ include "coordinator.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "coordinator.enrolmentHosts" -}}
+{{- if and .Values.enrolment.enabled .Values.ingress.enabled -}}
+{{- if ne (len .Values.enrolment.hosts) (len .Values.hosts) -}}
+{{- fail "enrolment.hosts: with the ingress it needs as many names as hosts has, since names are all that an ingress tells doors apart by" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
