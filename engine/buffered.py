@@ -15,6 +15,7 @@ under which all is idempotent, and no client is in a buffer twice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -164,6 +165,22 @@ class BufferedPhases(Phases):
             self._state.buffer = {**attempt.updates, **self._state.buffer}
         super().fail_attempt(reason, now)
 
+    def replace_damaged(self, damaged: Mapping[str, str], now: float) -> None:
+        """The round fills again, without them: their clients have other work by now."""
+        attempt = self._context.attempt()
+        attempt.phase, attempt.deadline = m.TRAIN, None
+        for failure in self.take_out(damaged):
+            name, asked = (
+                failure.site,
+                attempt.lost.pop(failure.site).asked or (attempt.round, attempt.number),
+            )
+            failure = replace(failure, round=asked[0], attempt=asked[1])
+            attempt.failures[name] = failure
+            detail = {"kind": failure.kind, "phase": failure.phase}
+            self._context.note("client_failed", str(failure), name, detail)
+        attempt.updates, self._state.buffer = {**attempt.updates, **self._state.buffer}, {}
+        self.check(now)
+
     def instruct(self, name: str, given: Assignment) -> None:
         """Asks for the work, again if need be; without effect on who is at it already."""
         self._context.out.append(m.Instruct(name, given.step, given.model, given.deadline))
@@ -301,6 +318,13 @@ class BufferedEngine(RoundEngine):
             return
         self._phases.give_up(failure.site, failure.kind, failure.detail, now, failure.trace)
         self._go_on(now)
+
+    def _on_troubled(self, event: m.Troubled, now: float) -> None:
+        given = self.state.at_work.get(event.failure.site)
+        if given is not None and given.step == event.step and self.state.attempt is not None:
+            self._context.trouble(event.failure, event.action)
+        else:
+            super()._on_troubled(event, now)
 
     def _on_deadline(self, event: m.DeadlinePassed, now: float) -> None:
         if event.timer == WORK and self.state.attempt is not None:

@@ -13,6 +13,8 @@ from roundtable.engine.population import Population
 from roundtable.engine.selection import Candidate
 from roundtable.engine.state import Attempt, ClientRecord, EngineState
 
+MOST_TROUBLES = 8
+
 
 class Context:
     """One job's state, and the small things that are done to it everywhere."""
@@ -66,12 +68,24 @@ class Context:
         if record.state != state or record.note != note:
             record.state, record.since, record.note = state, now, note
 
-    def drop(self, failure: SiteFailure, now: float) -> None:
-        """The site is no longer waited for in this phase."""
-        del self.attempt().awaited[failure.site]
+    def drop(self, failure: SiteFailure, now: float, action: str = "") -> None:
+        """The site is no longer waited for in this phase; `action` where more was done than that."""
+        attempt = self.attempt()
+        del attempt.awaited[failure.site]
+        attempt.lost.pop(failure.site, None)
         self.mark(failure.site, "dropped", now, failure.detail)
-        detail = {"kind": failure.kind, "phase": failure.phase}
+        detail = {"kind": failure.kind, "phase": failure.phase} | ({"action": action} if action else {})
         self.note("client_failed", str(failure), failure.site, detail)
+
+    def trouble(self, failure: SiteFailure, action: str) -> None:
+        """The site is still waited for; of each, the history holds only so many troubles of an attempt."""
+        attempt = self.attempt()
+        count = attempt.troubles.get(failure.site, 0)
+        if count < MOST_TROUBLES:
+            attempt.troubles[failure.site] = count + 1
+            detail = {"kind": failure.kind, "phase": failure.phase, "action": action}
+            message = f"{failure.site}, {failure.phase}: {failure.detail}; {action}"
+            self.note("client_troubled", message, failure.site, detail)
 
     def attempt(self) -> Attempt:
         """The attempt that runs; only for transitions that have one."""

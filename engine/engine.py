@@ -56,6 +56,7 @@ class RoundEngine:
             m.UpdateArrived: self._on_update,
             m.Evaluated: self._on_evaluated,
             m.ClientFailed: self._on_client_failed,
+            m.Troubled: self._on_troubled,
             m.DeadlinePassed: self._on_deadline,
             m.Aggregated: self._on_aggregated,
             m.AggregationFailed: self._on_aggregation_failed,
@@ -136,6 +137,13 @@ class RoundEngine:
             return "duplicate"
         return "wanted" if attempt.phase == m.TRAIN and client in attempt.awaited else "stale"
 
+    def lost(self, client: str, step: m.Step) -> m.Update | None:
+        """The update of this step that was accepted once, was damaged since and is to be sent again."""
+        attempt = self.state.attempt
+        if attempt is None or (attempt.round, attempt.number) != (step.round, step.attempt):
+            return None
+        return attempt.lost.get(client)
+
     def refusal(self, client: str, step: m.Step) -> str:
         """Why an update that `wants` calls stale is not taken."""
         return f"round {step.round}, attempt {step.attempt} does not wait for an update of {client}"
@@ -182,13 +190,15 @@ class RoundEngine:
         if self.wants(client, event.step) != "wanted":
             return
         attempt = self._context.attempt()
-        attempt.updates[client] = event.update
+        lost = attempt.lost.pop(client, None)
+        attempt.updates[client] = lost or event.update
         del attempt.awaited[client]
         self._context.mark(client, "done", now)
         record = self.state.clients[client]
         record.examples = event.update.examples or record.examples
         detail = {"examples": event.update.examples, "digest": event.update.digest}
-        self._context.note("update_received", f"{client} delivered its update", client, detail)
+        said = f"{client} delivered its update{' again' if lost else ''}"
+        self._context.note("update_received", said, client, detail)
         self._phases.check(now)
 
     def _on_client_failed(self, event: m.ClientFailed, now: float) -> None:
@@ -199,6 +209,11 @@ class RoundEngine:
             attempt.failures[failure.site] = failure
         self._context.drop(failure, now)
         self._phases.check(now)
+
+    def _on_troubled(self, event: m.Troubled, now: float) -> None:
+        attempt, failure = self.state.attempt, event.failure
+        if attempt is not None and event.step == attempt.step and failure.site in attempt.awaited:
+            self._context.trouble(failure, event.action)
 
     def _on_evaluated(self, event: m.Evaluated, now: float) -> None:
         attempt = self.state.attempt
@@ -243,7 +258,13 @@ class RoundEngine:
             self._phases.commit(now)
 
     def _on_aggregation_failed(self, event: m.AggregationFailed, now: float) -> None:
-        if self.state.attempt is not None and event.step == self.state.attempt.step:
+        attempt = self.state.attempt
+        if attempt is None or event.step != attempt.step:
+            return
+        damaged = {name: said for name, said in event.damaged.items() if name in attempt.updates}
+        if damaged:
+            self._phases.replace_damaged(damaged, now)
+        else:
             self._phases.fail_attempt(event.reason, now)
 
     def _on_committed(self, event: m.Committed, now: float) -> None:

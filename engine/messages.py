@@ -113,6 +113,15 @@ class ClientFailed:
 
 
 @dataclass(frozen=True)
+class Troubled:
+    """Something failed at a client that is still to answer; `action` says what is done about it."""
+
+    step: Step
+    failure: SiteFailure
+    action: str
+
+
+@dataclass(frozen=True)
 class DeadlinePassed:
     """A timer that `SetTimer` asked for has run out."""
 
@@ -140,10 +149,15 @@ class Aggregated:
 
 @dataclass(frozen=True)
 class AggregationFailed:
-    """The updates cannot be combined; the attempt has failed for this reason."""
+    """The updates cannot be combined; the attempt has failed for this reason.
+
+    Unless updates that had been accepted are `damaged` where they are kept (client → what is wrong):
+    then their clients are asked to send them again.
+    """
 
     step: Step
     reason: str
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -195,6 +209,7 @@ Event = (
     | UpdateArrived
     | Evaluated
     | ClientFailed
+    | Troubled
     | DeadlinePassed
     | Aggregated
     | AggregationFailed

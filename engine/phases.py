@@ -17,6 +17,8 @@ from roundtable.engine.state import Attempt
 from roundtable.engine.stopping import stop_reason
 from roundtable.engine.view import view
 
+MOST_REPEATS = 2
+
 
 class Phases:
     """Moves a job from phase to phase; which event may do so is decided in `RoundEngine`."""
@@ -86,7 +88,7 @@ class Phases:
     def _begin_training(self, now: float) -> None:
         attempt = self._context.attempt()
         attempt.phase = m.TRAIN
-        attempt.deadline = now + self._job.cohort.deadline
+        attempt.deadline = attempt.due = now + self._job.cohort.deadline
         self._context.status("running", f"round {attempt.round} of {self._job.rounds}")
         for name in attempt.cohort:
             record = self._context.record(name)
@@ -149,10 +151,17 @@ class Phases:
     def _give_up_on_awaited(self, detail: str, now: float) -> None:
         attempt = self._context.attempt()
         for name in list(attempt.awaited):
-            kind = "slow_node" if self._population.is_online(name) else "node_failure"
-            failure = SiteFailure(name, attempt.round, attempt.number, attempt.phase, kind, detail)
+            kind, said, action = (
+                "slow_node" if self._population.is_online(name) else "node_failure",
+                detail,
+                "",
+            )
+            if name in attempt.lost:
+                kind, said = "data_corruption", f"its update is damaged and was not sent again: {detail}"
+                action = "asked the silo to send it again, then excluded the update"
+            failure = SiteFailure(name, attempt.round, attempt.number, attempt.phase, kind, said)
             attempt.failures[name] = failure
-            self._context.drop(failure, now)
+            self._context.drop(failure, now, action)
 
     def _end_training(self, reason: str, now: float) -> None:
         self._context.withdraw_awaited(reason)
@@ -161,6 +170,39 @@ class Phases:
         for name in attempt.updates:
             self._context.record(name).completed += 1
         self._context.out.append(self.aggregate_action(attempt))
+
+    def replace_damaged(self, damaged: Mapping[str, str], now: float) -> None:
+        """Back to training, for updates that were accepted and are damaged: their silos send them again.
+
+        Until the round's deadline, or for the grace time if that is later; after so many times without them.
+        """
+        attempt = self._context.attempt()
+        failures = self.take_out(damaged)
+        attempt.phase, attempt.deadline = m.TRAIN, max(attempt.due, now + self._job.cohort.grace)
+        self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
+        for failure in failures:
+            name, asked = failure.site, attempt.repeats.get(failure.site, 0)
+            attempt.awaited[name] = None
+            if asked < MOST_REPEATS:
+                attempt.repeats[name] = asked + 1
+                self._context.trouble(failure, "asked the silo to send it again")
+            else:
+                attempt.failures[name] = failure
+                said = f"asked the silo {asked} times to send it again, then excluded the update"
+                self._context.drop(failure, now, said)
+        self._context.instruct(attempt.awaited, now)
+        self.check(now)
+
+    def take_out(self, damaged: Mapping[str, str]) -> list[SiteFailure]:
+        """Takes damaged updates out of those that are to be combined; nobody's work is done any more."""
+        attempt = self._context.attempt()
+        for name in attempt.updates:
+            self._context.record(name).completed -= 1
+        found = []
+        for name, detail in sorted(damaged.items()):
+            attempt.lost[name] = attempt.updates.pop(name)
+            found.append(SiteFailure(name, attempt.round, attempt.number, m.TRAIN, "data_corruption", detail))
+        return found
 
     def aggregate_action(self, attempt: Attempt) -> m.Aggregate:
         """The updates in the order of names, so that the order of arrival changes no bit."""

@@ -49,7 +49,10 @@ class Attempt:
     """The attempt at a round that is under way.
 
     `awaited` holds who has neither answered nor failed in the phase that runs, in order: a dict
-    without values, because cohorts can be large and every event looks a name up.
+    without values, because cohorts can be large and every event looks a name up. `due` is the deadline of
+    training, also when that is over; `lost` are updates that were accepted and damaged since, until they
+    are sent again, `repeats` counts how often clients were asked to, and `troubles` what they have told
+    of faults that they dealt with.
     """
 
     round: int
@@ -67,6 +70,10 @@ class Attempt:
     aggregated: Aggregated | None = None
     evaluations: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
     record: RoundRecord | None = None
+    due: float = 0.0
+    lost: dict[str, Update] = field(default_factory=dict)
+    repeats: dict[str, int] = field(default_factory=dict)
+    troubles: dict[str, int] = field(default_factory=dict)
 
     @property
     def step(self) -> Step:
@@ -153,6 +160,7 @@ def _attempt(plain: Mapping[str, Any]) -> Attempt:
     values = dict(plain)
     values["cohort"] = tuple(values["cohort"])
     values["updates"] = _updates(values["updates"])
+    values["lost"] = _updates(values.get("lost", {}))
     values["failures"] = {name: SiteFailure(**failure) for name, failure in values["failures"].items()}
     values["evaluations"] = {name: _sums(sums) for name, sums in values["evaluations"].items()}
     if values["aggregated"]:

@@ -66,8 +66,10 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=problem)))
             return
         await self._services.together.write(lambda connection: remember(connection, client))
-        await context.write(agent_pb2.ToAgent(welcome=self._welcome()))
+        welcome = self._welcome()
+        await context.write(agent_pb2.ToAgent(welcome=welcome))
         session = self._services.sessions.open(client)
+        session.revocations = welcome.revocations
         listening = asyncio.get_running_loop().create_task(self._listen(session, requests))
         try:
             while (message := await session.outbox.get()) is not None:
@@ -171,6 +173,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             heartbeat_seconds=self._services.sessions.heartbeat,
             clock=self._services.clock(),
             identity=self._security.identity.certificate if self._security.identity else b"",
+            revocations=self._security.trust.list_for_agents,
         )
 
     async def _listen(self, session: Session, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
@@ -192,6 +195,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             case "heartbeat":
                 session.state = message.heartbeat.state[:50]
                 session.send(agent_pb2.ToAgent(heartbeat=agent_pb2.Heartbeat()))
+                self._hand_on_the_list(session)
             case "accepted":
                 self._with(
                     message.accepted.step, lambda runner, step: runner.post(m.WorkStarted(session.name, step))
@@ -201,6 +205,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             case "failure":
                 failure = wire.failure_of(session.name, message.failure)
                 self._with(message.failure.step, lambda runner, step: runner.give_up_on(step, failure))
+            case "trouble":
+                trouble = wire.trouble_of(session.name, message.trouble)
+                self._with(message.trouble.step, lambda runner, step: runner.post(trouble))
             case "reply":
                 payload = message.reply.payload
                 self._with(
@@ -219,6 +226,13 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 log.warning(
                     "%s sent a message that is not understood", session.name, extra={"site": session.name}
                 )
+
+    def _hand_on_the_list(self, session: Session) -> None:
+        """What the root has revoked since the agent was told last."""
+        newest = self._security.trust.list_for_agents
+        if newest != session.revocations:
+            session.revocations = newest
+            session.send(agent_pb2.ToAgent(revocations=newest))
 
     def _with(self, step: common_pb2.Step, act: Callable[[JobRunner, m.Step], None]) -> None:
         runner = self._jobs.runner(step.job)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from roundtable.aggregation import FileMatrix
 from roundtable.core.config import JobConfig
+from roundtable.core.errors import StorageError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import (
@@ -23,7 +25,7 @@ from roundtable.engine import (
 )
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureMean, SecureNoise
-from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.artifacts import DamagedArtifact, LocalArtifacts
 from roundtable.server.ledger import Guarantee
 from roundtable.server.memory import SlicedOptimizer, give_back_free_memory
 from roundtable.server.store import ArtifactRow
@@ -35,6 +37,14 @@ class Outcome:
 
     event: m.Aggregated
     artifacts: tuple[ArtifactRow, ...]
+
+
+class DamagedUpdates(StorageError):
+    """Updates that were accepted and are not what they were: client → what is wrong."""
+
+    def __init__(self, damaged: dict[str, str]) -> None:
+        super().__init__("; ".join(f"the update of {name}: {said}" for name, said in damaged.items()))
+        self.damaged = damaged
 
 
 class Trusted(Protocol):
@@ -70,7 +80,8 @@ class Combiner:
     ) -> Outcome:
         """`privacy` is the guarantee that the new model carries; with `mean`, no single update is known.
 
-        Raises AggregationError or InvalidUpdate where there is no sound answer.
+        Raises AggregationError or InvalidUpdate where there is no sound answer, DamagedUpdates where updates
+        have to be sent again first.
         """
         # The transfers before have left buffers behind, and this is where the most memory is needed.
         give_back_free_memory()
@@ -112,10 +123,9 @@ class Combiner:
         return Outcome(event, tuple(artifacts))
 
     def _combine(self, action: m.Aggregate, old: Model, state: ServerState) -> Combined:
-        paths = [self._artifacts.path(update.digest) for update in action.updates]
         return combine(
             self._plan,
-            FileMatrix(paths, old.layout.size, self._job.transfer.encoding),
+            FileMatrix(self._paths(action), old.layout.size, self._job.transfer.encoding),
             action.updates,
             old.vector,
             state,
@@ -125,6 +135,17 @@ class Combiner:
             diagnose=self._job.aggregation.diagnosis,
             root_update=self._root_update(action, old),
         )
+
+    def _paths(self, action: m.Aggregate) -> list[Path]:
+        paths, damaged = [], {}
+        for update in action.updates:
+            try:
+                paths.append(self._artifacts.path(update.digest))
+            except DamagedArtifact as error:
+                damaged[update.client] = str(error)
+        if damaged:
+            raise DamagedUpdates(damaged)
+        return paths
 
     def _root_update(self, action: m.Aggregate, old: Model) -> Tensor | None:
         if self._trusted is None or not self._plan.aggregation.takes("root_update"):

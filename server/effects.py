@@ -26,7 +26,7 @@ from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import wire
 from roundtable.server.alerts import Alerts
 from roundtable.server.artifacts import DamagedArtifact, LocalArtifacts
-from roundtable.server.combining import Combiner, Trusted
+from roundtable.server.combining import Combiner, DamagedUpdates, Trusted
 from roundtable.server.ledger import Account, Guarantee
 from roundtable.server.observing import Observer
 from roundtable.server.retention import Retention
@@ -70,6 +70,7 @@ class Progress:
     done: int
     total: int
     loss: float
+    figures: common_pb2.StepFigures | None = None
 
 
 class Effects:
@@ -164,7 +165,17 @@ class Effects:
         """Notes what an agent says of the step that it was asked for."""
         told = self._instructed.get(client)
         if told is not None and told.step == wire.step_of(message.step):
-            self._progress[client] = Progress(message.done, max(message.total, message.done), message.loss)
+            figures = message.figures if message.HasField("figures") else None
+            total = max(message.total, message.done)
+            self._progress[client] = Progress(message.done, total, message.loss, figures)
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """The newest training step of each silo at work that tells of them, by name; "loss" among them."""
+        return {
+            client: {"loss": progress.loss, **{field.name: value for field, value in told.ListFields()}}
+            for client, progress in self._progress.items()
+            if (told := progress.figures) is not None
+        }
 
     def step_of(self, client: str) -> m.Step | None:
         """The step that the agent was asked for last."""
@@ -267,7 +278,8 @@ class Effects:
             except RoundtableError as error:
                 lost = isinstance(error, DamagedArtifact) and error.digest in (action.model, action.optimizer)
                 # Another cohort would change nothing where the model itself is gone.
-                failed = m.AggregationFailed(action.step, str(error))
+                damaged = error.damaged if isinstance(error, DamagedUpdates) else {}
+                failed = m.AggregationFailed(action.step, str(error), damaged)
                 await self._send(m.Pause(str(error)) if lost else failed)
                 return
             else:

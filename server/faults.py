@@ -78,8 +78,13 @@ def _fault_of(note: m.Note) -> Fault | None:
     match note.kind:
         case "client_failed":
             kind = str(note.detail.get("kind", "node_failure"))
-            known = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
-            return Fault(kind, *known, phase=str(note.detail.get("phase", "")))
+            severity, advice, action = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
+            action, phase = str(note.detail.get("action", action)), str(note.detail.get("phase", ""))
+            return Fault(kind, severity, advice, action, phase=phase)
+        case "client_troubled":
+            kind = str(note.detail["kind"])
+            _, advice, _ = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
+            return Fault(kind, "warning", advice, note.detail["action"], phase=note.detail["phase"])
         case "client_offline":
             return Fault("network_partition", *_OF_SILOS["network_partition"])
         case "update_excluded":

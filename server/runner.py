@@ -108,6 +108,11 @@ class JobRunner:
         """What an upload would be: asked before a byte of it is accepted."""
         return self._engine.wants(client, step)
 
+    def lost(self, client: str, step: m.Step) -> str:
+        """The digest of the update that was accepted for this step, is damaged and wanted again; or ""."""
+        found = self._engine.lost(client, step)
+        return found.digest if found is not None else ""
+
     def refusal(self, client: str, step: m.Step) -> str:
         """Why an update is stale."""
         return self._engine.refusal(client, step)
@@ -184,7 +189,9 @@ class JobRunner:
             arrival.verdict = self._engine.wants(arrival.update.client, event.step)
             if arrival.verdict != "wanted":
                 return
-            batch.updates.append(arrival.update)
+            if not self.lost(arrival.update.client, event.step):
+                # What is sent again was written down and charged the first time.
+                batch.updates.append(arrival.update)
         batch.artifacts.extend(arrival.artifacts)
         batch.worth_writing |= not isinstance(event, _QUIET)
         self._collect(self._engine.handle(event, self._services.clock()), batch)

@@ -107,6 +107,13 @@ class Uploads:
         problem = _problem(client, header, runner)
         if problem:
             return await self._reject(offer, "invalid_update", problem)
+        first = runner.lost(client, step)
+        if first and header.content.digest != first:
+            said = (
+                f"the update {first[:12]} was accepted and damaged since, and another one came in its place, "
+                f"{header.content.digest[:12]}: what was acknowledged is not replaced"
+            )
+            return await self._reject(offer, "data_corruption", said)
         return offer
 
     async def _settled(self, client: str, job: str, step: m.Step, verdict: str) -> Receipt:
@@ -172,6 +179,7 @@ class Uploads:
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         if verdict == "wanted":
+            self._corrupted.pop(offer.owner, None)
             reach("receipt_due", offer.step.round, offer.step.phase)
             return Receipt(status=Receipt.ACCEPTED)
         return await self._settled(client, header.step.job, offer.step, verdict)
@@ -179,20 +187,19 @@ class Uploads:
     async def _corrupted_upload(self, offer: Offer, error: TransferError) -> Receipt:
         """Asks for the bytes again, from the first; after a few times the round does without."""
         self._corrupted[offer.owner] += 1
+        problem = f"the update arrived damaged and was discarded: {error}"
         if self._corrupted[offer.owner] < MOST_CORRUPTIONS:
-            raise TransferError(
-                f"the update arrived damaged and was discarded: {error}; send it again from the start"
-            )
-        del self._corrupted[offer.owner]
-        return await self._reject(
-            offer, "data_corruption", f"the update arrived damaged several times: {error}"
-        )
+            failure = _failure(offer, "data_corruption", problem)
+            offer.runner.post(m.Troubled(offer.step, failure, "asked the silo to send it again"))
+            raise TransferError(f"{problem}; send it again from the start")
+        count = self._corrupted.pop(offer.owner)
+        return await self._reject(offer, "data_corruption", f"{problem}; it was sent {count} times")
 
     async def _reject(self, offer: Offer, kind: str, problem: str) -> Receipt:
         """The round is told why this silo's update is missing, and the silo not to send it again."""
         step, client = offer.step, offer.client
         log.warning("update refused: %s", problem, extra={"job": offer.header.step.job, "site": client})
-        failure = SiteFailure(client, step.round, step.attempt, step.phase, kind, problem)
+        failure = _failure(offer, kind, problem)
         update = m.Update(
             client, offer.header.content.digest[:64], min(offer.header.examples, wire.MAX_COUNT)
         )
@@ -214,6 +221,11 @@ class Uploads:
             reason=reason,
             received=self._services.clock(),
         )
+
+
+def _failure(offer: Offer, kind: str, problem: str) -> SiteFailure:
+    step = offer.step
+    return SiteFailure(offer.client, step.round, step.attempt, step.phase, kind, problem)
 
 
 async def _header(parts: AsyncIterator[Part]) -> agent_pb2.UploadHeader:

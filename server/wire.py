@@ -46,6 +46,13 @@ def failure_of(site: str, message: agent_pb2.Failure) -> SiteFailure:
     return SiteFailure(site, step.round, step.attempt, step.phase, kind, detail)
 
 
+def trouble_of(site: str, message: agent_pb2.Trouble) -> m.Troubled:
+    """A fault that the silo deals with, as it tells it."""
+    step = message.step
+    failure = failure_of(site, agent_pb2.Failure(step=step, kind=message.kind, detail=message.detail))
+    return m.Troubled(step_of(step), failure, " ".join(message.action.split())[:_MAX_TEXT])
+
+
 def client_of(name: str, hello: agent_pb2.Hello, now: float) -> ClientRow:
     """What an agent says of itself, within bounds."""
     return ClientRow(

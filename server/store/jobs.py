@@ -19,7 +19,14 @@ from roundtable.server.store.ledger import add, settle
 from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRow, UpdateRow, to_json
 
 FINAL = ("finished", "cancelled", "failed")
-FAULT_KINDS = ("client_failed", "client_offline", "update_excluded", "attempt_failed", "job_paused")
+FAULT_KINDS = (
+    "client_failed",
+    "client_troubled",
+    "client_offline",
+    "update_excluded",
+    "attempt_failed",
+    "job_paused",
+)
 
 
 @dataclass

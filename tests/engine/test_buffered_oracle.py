@@ -134,6 +134,22 @@ class BufferedMachine(RuleBasedStateMachine):
         if attempt is not None:
             self.act(m.Evaluated(name, attempt.step, {"accuracy": (1.0, 1)}))
 
+    @precondition(lambda self: any(isinstance(a, m.Aggregate) for a in self.driver.pending))
+    @rule(name=names)
+    def an_update_is_damaged(self, name: str) -> None:
+        """The round fills again with all the others, those that came meanwhile among them."""
+        action = self.driver.pending.pop(0)
+        attempt = self.driver.engine.state.attempt
+        if not isinstance(action, m.Aggregate) or attempt is None or attempt.step != action.step:
+            return
+        kept = [u for u in action.updates if u.client != name]
+        if len(kept) < len(action.updates):
+            for each in kept:
+                assert each.asked is not None
+                self.waiting[each.client] = (m.Step(*each.asked, "train"), each.digest)
+            self.aggregated = [each for each in self.aggregated if each.step != action.step]
+        self.act(m.AggregationFailed(action.step, "no", {name: "rotten"}))
+
     @rule(seconds=st.sampled_from([1, 6, 12, 40]))
     def wait(self, seconds: int) -> None:
         self.driver.advance(seconds)

@@ -43,6 +43,7 @@ class RoundMachine(RuleBasedStateMachine):
         lines += ["[evaluation]", f"every = {every}", "deadline = 7"]
         self.driver = Driver(job("\n".join(lines), rounds=ROUNDS), automatic=False)
         self.accepted: dict[m.Step, dict[str, str]] = {}
+        self.damaged: dict[tuple[m.Step, str], str] = {}
         self.cancelled = False
         self.count = 0
         self.driver.send(m.Start())
@@ -68,7 +69,9 @@ class RoundMachine(RuleBasedStateMachine):
         digest = f"u{self.count}"
         open_to = self.attempt is not None and self.attempt.phase == "train" and shift == 0
         if open_to and name in self.attempt.awaited:
-            self.accepted.setdefault(step, {}).setdefault(name, digest)
+            # What was accepted once is never replaced by anything else.
+            first = self.damaged.pop((step, name), digest)
+            self.accepted.setdefault(step, {}).setdefault(name, first)
         self.driver.send(m.UpdateArrived(step, m.Update(name, digest, 5, 0.5)))
 
     @rule(name=names)
@@ -100,6 +103,20 @@ class RoundMachine(RuleBasedStateMachine):
         action = self.driver.pending.pop(0)
         if isinstance(action, m.Aggregate):
             self.driver.send(m.AggregationFailed(action.step, "no"))
+
+    @precondition(lambda self: any(isinstance(a, m.Aggregate) for a in self.driver.pending))
+    @rule(which=st.sets(names, min_size=1))
+    def updates_are_damaged(self, which: set[str]) -> None:
+        action = self.driver.pending.pop(0)
+        if not isinstance(action, m.Aggregate):
+            return
+        step = m.Step(action.step.round, action.step.attempt, "train")
+        held = self.accepted.get(step, {})
+        if self.attempt is not None and action.step == self.attempt.step and which & held.keys():
+            self.driver.aggregates = [each for each in self.driver.aggregates if each.step != action.step]
+            for name in which & held.keys():
+                self.damaged[step, name] = held.pop(name)
+        self.driver.send(m.AggregationFailed(action.step, "no", dict.fromkeys(which, "rotten")))
 
     @rule()
     def stale_answers(self) -> None:

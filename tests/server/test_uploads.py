@@ -175,10 +175,17 @@ async def test_bytes_that_are_not_what_was_announced(pair: list[ScriptedAgent], 
         assert (await pair[0].stub.UploadStatus(header)).offset == 0
     receipt = await pair[0].upload(header, damaged)
     assert receipt.status == Status.REJECTED
-    event = await operator.watch_for(job.id, "client_failed")
-    assert json.loads(event.detail)["kind"] == "data_corruption"
     await pair[1].answer(second, ONE)
-    await operator.watch_until(job.id, "finished")
+    events = await operator.watch_until(job.id, "finished")
+    told = [event for event in events if event.client == "alder"]
+    assert [event.kind for event in told] == ["client_troubled", "client_troubled", "client_failed"]
+    faults = [json.loads(event.detail)["fault"] for event in told]
+    assert {fault["kind"] for fault in faults} == {"data_corruption"}
+    assert [fault["action"] for fault in faults] == [
+        *2 * ["asked the silo to send it again"],
+        "excluded the update",
+    ]
+    assert told[2].message.endswith("it was sent 3 times")
 
 
 @pytest.mark.parametrize("kind", ["nothing", "chunk", "two headers"])
