@@ -10,16 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from roundtable.aggregation import FileMatrix
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import AggregationError, StorageError
+from roundtable.core.errors import AggregationError, ProtocolError, StorageError
 from roundtable.engine import GroupMeans
 from roundtable.engine import messages as m
 from roundtable.engine.secure import least_of_groups
 from roundtable.privacy import SecureMean, SecureRound
 from roundtable.privacy.secagg import GroupedServer, SecAggServer, ServerPhase
 from roundtable.privacy.secagg.masks import Ring, ring_dtype
+from roundtable.privacy.secagg.wire import Kind, unseal
 from roundtable.server.journal import Journal
 from roundtable.server.sessions import Identity
 
@@ -48,6 +50,7 @@ class SecureAttempt:
         self.inside = frozenset(identities)
         self.told: dict[str, bytes] = {}
         self._adverts: dict[str, bytes] = {}
+        self._heard: set[bytes] = set()
         self._announced: dict[str, bytes] = {}
 
     @classmethod
@@ -93,14 +96,24 @@ class SecureAttempt:
         return self.server.phase
 
     def receive(self, message: bytes) -> str:
-        """Takes a silo's message and returns its name. ProtocolError where it is refused."""
+        """Takes a silo's message and returns its name; one that was taken before changes nothing.
+
+        ProtocolError where it is refused.
+        """
+        if blake3(message).digest() in self._heard:
+            return unseal(message).sender  # Said again after a reconnection, perhaps in a later phase.
         client = self._take(message)
         self.journal.add("message", message)
         return client
 
     def began_anew(self, client: str, message: bytes) -> bool:
         """Whether a silo advertises other keys than before: it has lost those of this attempt."""
-        return client in self._adverts and self._adverts[client] != message
+        if self._adverts.get(client, message) == message:
+            return False
+        try:
+            return unseal(message).kind is Kind.ADVERTISE
+        except ProtocolError:
+            return False
 
     def problem(self, client: str, digest: str, announcement: bytes) -> str:
         """What is wrong with an upload's announcement; empty if nothing is. May raise ProtocolError."""
@@ -186,6 +199,7 @@ class SecureAttempt:
     def _take(self, message: bytes) -> str:
         first = self.phase is ServerPhase.ADVERTISE
         client = self.server.receive(message)
+        self._heard.add(blake3(message).digest())
         if first and client not in self.server.aborted:
             self._adverts[client] = message
         return client

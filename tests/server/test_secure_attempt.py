@@ -208,3 +208,30 @@ def test_a_closed_journal_takes_nothing_more(tmp_path: Path) -> None:
     journal.add("message", b"two")
     journal.sync()
     assert Journal(tmp_path / "journal").entries == [("message", b"one")]
+
+
+def test_what_is_said_again_in_a_later_phase_changes_nothing(tmp_path: Path) -> None:
+    """After a reconnection a silo may hear a question twice, and answer it twice."""
+    silos = Silos(tmp_path)
+    attempt = begin(tmp_path, silos)
+    while attempt.phase is not ServerPhase.CONSENT:
+        go_on(attempt, silos)
+    consents = {}
+    for name, message in attempt.told.items():
+        consents[name] = silos.clients[name].handle(message)
+        attempt.receive(consents[name])
+    attempt.advance()
+    entries = len(attempt.journal.path.read_bytes())
+    for name, consent in consents.items():
+        assert attempt.receive(consent) == name
+        assert not attempt.began_anew(name, consent)
+    assert len(attempt.journal.path.read_bytes()) == entries
+    assert not attempt.server.aborted
+    other = Silos(tmp_path / "other").adverts["alder"]
+    with pytest.raises(ProtocolError):
+        attempt.receive(other)
+    assert attempt.began_anew("alder", other)
+    assert not attempt.began_anew("alder", b"noise")
+    while go_on(attempt, silos):
+        pass
+    assert attempt.decode().silos == 4
