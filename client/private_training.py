@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -37,10 +38,16 @@ def fit_privately(
     correct: Callable[[], None] | None,
     device: torch.device,
     protection: Protection,
+    *,
+    group: dist.ProcessGroup | None = None,
+    physical_batch: int = 256,
+    watch: Callable[[int, int], None] | None = None,
 ) -> int:
     """One round of DP-SGD, paid for before its first step; gives the number of steps.
 
-    `correct` changes the noisy gradients: a proximal term depends on no example.
+    `correct` changes the noisy gradients: a proximal term depends on no example. `watch` is called with
+    (steps taken, steps in all) and may raise. In a `group` all processes have the whole data set and call
+    this together: each samples from examples of its own, so that a batch is drawn as by one process.
     Raises PrivacyError for a model, a loss or data that cannot be made private, BudgetExceeded for
     what the silo's account does not hold.
     """
@@ -50,22 +57,42 @@ def fit_privately(
     if examples == 0:
         raise NoExamples("the training data set is empty: there are zero examples to learn from")
     config, steps = _steps(job, examples)
+    fetch, own = _own_part(_fetch(data, device), examples, group)
     with make_private(
         module,
         optimizer,
         task.loss,
-        _fetch(data, device),
-        examples,
+        fetch,
+        own,
         config,
         total_steps=steps * job.rounds,
         mode=protection.mode,
+        physical_batch=physical_batch,
         sources=protection.sources,
+        group=group,
     ) as training:
         protection.mode = training.mode
         protection.pay(config, training.charge(steps))
-        for indices in training.batches(steps):
+        for taken, indices in enumerate(training.batches(steps), 1):
             training.step(indices, correct)
+            if watch is not None:
+                watch(taken, steps)
     return steps
+
+
+def _own_part(
+    fetch: Callable[[Tensor], Any], examples: int, group: dist.ProcessGroup | None
+) -> tuple[Callable[[Tensor], Any], int]:
+    """Every `size`-th example is one process's; each of them has at least one."""
+    if group is None:
+        return fetch, examples
+    size, rank = group.size(), dist.get_rank(group)
+    if examples < size:
+        raise PrivacyError(
+            f"{size} processes share out fewer examples than that, so some would have none to sample from; "
+            "use fewer devices"
+        )
+    return lambda indices: fetch(indices * size + rank), len(range(rank, examples, size))
 
 
 def example_charge(job: JobConfig, examples: int) -> Charge:
@@ -121,12 +148,17 @@ def only_parameters(delta: Tensor, module: nn.Module, layout: Layout) -> None:
 
 def add_own_noise(delta: Tensor, job: JobConfig, protection: Protection) -> Tensor:
     """The update clipped, with the silo's own noise, paid for before."""
+    privacy, clip_norm, noise = own_noise(job)
+    protection.pay(privacy, local_gaussian_charge(noise))
+    return local_gaussian(delta, clip_norm, noise, protection.sources("noise")).vector
+
+
+def own_noise(job: JobConfig) -> tuple[PrivacyConfig, float, float]:
+    """(privacy, C, z) of level client_local: updates are clipped to C and get noise of σ = z · C."""
     privacy = PrivacyConfig.from_table(job.privacy)
     assert privacy.clip_norm is not None
     # How cohorts are drawn makes no difference to noise that hides the silo from everybody.
-    noise = noise_for(privacy, accountant_for("none", 1, 1), 1, job.rounds)
-    protection.pay(privacy, local_gaussian_charge(noise))
-    return local_gaussian(delta, privacy.clip_norm, noise, protection.sources("noise")).vector
+    return privacy, privacy.clip_norm, noise_for(privacy, accountant_for("none", 1, 1), 1, job.rounds)
 
 
 def _fetch(data: Any, device: torch.device) -> Callable[[Tensor], Any]:

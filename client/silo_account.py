@@ -44,13 +44,8 @@ def payment(
     """
 
     def pay(privacy: PrivacyConfig, charge: Charge) -> None:
-        assert privacy.delta is not None
         path = folder / f"{charge.unit}.json"
-        budget = Budget(_WHOSE, privacy.epsilon or math.inf, privacy.delta, privacy.accountant)
-        account = _read(path, budget)
-        if epsilon is not None:
-            own = Budget(_WHOSE, epsilon, delta or privacy.delta, privacy.accountant)
-            replace(account, budget=own).check(charge)
+        account = _within(path, privacy, charge, epsilon, delta)
         name = job
         while any((e.job, e.round, e.attempt) == (name, round, attempt) for e in account.entries):
             name += " (again)"
@@ -59,6 +54,29 @@ def payment(
         replace_synced(path, [account.to_json().encode()])
 
     return pay
+
+
+def affordable(folder: Path, epsilon: float | None, delta: float | None) -> Payment:
+    """As `payment`, but nothing is charged: whether a charge would be refused, before work for it begins."""
+
+    def check(privacy: PrivacyConfig, charge: Charge) -> None:
+        path = folder / f"{charge.unit}.json"
+        _within(path, privacy, charge, epsilon, delta).check(charge)
+
+    return check
+
+
+def _within(
+    path: Path, privacy: PrivacyConfig, charge: Charge, epsilon: float | None, delta: float | None
+) -> SiloAccount:
+    """The account under the job's budget, once the silo's own limit holds the charge."""
+    assert privacy.delta is not None
+    budget = Budget(_WHOSE, privacy.epsilon or math.inf, privacy.delta, privacy.accountant)
+    account = _read(path, budget)
+    if epsilon is not None:
+        own = Budget(_WHOSE, epsilon, delta or privacy.delta, privacy.accountant)
+        replace(account, budget=own).check(charge)
+    return account
 
 
 def _read(path: Path, budget: Budget) -> SiloAccount:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from roundtable.client.cluster.composition import is_example_level, narrowed, with_noisy_gradient
 from roundtable.client.cluster.memory import Estimate, Survey, estimate
 from roundtable.client.cluster.resources import ClusterTable, Resources, format_bytes
 from roundtable.client.cluster.strategy import Checkpointing, DataParallel, Mesh, Strategy
-from roundtable.client.training import SILO_LEVELS
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError, PrivacyError, ResourceError
+from roundtable.core.errors import ConfigError, ResourceError
 
 HEADROOM = 0.9
 _KINDS: tuple[DataParallel, ...] = ("none", "ddp", "zero1", "zero2", "zero3")
@@ -52,10 +52,12 @@ def make_plan(survey: Survey, resources: Resources, job: JobConfig, table: Clust
     allowed = int(resources.memory * HEADROOM)
     reasons: list[str] = []
     tried: dict[tuple[Mesh, DataParallel, bool], tuple[int, Strategy]] = {}
-    check_by_hand(resources, job, table)
+    check_by_hand(resources, table)
+    private, table = is_example_level(job), narrowed(job, resources, table)
     for strategy in _candidates(survey, resources, job, table, reasons):
         share = -(-batch // strategy.mesh.data)
         found = estimate(survey, strategy, -(-share // strategy.micro_batch))
+        found = with_noisy_gradient(found) if private else found
         if found.peak <= allowed:
             for peak, other in tried.values():
                 reasons.append(f"{other} does not fit: it needs {format_bytes(peak)}")
@@ -75,11 +77,12 @@ def make_plan(survey: Survey, resources: Resources, job: JobConfig, table: Clust
         f"smallest, {strategy}, needs {format_bytes(peak)} on each device, {format_bytes(peak - allowed)} "
         f"more than the {format_bytes(allowed)} that may be used ({HEADROOM:.0%} of the device's); more "
         "devices, a smaller batch or shorter examples would help"
+        + ("; privacy.level = 'example' needs the whole model on each device" if private else "")
     )
 
 
-def check_by_hand(resources: Resources, job: JobConfig, table: ClusterTable) -> None:
-    """Refuses what `[cluster.strategy]` asks for and the devices or the job cannot give."""
+def check_by_hand(resources: Resources, table: ClusterTable) -> None:
+    """Refuses what `[cluster.strategy]` asks for and the devices cannot give."""
     hand, world = table.strategy, resources.world
     degrees = {key: getattr(hand, key) for key in ("pp", "dp", "fsdp", "tp") if getattr(hand, key)}
     product = 1
@@ -99,19 +102,6 @@ def check_by_hand(resources: Resources, job: JobConfig, table: ClusterTable) -> 
         raise ConfigError(
             f"[cluster.strategy] tp = {hand.tp} would cross nodes of {resources.devices} devices: "
             "every layer would wait for the network"
-        )
-    if job.privacy.get("level") == "example":
-        split = [key for key in ("tp", "pp", "fsdp", "ep") if (getattr(hand, key) or 1) > 1]
-        if split:
-            raise PrivacyError(
-                f"[cluster.strategy] {split[0]} = {getattr(hand, split[0])}: per-example clipping needs the "
-                "norm of each example's whole gradient before anything is summed, and a rank that "
-                "holds part of the model has only part of it"
-            )
-    if job.privacy.get("level") in SILO_LEVELS:
-        raise PrivacyError(
-            f"privacy.level = {job.privacy['level']!r} is kept by the silo itself, which [cluster] does not "
-            "do yet: take the table out of agent.toml to train on one device"
         )
 
 

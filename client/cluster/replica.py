@@ -33,7 +33,11 @@ class Replica:
         meshes: Meshes,
         device: torch.device,
         tensor_parallel: TensorParallel | None = None,
+        *,
+        plain: bool = False,
     ) -> None:
+        """`plain`: the model is not wrapped, since somebody else reduces its gradients."""
+        self._plain = plain
         self._task, self.strategy, self.meshes, self.device = task, strategy, meshes, device
         self.parts = [
             apply_strategy(part, present_blocks(part, blocks), strategy, meshes, device, tensor_parallel)
@@ -75,6 +79,7 @@ class Replica:
         if (
             self.strategy.data_parallel in ("ddp", "zero1")
             and not self.strategy.local_steps
+            and not self._plain
             and not self._ddp
         ):
             self._ddp = replicate(self.model, self.meshes, self.device)

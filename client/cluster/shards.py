@@ -7,7 +7,7 @@ raw update. Where a rank's part of a tensor lies follows from the layout and the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -100,6 +100,23 @@ def read_shards(
 
 
 @torch.no_grad()
+def deltas(
+    tensors: Iterable[tuple[str, Tensor]], places: Places, start: Tensor, meshes: Meshes
+) -> Iterator[tuple[TensorSpec, tuple[slice, ...], Tensor]]:
+    """local − global, float32 on CPU, of the parts that this rank owns: each entry of the update once.
+
+    `start` is the mapped global vector.
+    """
+    for name, tensor in tensors:
+        spec = places.find(name)
+        if spec.offset < 0 or not meshes.owns(tensor):
+            continue
+        region = region_of(tensor)
+        whole = start[spec.offset : spec.offset + spec.size].view(spec.shape)
+        before = _rounded(whole[region], tensor.dtype)
+        yield spec, region, local_of(tensor).detach().float().cpu() - before
+
+
 def write_deltas(
     path: Path,
     encoding: str,
@@ -107,22 +124,17 @@ def write_deltas(
     places: Places,
     start: Tensor,
     meshes: Meshes,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Writes local − global of the parts that this rank owns into the update file, at their offsets.
+    """Writes the parts of local − global that this rank owns into the update file, at their offsets.
 
-    `start` is the mapped global vector. The file exists and has its full size.
+    `change` is done to each part first. The file exists and has its full size.
     """
     dtype = _dense(encoding)
     file = os.open(path, os.O_WRONLY)
     try:
-        for name, tensor in tensors:
-            spec = places.find(name)
-            if spec.offset < 0 or not meshes.owns(tensor):
-                continue
-            region = region_of(tensor)
-            whole = start[spec.offset : spec.offset + spec.size].view(spec.shape)
-            before = _rounded(whole[region], tensor.dtype)
-            delta = local_of(tensor).detach().float().cpu() - before
+        for spec, region, part in deltas(tensors, places, start, meshes):
+            delta = part if change is None else change(part)
             for offset, run in runs_of(delta, spec.shape, region):
                 data = run.to(dtype).contiguous().view(torch.uint8).numpy()
                 write_at(file, data.tobytes(), (spec.offset + offset) * dtype.itemsize)

@@ -68,8 +68,8 @@ def make_private(
     """
     if config.level != "example" or config.clip_norm is None or config.delta is None:
         raise PrivacyError(f"example-level training needs privacy.level = 'example', not {config.level!r}")
-    total = _total(dataset_size, group)
     check_model(model)
+    total = _total(dataset_size, group, next(model.parameters()).device)
     charge = step_charge(config, total, total_steps)
     assert config.batch_size is not None
     size = min(physical_batch, max(2, round(config.batch_size)), dataset_size)
@@ -259,9 +259,9 @@ def _flat_views(parameters: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Paramet
     return flat, dict(zip(parameters, views, strict=True))
 
 
-def _total(size: int, group: dist.ProcessGroup | None) -> int:
+def _total(size: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
     if group is None:
         return size
-    total = torch.tensor([float(size)], dtype=torch.float64)
+    total = torch.tensor([float(size)], dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return math.floor(float(total))

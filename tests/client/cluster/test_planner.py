@@ -77,6 +77,16 @@ def test_the_plainest_that_fits_is_taken(devices: int, memory: str, mesh: Mesh, 
     assert "fits" in plan.reasons[-1]
 
 
+@pytest.mark.parametrize("memory", ["2GiB", "60MiB"])
+def test_clipped_examples_need_whole_copies_of_a_plain_model(memory: str) -> None:
+    plan = planned(4, memory, privacy={"level": "example"})
+    assert (plan.strategy.mesh, plan.strategy.data_parallel) == (Mesh(dp=4), "ddp")
+    assert (plan.strategy.checkpointing, plan.strategy.reduction) == ("none", "exact")
+    plain = planned(4, memory).estimate
+    assert plan.estimate.gradients == 2 * plain.gradients
+    assert planned(4, "15MiB", privacy={"level": "client_local"}).strategy.data_parallel == "zero3"
+
+
 def test_shards_stay_within_a_node() -> None:
     plan = planned(4, "2GiB", nodes=2, data_parallel="zero3")
     assert plan.strategy.mesh == Mesh(dp=2, fsdp=4)
@@ -97,7 +107,20 @@ def test_what_is_set_by_hand_is_kept() -> None:
         ({"devices": 4, "tp": 3}, ConfigError, "4 devices do not divide by 3; use 3 of them"),
         ({"devices": 4, "nodes": 2, "tp": 8}, ConfigError, "would cross nodes of 4 devices"),
         ({"devices": 4, "tp": 2, "privacy": {"level": "example"}}, PrivacyError, "per-example clipping"),
-        ({"devices": 4, "privacy": {"level": "client_local"}}, PrivacyError, "take the table out"),
+        (
+            {"devices": 4, "data_parallel": "zero3", "privacy": {"level": "example"}},
+            PrivacyError,
+            "only part",
+        ),
+        ({"devices": 4, "data_parallel": "zero1", "privacy": {"level": "example"}}, PrivacyError, "use ddp"),
+        ({"devices": 4, "dp": 2, "privacy": {"level": "example"}}, PrivacyError, "other of 4 devices"),
+        ({"devices": 4, "reduction": "topk", "privacy": {"level": "example"}}, PrivacyError, "exact sum"),
+        ({"devices": 4, "checkpointing": "every", "privacy": {"level": "example"}}, PrivacyError, "norm of"),
+        (
+            {"devices": 4, "memory": "30MiB", "privacy": {"level": "example"}},
+            ResourceError,
+            "needs the whole model on each device",
+        ),
         ({"devices": 4, "memory": "2MiB"}, ResourceError, "more than the 1.80 MiB that may be used"),
     ],
 )
