@@ -14,9 +14,10 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from roundtable.client.steps import StepKey
+from roundtable.client.trainer import Figures
 from roundtable.core.identity import Credentials
 from roundtable.core.logs import belongs_to
-from roundtable.core.monitoring import Families, Interval
+from roundtable.core.monitoring import STEP_GAUGES, Families, Interval
 from roundtable.core.tally import Tally
 from roundtable.core.tracing import Span, Tracer
 from roundtable.proto import agent_pb2
@@ -47,6 +48,7 @@ class Observer:
     def __init__(self, silo: str, tracer: Tracer | None = None) -> None:
         self.silo, self.tally = silo, Tally()
         self._tracer = tracer or Tracer(silo)
+        self.figures: dict[str, float] = {}
         self._doing: dict[StepKey, _Doing] = {}
 
     def task(self, work: Coroutine[Any, Any, None], step: StepKey) -> asyncio.Task[None]:
@@ -65,6 +67,10 @@ class Observer:
         elif known.activity != activity:
             self._tell(step, known, now)
             known.activity, known.since = activity, now
+
+    def stepped(self, loss: float, figures: Figures) -> None:
+        """A training step was taken."""
+        self.figures = {"loss": loss, **figures}
 
     def ended(self, step: StepKey, outcome: str, error: str = "") -> None:
         """The step is answered: `outcome` is done, the kind of a failure, or how an upload was answered."""
@@ -128,6 +134,9 @@ class AgentPage:
         text = "how long downloads, training, evaluations and uploads took"
         spreads = tally.spreads_of("activity")
         page.histogram("roundtable_agent_activity_seconds", text, spreads, "activity")
+        told = self._observer.figures
+        for name, text in STEP_GAUGES.items():
+            page.gauge(f"roundtable_agent_step_{name}", text, {(): told[name]} if name in told else {})
         await self._gpu(page)
         return page.made
 

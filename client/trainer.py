@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,15 @@ from roundtable.client.steps import StepKey
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import get_encoding
 
-Progress = Callable[[int, int, float], None]
+Figures = Mapping[str, float]
+"""Of a training step, by the names of the wire's StepFigures; what is not known is left out."""
+
+
+class Progress(Protocol):
+    """Hears how far the work is."""
+
+    def __call__(self, done: int, total: int, loss: float, figures: Figures | None = None, /) -> None:
+        """`done` and `total` in examples; `loss` is NaN where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,8 @@ class Work:
 
     `config` is the job as it came, canonical JSON, and `job` the same, checked; `task` is the silo's own
     reference for it; `model` a verified artifact; `layout` the fingerprint that the update must have;
-    `output` the file for the encoded update.
+    `output` the file for the encoded update. `trouble` hears of a fault that does not end the work: its kind
+    (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
     """
 
     step: StepKey
@@ -35,6 +44,7 @@ class Work:
     model: Path
     layout: str
     output: Path
+    trouble: Callable[[str, str, str], None] = field(default=lambda *told: None, compare=False)
 
 
 @dataclass(frozen=True)

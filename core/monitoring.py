@@ -30,6 +30,20 @@ MOST_HEADER_BYTES = 16384
 TEXT = "text/plain; charset=utf-8"
 PAGE = "text/plain; version=0.0.4; charset=utf-8"
 
+STEP_GAUGES = {
+    "loss": "training loss of the newest step",
+    "learning_rate": "learning rate of the newest step",
+    "gradient_norm": "the gradient's norm before clipping",
+    "examples_per_second": "examples trained on a second, by all devices",
+    "tokens_per_second": "tokens trained on a second, by all devices",
+    "flops_utilisation": "share of the devices' peak that the model's own operations come to",
+    "memory_bytes": "most memory that a device held",
+    "seconds": "how long the newest step took",
+    "communication_seconds": "of it with a collective under way, overlapped or not",
+    "waiting_seconds": "of it waiting for data",
+}
+"""Of a training step, by the names of the wire's StepFigures; the loss travels beside them."""
+
 Values = Mapping[Any, float]
 """By the tuple of its labels' values."""
 

@@ -101,6 +101,9 @@ class ToAgent(google.protobuf.message.Message):
     WITHDRAW_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
+    REVOCATIONS_FIELD_NUMBER: builtins.int
+    revocations: builtins.bytes
+    """The list of the Welcome, once there is another one."""
     @property
     def welcome(self) -> global___Welcome:
         """First message on the stream."""
@@ -129,10 +132,11 @@ class ToAgent(google.protobuf.message.Message):
         withdraw: global___Withdraw | None = ...,
         refused: global___Refused | None = ...,
         heartbeat: global___Heartbeat | None = ...,
+        revocations: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat"] | None: ...
+    def HasField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -225,6 +229,7 @@ class Welcome(google.protobuf.message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
     CLOCK_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    REVOCATIONS_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The coordinator's software version."""
     coordinator: builtins.str
@@ -235,6 +240,8 @@ class Welcome(google.protobuf.message.Message):
     """Unix time at the coordinator."""
     identity: builtins.bytes
     """The coordinator's identity certificate (PEM), with which it signs receipts; empty if it has none."""
+    revocations: builtins.bytes
+    """The list of what the root has revoked (a CRL as PEM), signed by the root and numbered; empty if there is none."""
     def __init__(
         self,
         *,
@@ -243,8 +250,9 @@ class Welcome(google.protobuf.message.Message):
         heartbeat_seconds: builtins.float = ...,
         clock: builtins.float = ...,
         identity: builtins.bytes = ...,
+        revocations: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "identity", b"identity", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "identity", b"identity", "revocations", b"revocations", "version", b"version"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -290,6 +298,7 @@ class Progress(google.protobuf.message.Message):
     TOTAL_FIELD_NUMBER: builtins.int
     LOSS_FIELD_NUMBER: builtins.int
     ACTIVITY_FIELD_NUMBER: builtins.int
+    FIGURES_FIELD_NUMBER: builtins.int
     done: builtins.int
     """Examples seen and examples to see in this round."""
     total: builtins.int
@@ -299,6 +308,10 @@ class Progress(google.protobuf.message.Message):
     """"downloading", "training", "uploading"."""
     @property
     def step(self) -> roundtable.proto.common_pb2.Step: ...
+    @property
+    def figures(self) -> roundtable.proto.common_pb2.StepFigures:
+        """The newest training step, from a silo with a cluster."""
+
     def __init__(
         self,
         *,
@@ -307,9 +320,10 @@ class Progress(google.protobuf.message.Message):
         total: builtins.int = ...,
         loss: builtins.float = ...,
         activity: builtins.str = ...,
+        figures: roundtable.proto.common_pb2.StepFigures | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["activity", b"activity", "done", b"done", "loss", b"loss", "step", b"step", "total", b"total"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["figures", b"figures", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "done", b"done", "figures", b"figures", "loss", b"loss", "step", b"step", "total", b"total"]) -> None: ...
 
 global___Progress = Progress
 

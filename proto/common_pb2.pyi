@@ -86,6 +86,78 @@ class Metric(google.protobuf.message.Message):
 global___Metric = Metric
 
 @typing.final
+class StepFigures(google.protobuf.message.Message):
+    """A training step of a silo's cluster. What the silo does not know is left out."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    LEARNING_RATE_FIELD_NUMBER: builtins.int
+    GRADIENT_NORM_FIELD_NUMBER: builtins.int
+    EXAMPLES_PER_SECOND_FIELD_NUMBER: builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    FLOPS_UTILISATION_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    COMMUNICATION_SECONDS_FIELD_NUMBER: builtins.int
+    WAITING_SECONDS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """The step, and how many the round has."""
+    steps: builtins.int
+    learning_rate: builtins.float
+    gradient_norm: builtins.float
+    """The gradient's norm before clipping."""
+    examples_per_second: builtins.float
+    """By all devices together."""
+    tokens_per_second: builtins.float
+    flops_utilisation: builtins.float
+    """Share of the devices' peak that the model's own operations come to."""
+    memory_bytes: builtins.int
+    """The most that a device held."""
+    seconds: builtins.float
+    """How long it took; of that with a collective under way, overlapped or not, and in waiting for data."""
+    communication_seconds: builtins.float
+    waiting_seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        steps: builtins.int = ...,
+        learning_rate: builtins.float | None = ...,
+        gradient_norm: builtins.float | None = ...,
+        examples_per_second: builtins.float | None = ...,
+        tokens_per_second: builtins.float | None = ...,
+        flops_utilisation: builtins.float | None = ...,
+        memory_bytes: builtins.int | None = ...,
+        seconds: builtins.float | None = ...,
+        communication_seconds: builtins.float | None = ...,
+        waiting_seconds: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_communication_seconds", b"_communication_seconds", "_examples_per_second", b"_examples_per_second", "_flops_utilisation", b"_flops_utilisation", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "_memory_bytes", b"_memory_bytes", "_seconds", b"_seconds", "_tokens_per_second", b"_tokens_per_second", "_waiting_seconds", b"_waiting_seconds", "communication_seconds", b"communication_seconds", "examples_per_second", b"examples_per_second", "flops_utilisation", b"flops_utilisation", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "memory_bytes", b"memory_bytes", "seconds", b"seconds", "tokens_per_second", b"tokens_per_second", "waiting_seconds", b"waiting_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_communication_seconds", b"_communication_seconds", "_examples_per_second", b"_examples_per_second", "_flops_utilisation", b"_flops_utilisation", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "_memory_bytes", b"_memory_bytes", "_seconds", b"_seconds", "_tokens_per_second", b"_tokens_per_second", "_waiting_seconds", b"_waiting_seconds", "communication_seconds", b"communication_seconds", "examples_per_second", b"examples_per_second", "flops_utilisation", b"flops_utilisation", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "memory_bytes", b"memory_bytes", "seconds", b"seconds", "step", b"step", "steps", b"steps", "tokens_per_second", b"tokens_per_second", "waiting_seconds", b"waiting_seconds"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_communication_seconds", b"_communication_seconds"]) -> typing.Literal["communication_seconds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_examples_per_second", b"_examples_per_second"]) -> typing.Literal["examples_per_second"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_flops_utilisation", b"_flops_utilisation"]) -> typing.Literal["flops_utilisation"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gradient_norm", b"_gradient_norm"]) -> typing.Literal["gradient_norm"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_learning_rate", b"_learning_rate"]) -> typing.Literal["learning_rate"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_memory_bytes", b"_memory_bytes"]) -> typing.Literal["memory_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_seconds", b"_seconds"]) -> typing.Literal["seconds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokens_per_second", b"_tokens_per_second"]) -> typing.Literal["tokens_per_second"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_waiting_seconds", b"_waiting_seconds"]) -> typing.Literal["waiting_seconds"] | None: ...
+
+global___StepFigures = StepFigures
+
+@typing.final
 class DownloadRequest(google.protobuf.message.Message):
     """Where a download starts."""
 

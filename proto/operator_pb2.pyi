@@ -261,6 +261,7 @@ class ClientActivity(google.protobuf.message.Message):
     TOTAL_FIELD_NUMBER: builtins.int
     LOSS_FIELD_NUMBER: builtins.int
     NOTE_FIELD_NUMBER: builtins.int
+    FIGURES_FIELD_NUMBER: builtins.int
     client: builtins.str
     state: builtins.str
     """"available", "training", "uploading", "offline", "dropped", "done"."""
@@ -271,6 +272,10 @@ class ClientActivity(google.protobuf.message.Message):
     total: builtins.int
     loss: builtins.float
     note: builtins.str
+    @property
+    def figures(self) -> roundtable.proto.common_pb2.StepFigures:
+        """Its newest training step, where it tells of them."""
+
     def __init__(
         self,
         *,
@@ -281,8 +286,10 @@ class ClientActivity(google.protobuf.message.Message):
         total: builtins.int = ...,
         loss: builtins.float = ...,
         note: builtins.str = ...,
+        figures: roundtable.proto.common_pb2.StepFigures | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "done", b"done", "loss", b"loss", "note", b"note", "since", b"since", "state", b"state", "total", b"total"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["figures", b"figures"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "done", b"done", "figures", b"figures", "loss", b"loss", "note", b"note", "since", b"since", "state", b"state", "total", b"total"]) -> None: ...
 
 global___ClientActivity = ClientActivity
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 
 from roundtable.core.errors import StorageError
 from roundtable.core.identity import Credentials
-from roundtable.core.monitoring import Families, Interval
+from roundtable.core.monitoring import STEP_GAUGES, Families, Interval
 from roundtable.engine.selection import quorum
 from roundtable.proto.pieces import traffic
 from roundtable.server.accounts import Books, books
@@ -130,6 +130,7 @@ class CoordinatorPage:
         each("roundtable_job_silos_known", text, lambda runner: _offering(runner, self._silos))
         text = "updates without which the job's rounds fail"
         each("roundtable_job_silos_needed", text, lambda runner: self._needed(runner))
+        _steps(page, live)
 
     def _needed(self, runner: JobRunner) -> float:
         cohort = runner.job.cohort
@@ -181,6 +182,18 @@ class CoordinatorPage:
                 await asyncio.to_thread(lambda: {b.population: _account(b) for b in changed})
             )
             self._known = {each.population: each for each in found}
+
+
+def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:
+    """The newest training step of each silo that tells of them."""
+    told = {
+        (job, silo): figures
+        for (job, _), runner in live.items()
+        for silo, figures in runner.effects.figures().items()
+    }
+    for name, text in STEP_GAUGES.items():
+        found = {key: float(figures[name]) for key, figures in told.items() if name in figures}
+        page.gauge(f"roundtable_silo_step_{name}", text, found, ("job_id", "silo"))
 
 
 def _offering(runner: JobRunner, silos: list[ClientRow]) -> float:

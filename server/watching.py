@@ -70,4 +70,6 @@ def _activity(name: str, client: ClientView, runner: JobRunner) -> operator_pb2.
     progress = runner.effects.progress_of(name)
     if progress is not None:
         activity.done, activity.total, activity.loss = progress.done, progress.total, progress.loss
+        if progress.figures is not None:
+            activity.figures.CopyFrom(progress.figures)
     return activity

@@ -14,7 +14,7 @@ from roundtable.cli.rounds import figures_of, metrics_of
 
 if TYPE_CHECKING:
     from roundtable.preparation import Prepared
-    from roundtable.proto.operator_pb2 import JobDetail
+    from roundtable.proto.operator_pb2 import ClientActivity, JobDetail
 
 
 def loading_lines(task: str, path: Path) -> list[str]:
@@ -72,11 +72,46 @@ def print_detail(detail: JobDetail) -> None:
             (c.client, c.state, duration(max(0.0, time.time() - c.since)), c.note) for c in detail.clients
         ]
         print_table(("client", "state", "for", "note"), rows, "")
+    _print_steps(detail)
     _print_faults(detail)
     records = [json.loads(record) for record in detail.history]
     if records:
         click.echo("")
         _print_history(records)
+
+
+def _print_steps(detail: JobDetail) -> None:
+    """The newest training step of each silo with a cluster."""
+    rows = [step_row(client) for client in detail.clients if client.HasField("figures")]
+    if rows:
+        click.echo("")
+        names = ("training at", "step", "loss", "rate", "gradient", "speed", "FLOPs", "memory")
+        print_table((*names, "communication", "waiting"), rows, "")
+
+
+def step_row(client: ClientActivity) -> tuple[str, ...]:
+    """A silo's newest step as a table's row; what it does not tell stays empty."""
+    told = {field.name: float(value) for field, value in client.figures.ListFields()}
+
+    def known(name: str, form: str, factor: float = 1.0) -> str:
+        return form.format(told[name] * factor) if name in told else ""
+
+    def part(name: str) -> str:
+        return f"{told[name] / told['seconds']:.0%}" if name in told and told.get("seconds") else ""
+
+    tokens = known("tokens_per_second", "{:,.0f} tokens/s")
+    return (
+        client.client,
+        f"{client.figures.step}/{client.figures.steps}",
+        f"{client.loss:.4f}" if client.loss == client.loss else "",
+        known("learning_rate", "{:.2g}"),
+        known("gradient_norm", "{:.3g}"),
+        tokens or known("examples_per_second", "{:,.1f} examples/s"),
+        known("flops_utilisation", "{:.1%}"),
+        known("memory_bytes", "{:.2f} GiB", 2.0**-30),
+        part("communication_seconds"),
+        part("waiting_seconds"),
+    )
 
 
 def _print_faults(detail: JobDetail) -> None:

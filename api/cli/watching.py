@@ -145,4 +145,7 @@ def _panel(detail: JobDetail) -> RenderableType:
 def _loss(client: ClientActivity) -> str:
     if client.note:
         return client.note
-    return f"loss {client.loss:.4f}" if client.total and client.loss == client.loss else ""
+    said = f"loss {client.loss:.4f}" if client.total and client.loss == client.loss else ""
+    if client.figures.tokens_per_second:
+        return f"{said}, {client.figures.tokens_per_second:,.0f} tokens/s"
+    return said

@@ -97,6 +97,9 @@ class ClusterTable(Table):
     )
     interface: str | None = Field(None, description="network interface of the ranks, for example eth0")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="of forward and backward")
+    peak_flops: float | None = Field(
+        None, gt=0, description="of one device, for utilisation; default: what is known of the GPU"
+    )
     timeout: Seconds = Field(600.0, gt=0, description="a collective that takes longer is a hang")
     restarts: int = Field(3, ge=0, description="of the group in a round, before the silo reports a failure")
     checkpoint_steps: int = Field(0, ge=0, description="steps between checkpoints in a round; 0: none")

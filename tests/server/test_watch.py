@@ -16,6 +16,7 @@ from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
 from roundtable.core.errors import ResourceError
+from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import Coordinator, ServerConfig
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -101,6 +102,35 @@ async def test_a_running_job_shows_who_is_there_and_who_is_needed(
     assert value(found, "roundtable_job_silos_needed", **labels) == 2
     assert value(found, "roundtable_job_rounds_wanted", **labels) == 1
     assert value(found, "roundtable_job_rounds_done", **labels) == 0
+
+
+async def test_the_newest_step_of_a_silos_cluster_is_shown(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    async with (
+        running(settings(metrics="127.0.0.1:0")) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as alder,
+        ScriptedAgent(coordinator.port, certificates / "birch"),
+    ):
+        job = await operator.submit("[cohort]\nsize = 2", rounds=1)
+        instruction = await alder.expect("instruction")
+        told = {"step": 3, "steps": 9, "tokens_per_second": 512.0, "waiting_seconds": 0.0}
+        step = common_pb2.StepFigures(**told)
+        progress = agent_pb2.Progress(step=instruction.step, done=24, loss=1.5, figures=step)
+        await alder.say(progress=progress)
+        shown = []
+        async with asyncio.timeout(30):
+            while not shown:
+                clients = (await operator.job(job.id)).clients
+                shown = [client for client in clients if client.HasField("figures")]
+        found = await figures(coordinator.metrics_port)
+    assert [(silo.client, silo.loss, silo.figures) for silo in shown] == [("alder", 1.5, step)]
+    labels = {"job_id": job.id, "silo": "alder"}
+    assert value(found, "roundtable_silo_step_loss", **labels) == 1.5
+    assert value(found, "roundtable_silo_step_tokens_per_second", **labels) == 512
+    assert value(found, "roundtable_silo_step_waiting_seconds", **labels) == 0
+    assert not [name for name, _ in found if name == "roundtable_silo_step_flops_utilisation"]
 
 
 async def test_what_a_population_has_spent_and_may_spend(

@@ -1,0 +1,65 @@
+"""How much of a step collectives take, from a step under torch's profiler now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# The first steps fill caches; later ones are alike, so seldom is enough.
+_FIRST, _EVERY_SECONDS = 3, 60.0
+_NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
+
+
+class CollectiveSampler:
+    """`share` is that of the newest sampled step in which a collective was under way, overlapped or not."""
+
+    def __init__(self, device: torch.device, *, always: bool = False) -> None:
+        self.share: float | None = None
+        self._device, self._always = device, always
+        self._steps, self._due = 0, 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step; measures it where it is time."""
+        self._steps += 1
+        now = time.monotonic()
+        if not self._always and (self._steps < _FIRST or now < self._due):
+            yield
+            return
+        self._due = now + _EVERY_SECONDS
+        cuda = self._device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+            began = time.perf_counter()
+            yield
+            if cuda:
+                torch.cuda.synchronize(self._device)
+            seconds = time.perf_counter() - began
+        self.share = min(1.0, seconds_in_collectives(found) / max(seconds, 1e-9))
+
+
+def seconds_in_collectives(found: profile) -> float:
+    """Time in which at least one collective was under way."""
+    assert found.profiler is not None
+    results: Any = found.profiler.kineto_results
+    spans = [
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in results.events()
+        if event.name().startswith(_NAMES)
+    ]
+    return covered(spans) / 1e9
+
+
+def covered(spans: Iterable[tuple[int, int]]) -> int:
+    """Length of the union of intervals."""
+    total, reached = 0, None
+    for start, end in sorted(spans):
+        if reached is None or start > reached:
+            total, reached = total + end - start, end
+        elif end > reached:
+            total, reached = total + end - reached, end
+    return total
