@@ -8,8 +8,8 @@ import grpc
 
 from roundtable.core import certificates as x
 from roundtable.core.errors import IdentityError
+from roundtable.core.handshake import trusted_root
 from roundtable.core.identity import (
-    CA_CERTIFICATE,
     IDENTITY_KEY,
     NODE_CERTIFICATE,
     TOKEN,
@@ -19,18 +19,20 @@ from roundtable.core.identity import (
 )
 
 
-def channel_credentials(folder: Path) -> grpc.ChannelCredentials:
+def channel_credentials(folder: Path, address: str) -> grpc.ChannelCredentials:
     """For a channel to a coordinator; IdentityError for a folder that holds nothing to show.
 
-    With a token it connects to the coordinator's `enrolment` address, which wants no certificate.
+    With a token it connects to the coordinator's `enrolment` address, which wants no certificate. With a
+    list of revoked certificates in the folder (crl.pem), the coordinator is looked at first: IdentityError
+    if it is on the list, UnavailableError if it does not answer.
     """
     if (folder / TOKEN).exists() and not (folder / NODE_CERTIFICATE).exists():
-        secure = grpc.ssl_channel_credentials(x.read(folder / CA_CERTIFICATE))
+        secure = grpc.ssl_channel_credentials(trusted_root(address, folder))
         return grpc.composite_channel_credentials(
             secure, grpc.access_token_call_credentials(_token(folder / TOKEN))
         )
     shown = load_credentials(folder)
-    return grpc.ssl_channel_credentials(shown.ca, shown.key, shown.certificate)
+    return grpc.ssl_channel_credentials(trusted_root(address, folder), shown.key, shown.certificate)
 
 
 def signing_identity(folder: Path) -> SiloIdentity | None:

@@ -45,7 +45,7 @@ class OperatorClient:
         self.folder = Path(credentials)
         self._channel = grpc.secure_channel(
             address,
-            channel_credentials(self.folder),
+            channel_credentials(self.folder, address),
             options=[
                 ("grpc.max_receive_message_length", _REPLY_LIMIT),
                 ("grpc.keepalive_time_ms", 30_000),

@@ -146,7 +146,8 @@ class Agent:
     async def _serve(self, duties: Duties, link: Link, name: str, backoff: Backoff) -> None:
         config = self._config
         try:
-            async with open_channel(self._address, config.credentials) as channel:
+            revoked = duties.gate.revocations.current()
+            async with open_channel(self._address, config.credentials, revoked) as channel:
                 stub = agents_stub(channel)
                 session = Session(stub)
                 own = certificate_of(config.credentials)
@@ -156,10 +157,12 @@ class Agent:
                 for message in self._acquaintance.meet(welcome.coordinator):
                     duties.handle(message)
                 duties.gate.meet(welcome.identity)
+                duties.gate.revocations.learn(welcome.revocations)
                 backoff.reset()
 
                 def handle(message: agent_pb2.ToAgent) -> None:
                     self._acquaintance.note(message)
+                    duties.gate.revocations.learn(message.revocations)
                     duties.handle(message)
 
                 link.attach(stub, session.outbox)
@@ -167,6 +170,7 @@ class Agent:
                     await either(
                         session.run(welcome.heartbeat_seconds, handle, lambda: duties.state),
                         keep_renewed(stub, config.credentials),
+                        duties.gate.revocations.watch(revoked),
                     )
                 finally:
                     link.detach()

@@ -17,8 +17,9 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from roundtable.client.steps import StepKey
 from roundtable.core.errors import IdentityError, ProtocolError, RoundtableError, UnavailableError
-from roundtable.core.handshake import check_connection
+from roundtable.core.handshake import check_connection, trusted_root
 from roundtable.core.identity import load_credentials
+from roundtable.core.revocation import NOTHING, RevocationList
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc
 from roundtable.proto.channel import CLIENT_OPTIONS
 
@@ -130,10 +131,16 @@ def calling(what: str) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def open_channel(address: str, credentials: Path) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel with the credentials of that folder as they are now: renewed ones need no restart."""
+async def open_channel(
+    address: str, credentials: Path, revoked: RevocationList = NOTHING
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel with the credentials of that folder as they are now: renewed ones need no restart.
+
+    IdentityError for a coordinator whose certificate is on the list; nothing is sent to it.
+    """
     held = load_credentials(credentials)
-    secrets = grpc.ssl_channel_credentials(held.ca, held.key, held.certificate)
+    trusted = await asyncio.to_thread(trusted_root, address, credentials, revoked=revoked)
+    secrets = grpc.ssl_channel_credentials(trusted, held.key, held.certificate)
     async with grpc.aio.secure_channel(address, secrets, options=_OPTIONS) as channel:
         yield channel
 

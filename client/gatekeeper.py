@@ -16,6 +16,7 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.journal import NAME, Journal
 from roundtable.client.known_jobs import KnownJob, KnownJobs
 from roundtable.client.policy import Metrics
+from roundtable.client.revocations import Revocations
 from roundtable.client.spool import Finished
 from roundtable.client.steps import StepKey
 from roundtable.core.config import JobConfig
@@ -38,6 +39,7 @@ class Gatekeeper:
         self.rules = config.rules()
         self._jobs = KnownJobs(config.state)
         self.journal = Journal(config.state / NAME, config.credentials)
+        self.revocations = Revocations(config.credentials, config.state)
         self._coordinator = b""
 
     def meet(self, identity: bytes) -> None:
@@ -99,6 +101,7 @@ class Gatekeeper:
             try:
                 ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
                 verify(self._coordinator, ca, "coordinator", "receipt", values, signature)
+                self.revocations.check(self._coordinator, "the coordinator's identity")
                 sound = True
             except IdentityError as error:
                 _log.error("%s: the coordinator's receipt does not hold: %s", step, error)

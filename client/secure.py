@@ -27,6 +27,7 @@ from roundtable.client.config import AgentConfig
 from roundtable.client.failures import WorkFailed
 from roundtable.client.files import replace_synced, write_file
 from roundtable.client.metrics import Metrics
+from roundtable.client.revocations import Revocations
 from roundtable.client.steps import StepKey
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import IdentityError, PrivacyError, ProtocolError
@@ -121,6 +122,7 @@ class SecureAttempts:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._attempts: dict[StepKey, SecureAttempt] = {}
         self._releases: FileReleases | None = None
+        self._revocations = Revocations(config.credentials, config.state)
 
     def check(self, job: JobConfig) -> None:
         """Raises WorkFailed for a job that asks for less than this silo's policy demands."""
@@ -268,13 +270,14 @@ class SecureAttempts:
                 raise WorkFailed("refused", f"the coordinator announces two identities for {name}")
         return found
 
-    @staticmethod
     def _verified(
-        identities: Iterable[bytes], authority: bytes, from_root: bool
+        self, identities: Iterable[bytes], authority: bytes, from_root: bool
     ) -> Iterator[tuple[str, bytes]]:
         for certificate in identities:
             try:
-                yield verify_identity(certificate, authority, from_root=from_root)
+                name, key = verify_identity(certificate, authority, from_root=from_root)
+                self._revocations.check(certificate, f"the silo {name!r}")
+                yield name, key
             except IdentityError as error:
                 raise WorkFailed("refused", f"a peer cannot be trusted: {error}") from error
 

@@ -151,9 +151,10 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return who
 
     async def _identify(self, context: Context, address: str) -> Principal:
-        shown = context.auth_context().get("x509_pem_cert")
-        if shown:
-            return self._trust.of_certificate(bytes(next(iter(shown))))
+        known = context.auth_context()
+        if shown := known.get("x509_pem_cert"):
+            # What it builds upon follows: the issuing authority may be revoked too.
+            return self._trust.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
         bearer = _bearer(context)
         wait = self._lockout.seconds(address)
         if wait:

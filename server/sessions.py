@@ -23,11 +23,12 @@ class Identity:
 
 @dataclass
 class Session:
-    """One agent's control stream. `None` in the outbox ends it."""
+    """One agent's control stream. `None` in the outbox ends it; `revocations` is the list it was given."""
 
     client: ClientRow
     heard: float
     state: str = "available"
+    revocations: bytes = b""
     outbox: asyncio.Queue[agent_pb2.ToAgent | None] = field(default_factory=asyncio.Queue)
 
     @property

@@ -16,7 +16,7 @@ from roundtable.core import certificates as x
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity import CRL, identity_of
 from roundtable.core.invitation import Secret, is_token
-from roundtable.core.revocation import revoked_serials
+from roundtable.core.revocation import LARGEST, NOTHING, newer, parse_list
 from roundtable.server.guard import WrongSecret
 from roundtable.server.oidc import Provider
 from roundtable.server.permissions import Caller
@@ -56,19 +56,32 @@ class Trust:
         self._crl = folder / CRL
         self._crl_read = 0.0
         self._revoked: Mapping[str, frozenset[str]] = {}
-        self._listed: frozenset[int] = frozenset()
+        self._listed = NOTHING
+
+    @property
+    def list_for_agents(self) -> bytes:
+        """The root's list as agents get it, PEM; empty where there is none."""
+        return self._listed.pem if len(self._listed.pem) <= LARGEST else b""
 
     async def refresh(self) -> None:
-        """Reads what is revoked; IdentityError for a list that the authority has not signed."""
+        """Reads what is revoked.
+
+        IdentityError for a list that the authority has not signed, or that is older than the one before. A
+        list that is gone counts until the coordinator is started again.
+        """
         self._revoked = await self._database.read(store.revoked_names)
         modified = self._crl.stat().st_mtime if self._crl.exists() else 0.0
-        if modified != self._crl_read:
-            self._listed = revoked_serials(self._crl, self._roots)
+        if modified not in (0.0, self._crl_read):
+            found = parse_list(x.read(self._crl), self._roots, self._crl)
+            self._listed = newer(found, self._listed, self._crl)
             self._crl_read = modified
 
     def of_certificate(self, pem: bytes) -> Principal:
-        """Whom TLS has verified; IdentityError for a certificate that is void, or too weak for its role."""
-        name, role, serial, from_root, expires = _read(pem, tuple(self._roots))
+        """Whom TLS has verified; IdentityError for a certificate that is void, or too weak for its role.
+
+        `pem` begins with the certificate; what it builds upon follows, and may be revoked as well.
+        """
+        name, role, serials, from_root, expires = _read(pem, tuple(self._roots))
         if expires <= self._clock():
             raise IdentityError(f"the certificate of {name!r} has expired while it was in use; renew it")
         if role != "agent" and not from_root:
@@ -77,7 +90,8 @@ class Trust:
                 "ask for one made with `roundtable ca issue`"
             )
         good = self._revoked.get(name)
-        if serial in self._listed or (good is not None and format(serial, "x") not in good):
+        void = good is not None and format(serials[0], "x") not in good
+        if void or not self._listed.serials.isdisjoint(serials):
             raise IdentityError(
                 f"the certificate of {name!r} has been revoked; "
                 "ask the coordinator's operator for a new invitation or certificate"
@@ -102,8 +116,11 @@ class Trust:
 
 
 @lru_cache(maxsize=4096)
-def _read(pem: bytes, roots: tuple[x509.Certificate, ...]) -> tuple[str, Caller, int, bool, float]:
+def _read(
+    pem: bytes, roots: tuple[x509.Certificate, ...]
+) -> tuple[str, Caller, tuple[int, ...], bool, float]:
     name, role = identity_of(pem)
-    certificate = x.certificates_in(pem, "the certificate")[0]
-    from_root = any(x.issued_by(certificate, root) for root in roots)
-    return name, role, certificate.serial_number, from_root, certificate.not_valid_after_utc.timestamp()
+    chain = x.certificates_in(pem, "the certificate")
+    from_root = any(x.issued_by(chain[0], root) for root in roots)
+    serials = tuple(certificate.serial_number for certificate in chain)
+    return name, role, serials, from_root, chain[0].not_valid_after_utc.timestamp()

@@ -81,11 +81,16 @@ def issue(
     "--ca", "ca_folder", type=_FOLDER, default="ca", show_default=True, help="Folder of the authority."
 )
 def revoke(certificate: Path, ca_folder: Path) -> None:
-    """Put CERTIFICATE (a .crt file that the root issued) on the authority's list, offline.
+    """Put CERTIFICATE (a .crt file that the authority issued) on the authority's list, offline.
 
     To void a silo's certificates at a coordinator that runs, use `roundtable client revoke`.
     """
     from roundtable.core.revocation import revoke as revoke_certificate
 
     path = revoke_certificate(ca_folder, certificate)
-    click.echo(f"Added to {path}. Copy it into the coordinator's credentials folder; it counts in seconds.")
+    click.echo(
+        f"Added to {path}. Copy it into the coordinator's credentials folder; it counts in seconds there,"
+    )
+    click.echo(
+        "and the coordinator hands it on. To void a coordinator, copy it to the silos and operators too."
+    )

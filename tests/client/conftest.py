@@ -21,12 +21,14 @@ from roundtable.client.config import AgentConfig
 from roundtable.client.metrics import Metrics
 from roundtable.client.steps import StepKey
 from roundtable.client.trainer import Progress, Trained, Trainer, Work
+from roundtable.client.training import train
 from roundtable.client.worker_trainer import order_of_work
 from roundtable.client.workshop import Settings, Workshop
 from roundtable.core import JobConfig, Model, load_task
 from roundtable.core.identity import create_ca, issue, load_credentials
 from roundtable.core.initial import initial_model
 from roundtable.core.models import model_blocks
+from roundtable.core.task import Site
 from roundtable.proto import agent_pb2, agent_pb2_grpc, common_pb2
 from roundtable.proto.channel import SERVER_OPTIONS
 
@@ -53,8 +55,10 @@ class Toy(Task):
             os.kill(os.getpid(), signal.SIGKILL)
         if trick == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
-        if trick == "memory":
+        if trick == "memory" or (trick.startswith("more than") and len(batch[1]) > int(trick.split()[-1])):
             raise MemoryError
+        if os.path.exists("summed"):
+            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
         if trick == "slow":
             time.sleep(0.02)
         if trick == "hang":
@@ -268,8 +272,9 @@ class Silo:
 
     @property
     def spooled(self) -> list[str]:
-        """Names of the files in the spool."""
-        return sorted(path.name for path in (self.config.state / "spool").iterdir())
+        """Names of the files in the spool that are still to be delivered."""
+        files = (self.config.state / "spool").iterdir()
+        return sorted(path.name for path in files if path.suffix != ".sent")
 
     def instruction(
         self, round: int = 1, attempt: int = 1, phase: str = "train", deadline: float = 60.0
@@ -297,6 +302,14 @@ class Silo:
         return torch.frombuffer(
             self.coordinator.uploads[("job-1", round, 1, "train")].data, dtype=torch.float32
         )
+
+    def expected(self, round: int = 1) -> torch.Tensor:
+        """The update of a round by training within this process, batch by batch."""
+        task = load_task("toy.py", self.config.folder)
+        data, _ = task.data(Site("hospital"))
+        start, layout = self.model.vector.clone(), self.model.layout
+        where = {"round": round, "client": "hospital"}
+        return train(task, task.model(), data, self.job, layout, start, **where).delta
 
     @asynccontextmanager
     async def agent(self, trainer: Trainer | None = None) -> AsyncIterator[asyncio.Task[None]]:
@@ -337,6 +350,23 @@ async def coordinator(authority: Path) -> AsyncIterator[ScriptedCoordinator]:
     await scripted.start()
     yield scripted
     await scripted.stop()
+
+
+@pytest.fixture
+def listening() -> Callable[..., Any]:
+    """Makes a scripted coordinator that listens within a block, with credentials and at a port of choice."""
+
+    @asynccontextmanager
+    async def start(credentials: Path, port: int = 0) -> AsyncIterator[ScriptedCoordinator]:
+        scripted = ScriptedCoordinator(credentials)
+        scripted.port = port
+        await scripted.start()
+        try:
+            yield scripted
+        finally:
+            await scripted.stop()
+
+    return start
 
 
 @pytest.fixture

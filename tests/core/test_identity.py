@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.core.certificates import key_in_request, pem_of_key, public_bytes, signing_request
+from roundtable.core.certificates import key_in_request, pem_of, pem_of_key, public_bytes, signing_request
 from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.core.identity import (
     ROLES,
@@ -29,7 +29,7 @@ from roundtable.core.identity import (
     verify_identity,
 )
 from roundtable.core.invitation import Invitation, Secret
-from roundtable.core.revocation import revoke, revoked_serials
+from roundtable.core.revocation import NOTHING, load_list, newer, parse_list, revoke
 
 
 @pytest.fixture
@@ -258,20 +258,54 @@ def test_an_identity_that_the_root_must_vouch_for(ca: Path, agent: Path) -> None
 
 
 def test_a_list_of_revoked_certificates_is_signed_by_the_root(ca: Path, agent: Path, tmp_path: Path) -> None:
-    path = revoke(ca, agent / "node.crt")
-    roots = x509.load_pem_x509_certificates((ca / "ca.crt").read_bytes())
-    own = x509.load_pem_x509_certificate((agent / "node.crt").read_bytes())
-    assert revoked_serials(path, roots) == {own.serial_number}
-    revoke(ca, agent / "identity.crt")
     revoke(ca, agent / "node.crt")
-    assert len(revoked_serials(path, roots)) == 2
-    assert revoked_serials(tmp_path / "none", roots) == frozenset()
+    own = x509.load_pem_x509_certificate((agent / "node.crt").read_bytes())
+    assert load_list(ca).serials == {own.serial_number}
+    revoke(ca, agent / "identity.crt")
+    listed = revoke(ca, agent / "node.crt")
+    found = load_list(ca)
+    assert (found.number, len(found.serials)) == (3, 2)
+    assert load_list(agent) is NOTHING
     create_ca(tmp_path / "other")
     strangers = x509.load_pem_x509_certificates((tmp_path / "other" / "ca.crt").read_bytes())
     with pytest.raises(IdentityError, match="not signed by the authority"):
-        revoked_serials(path, strangers)
-    with pytest.raises(IdentityError, match="was not issued by the root"):
+        parse_list(listed.read_bytes(), strangers, listed)
+    with pytest.raises(IdentityError, match="was not issued by"):
         revoke(tmp_path / "other", agent / "node.crt")
+
+
+def test_an_older_list_replaces_no_newer_one(ca: Path, agent: Path) -> None:
+    revoke(ca, agent / "node.crt")
+    old = load_list(ca)
+    revoke(ca, agent / "identity.crt")
+    new = load_list(ca)
+    assert newer(new, old, "crl.pem") is new
+    assert newer(new, new, "crl.pem") is new
+    with pytest.raises(IdentityError, match=r"list number 1 of .* and number 2 is known"):
+        newer(old, new, "crl.pem")
+    # An authority that has lost its list, or has another copy of it, takes nothing back either.
+    (ca / "crl.pem").unlink()
+    for name in ("node.crt", "node.crt"):
+        revoke(ca, agent / name)
+    assert load_list(ca).number == new.number
+    with pytest.raises(IdentityError, match=r"needs it in the authority's folder"):
+        newer(load_list(ca), new, "crl.pem")
+
+
+def test_what_builds_upon_a_revoked_authority_is_revoked(ca: Path, agent: Path, tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1()).public_key()
+    online = x509.load_pem_x509_certificates(Authority.issuing(ca).certify(key, "south", "agent"))
+    (tmp_path / "south.crt").write_bytes(pem_of(online[0]))
+    other = x509.load_pem_x509_certificates(Authority.issuing(ca).certify(key, "east", "agent"))
+    revoke(ca, tmp_path / "south.crt")
+    load_list(ca).check(other, "east")
+    with pytest.raises(IdentityError, match="the certificate of south has been revoked"):
+        load_list(ca).check(online, "south")
+    revoke(ca, ca / "issuing.crt")
+    with pytest.raises(IdentityError, match="the authority 'Roundtable CA issuing' that issued"):
+        load_list(ca).check(other, "east")
+    offline = x509.load_pem_x509_certificates((agent / "node.crt").read_bytes())
+    load_list(ca).check(offline, "hospital-a")
 
 
 def test_requests_prove_the_possession_of_their_key() -> None:

@@ -27,7 +27,7 @@ from roundtable.core.identity import create_ca, issue, load_credentials, load_si
 from roundtable.core.invitation import Invitation, Secret
 from roundtable.core.models import open_model
 from roundtable.core.provenance import check_provenance
-from roundtable.core.revocation import revoke, revoked_serials
+from roundtable.core.revocation import parse_list, revoke
 from roundtable.server import load_server_config
 from roundtable.server.oidc import OidcTable, Provider
 
@@ -127,7 +127,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], Any], Callable[[], bytes]]] = {
     "key": (lambda data: load_key(_written(data, "x.key")), lambda: _good("north", "node.key")),
     "request": (key_in_request, lambda: signing_request(load_key(place() / "north" / "node.key"))),
     "crl.pem": (
-        lambda data: revoked_serials(_written(data, "crl.pem"), certificates_in(_good("ca", "ca.crt"), "ca")),
+        lambda data: parse_list(data, certificates_in(_good("ca", "ca.crt"), "ca"), "crl.pem"),
         lambda: _good("ca", "crl.pem"),
     ),
     "invitation": (

@@ -221,6 +221,54 @@ async def test_a_list_made_offline_counts(
         await operator.stub.Status(operator_pb2.StatusRequest())
 
 
+async def test_agents_are_handed_the_list_and_each_new_one(
+    open_coordinator: Coordinator, parties: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(parties / "ca", tmp_path / "ca")
+    trust, own = open_coordinator.security.trust, tmp_path / "own" / "crl.pem"
+    async with ScriptedAgent(open_coordinator.port, parties / "agent") as agent:
+        assert agent.welcome.revocations == b""
+        first = revoke(tmp_path / "ca", parties / "viewer" / "node.crt").read_bytes()
+        own.write_bytes(first)
+        await trust.refresh()
+        for _ in range(2):
+            await agent.say(heartbeat=agent_pb2.Heartbeat(state="available"))
+        kinds = [await agent.next() for _ in range(3)]
+        assert [kind.WhichOneof("message") for kind in kinds] == ["heartbeat", "revocations", "heartbeat"]
+        assert kinds[1].revocations == first
+    second = revoke(tmp_path / "ca", parties / "admin" / "node.crt").read_bytes()
+    own.write_bytes(second)
+    os.utime(own, (1, 1))
+    await trust.refresh()
+    async with ScriptedAgent(open_coordinator.port, parties / "agent") as agent:
+        assert agent.welcome.revocations == second
+    own.write_bytes(first)
+    os.utime(own, (2, 2))
+    with pytest.raises(IdentityError, match="number 2 is known"):
+        await trust.refresh()
+    own.unlink()
+    await trust.refresh()
+    assert trust.list_for_agents == second
+
+
+async def test_what_a_revoked_issuing_authority_has_certified_is_void(
+    open_coordinator: Coordinator, parties: Path, tmp_path: Path
+) -> None:
+    await enrolled(open_coordinator, await invite(open_coordinator, parties, "north"), tmp_path / "north")
+    agent = ScriptedAgent(open_coordinator.port, tmp_path / "north")
+    assert (await agent.connect()).WhichOneof("message") == "welcome"
+    await agent.close()
+    shutil.copytree(parties / "ca", tmp_path / "ca")
+    shutil.copy(revoke(tmp_path / "ca", parties / "ca" / "issuing.crt"), tmp_path / "own" / "crl.pem")
+    await open_coordinator.security.trust.refresh()
+    again = ScriptedAgent(open_coordinator.port, tmp_path / "north")
+    with pytest.raises(grpc.aio.AioRpcError, match="has been revoked"):
+        await again.connect()
+    await again.close()
+    async with ScriptedAgent(open_coordinator.port, parties / "agent") as offline:
+        assert offline.welcome is not None
+
+
 async def test_the_coordinators_certificate_is_changed_while_agents_stay(
     open_coordinator: Coordinator, parties: Path, tmp_path: Path
 ) -> None:
