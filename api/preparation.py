@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from roundtable.client.private_training import check_task
 from roundtable.core.config import JobConfig, load_job
+from roundtable.core.errors import LayoutError
 from roundtable.core.initial import initial_model
-from roundtable.core.models import Model
+from roundtable.core.models import Model, open_model
 from roundtable.core.task import AnyTask, load_task
 from roundtable.engine.plan import make_plan, weak_signal_of
 
@@ -25,17 +28,35 @@ class Prepared:
     warnings: tuple[str, ...] = ()
 
 
-def prepare(path: Path, overrides: Mapping[str, Any] | None = None) -> Prepared:
+def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path | None = None) -> Prepared:
     """Reads a job file, imports its task, makes the initial model, and checks that all of it fits.
 
-    Raises ConfigError, TaskError, LayoutError or PrivacyError; each says what to change.
+    `start` is a model artifact to start from in the place of the task's own weights. Raises
+    ConfigError, TaskError, EncodingError, LayoutError or PrivacyError; each says what to change.
     """
     job = load_job(path, dict(overrides or {}))
     task = load_task(job.task, path.parent, trains=False)
     model = initial_model(job, task)
+    if start is not None:
+        model = _started(start, model, job.task)
     slices = tuple(place for _, place in model.layout.slices())
     population = max(job.cohort.size or 1, job.simulation.clients)
     plan = make_plan(job, population, slices)
     check_task(task, job, model.layout)
     weak = weak_signal_of(job, plan, population, model.layout.size)
     return Prepared(job, task, model, (weak,) if weak else ())
+
+
+def _started(path: Path, own: Model, task: str) -> Model:
+    """The weights of an artifact, for a job whose task makes models like `own`."""
+    found = open_model(path)
+    if found.layout.fingerprint != own.layout.fingerprint:
+        theirs, ours = set(found.layout.tensors), set(own.layout.tensors)
+        other = min(spec.name for spec in theirs ^ ours) if theirs != ours else found.layout.tensors[0].name
+        raise LayoutError(
+            f"{path} does not hold a model of task {task!r} under this job: {other!r} is absent on one side, "
+            "or differs in shape, dtype or its rule in [model]; take an artifact of a job with the same model"
+        )
+    if not torch.isfinite(found.vector).all():
+        raise LayoutError(f"{path} holds weights that are not finite; start from an earlier model")
+    return replace(found, metadata=own.metadata)

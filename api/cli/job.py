@@ -49,6 +49,12 @@ def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
 @click.argument("file", type=_FILE)
 @set_option
 @connection_options
+@click.option(
+    "--model",
+    "start",
+    type=_FILE,
+    help="Start from this artifact, such as another job's model; default: the task's own weights.",
+)
 @click.option("--watch", is_flag=True, help="Show the job's progress until it ends.")
 @click.option("--request-id", help="The same one twice gives the same job: for scripts that retry.")
 @json_option
@@ -57,17 +63,18 @@ def submit(
     overrides: dict[str, Any],
     coordinator: str | None,
     credentials: Path | None,
+    start: Path | None,
     watch: bool,
     request_id: str | None,
     as_json: bool,
 ) -> int:
-    """Start the job that FILE describes, from a model made here under its seed."""
+    """Start the job that FILE describes, from a model made here under its seed, or from a given one."""
     from roundtable.core.models import save_model
     from roundtable.preparation import prepare
 
     with connect(coordinator, credentials) as operator:
         operator.status()
-        prepared = prepare(file, overrides)
+        prepared = prepare(file, overrides, start)
         for warning in prepared.warnings:
             click.echo(f"warning: {warning}", err=True)
         with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import roundtable as rt
-from roundtable.core import save_model
+from roundtable.core import Layout, Model, open_model, save_model
 from roundtable.core.identity import create_ca, issue
 from roundtable.demo import await_agents, free_port
 from roundtable.preparation import prepare
@@ -117,6 +118,32 @@ def test_watch_as_json_is_one_event_a_line(service: Service, roundtable: Command
     assert rounds[-1]["evaluation"]["loss"] < rounds[0]["evaluation"]["loss"]
     later = roundtable("job", "watch", job, *service.options, "--json", "--from", 4).out.splitlines()
     assert json.loads(later[0])["sequence"] == 4
+
+
+def test_a_job_goes_on_from_the_model_of_another(
+    service: Service, roundtable: Command, job: str, tmp_path: Path
+) -> None:
+    last = tmp_path / "last.safetensors"
+    assert roundtable("job", "model", job, *service.options, "-o", last).code == 0
+    line = ["job", "submit", service.folder / "job.toml", *service.options]
+    said = roundtable(*line, "--json", "--model", last)
+    second = json.loads(said.out)["id"]
+    assert roundtable("job", "watch", second, *service.options).code == 0
+
+    def losses(identifier: str) -> list[float]:
+        lines = roundtable("job", "watch", identifier, *service.options, "--json").out.splitlines()
+        committed = [event for event in map(json.loads, lines) if event["kind"] == "round_committed"]
+        return [event["detail"]["evaluation"]["loss"] for event in committed]
+
+    assert losses(second)[0] < losses(job)[-1]
+    other = tmp_path / "other.safetensors"
+    save_model(other, Model(Layout.of({"w": torch.zeros(3)}), torch.zeros(3)))
+    refused = roundtable(*line, "--model", other)
+    assert refused.code == 1
+    assert "does not hold a model of task" in refused.err
+    opened = open_model(last)
+    save_model(other, replace(opened, vector=torch.full_like(opened.vector, torch.nan)))
+    assert "not finite" in roundtable(*line, "--model", other).err
 
 
 def test_the_same_request_is_the_same_job(service: Service, roundtable: Command, job: str) -> None:
