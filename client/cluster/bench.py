@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from roundtable.client.batches import count_examples, ordered_batches
 from roundtable.client.borrowing import isolated_randomness
 from roundtable.client.cluster.apart import OuterOptimizer
 from roundtable.client.cluster.batches import Share, SharedBatches, Sharing
+from roundtable.client.cluster.composition import is_example_level
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.optimizing import (
     align_gradients,
@@ -26,10 +28,12 @@ from roundtable.client.cluster.optimizing import (
     set_decay,
 )
 from roundtable.client.cluster.replica import Replica
+from roundtable.client.cluster.sampling import CollectiveSampler
 from roundtable.client.cluster.shards import Places, local_of
 from roundtable.client.cluster.strategy import Strategy
 from roundtable.client.cluster.streams import StreamedBatches
 from roundtable.client.cluster.tensor_parallel import TensorParallel
+from roundtable.client.cluster.work import Work
 from roundtable.client.metrics import Metrics, add, checked
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate
@@ -42,8 +46,11 @@ from roundtable.core.task import Task
 class StepReport:
     """One step as the whole group saw it.
 
-    `norm` is the gradient's before clipping; `seconds` the step's, of which `waiting` for data; `memory` the
-    most bytes that this rank's device held so far, 0 on a CPU.
+    `norm` is the gradient's before clipping; `seconds` the step's, of which `waiting` for data and
+    `communicating` with a collective under way, overlapped or not (None before it is first sampled).
+    `memory` is the most bytes that this rank's device held so far; on a CPU, that its process did. `tokens`
+    of the step's examples, 0 where they are none. `utilisation` is the share of all devices' peak that the
+    model's own operations came to; None where the peak is not known.
     """
 
     step: int
@@ -55,6 +62,9 @@ class StepReport:
     seconds: float
     waiting: float
     memory: int
+    tokens: int = 0
+    communicating: float | None = None
+    utilisation: float | None = None
 
 
 @dataclass
@@ -73,7 +83,7 @@ Watch = Callable[[StepReport], None]
 
 @dataclass
 class Bench:
-    """A job on this rank."""
+    """A job on this rank; `mode` is how per-example gradients are made, where they are."""
 
     task: Task
     job: JobConfig
@@ -83,13 +93,24 @@ class Bench:
     device: torch.device
     client: str
     tensor_parallel: TensorParallel | None = None
+    work: Work | None = None
+    peak: float = 0.0
     replica: Replica = field(init=False)
     places: Places = field(init=False)
     optimizer: torch.optim.Optimizer | None = None
+    mode: str = "auto"
 
     def __post_init__(self) -> None:
-        self.replica = Replica(self.task, self.strategy, self.meshes, self.device, self.tensor_parallel)
+        self.replica = Replica(
+            self.task,
+            self.strategy,
+            self.meshes,
+            self.device,
+            self.tensor_parallel,
+            plain=is_example_level(self.job),
+        )
         self.places = Places(self.layout)
+        self.sampler = CollectiveSampler(self.device)
 
     def load(self, vector: Tensor, others: Mapping[str, Tensor]) -> None:
         """Puts a model in, each rank its own parts; `others` are tensors that do not travel."""
@@ -137,7 +158,7 @@ class Bench:
         ended = time.perf_counter()
         for share in batches:
             arrived = time.perf_counter()
-            with self._randomness(round, batches.position):
+            with self._randomness(round, batches.position), self.sampler.step():
                 loss, norm = self._step(share, correction)
             if not math.isfinite(loss):
                 raise InvalidUpdate(
@@ -155,13 +176,40 @@ class Bench:
             done.steps += 1
             done.norm_sum += norm
             done.seconds += now - ended
-            memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
             place = (batches.position, batches.steps, share.total)
-            watch(StepReport(*place, loss, norm, rate, now - ended, arrived - ended, memory))
+            watch(self._report(place, loss, norm, rate, now - ended, arrived - ended))
             ended = time.perf_counter()
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends a round's training: gradients go, buffers are averaged over the ranks."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         self._average_buffers()
+
+    def _report(
+        self,
+        place: tuple[int, int, int],
+        loss: float,
+        norm: float,
+        rate: float,
+        seconds: float,
+        waiting: float,
+    ) -> StepReport:
+        work, share = self.work or Work(0.0, 0, "counted"), self.sampler.share
+        able = self.peak * self.strategy.mesh.world * max(seconds, 1e-9)
+        return StepReport(
+            *place,
+            loss,
+            norm,
+            rate,
+            seconds,
+            waiting,
+            most_memory(self.device),
+            work.tokens * place[2],
+            None if share is None else share * (seconds - waiting),
+            work.flops * place[2] / able if able and work.flops else None,
+        )
 
     def _outer(self) -> OuterOptimizer | None:
         strategy = self.strategy
@@ -249,6 +297,13 @@ class Bench:
                 for index in range(group.ndim):
                     dist.all_reduce(local_of(tensor), group=group.get_group(index))
                 local_of(tensor).div_(self.strategy.mesh.data)
+
+
+def most_memory(device: torch.device) -> int:
+    """Bytes: of the device, or of this process where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def gathered_names(names: list[str]) -> list[list[str]]:

@@ -12,22 +12,27 @@ from typing import Any
 import safetensors
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from roundtable.client.cluster.bench import Bench, Progress, StepReport
 from roundtable.client.cluster.checkpoints import Checkpoints, Position
+from roundtable.client.cluster.composition import is_example_level
+from roundtable.client.cluster.devices import peak_flops
 from roundtable.client.cluster.local_state import save_local
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.orders import Advice
 from roundtable.client.cluster.planner import make_plan
+from roundtable.client.cluster.private import Till, fit_examples_privately, noise_on_parts
 from roundtable.client.cluster.resources import ClusterTable, Resources
 from roundtable.client.cluster.shards import finite, prepare_update, write_deltas
 from roundtable.client.cluster.strategy import Strategy
 from roundtable.client.cluster.survey import example_batch, survey
 from roundtable.client.cluster.talk import broadcast_text
 from roundtable.client.cluster.tensor_parallel import TensorParallel
+from roundtable.client.cluster.work import count_work
 from roundtable.client.files import digest_of
 from roundtable.client.metrics import Metrics
+from roundtable.client.silo_account import affordable, payment
 from roundtable.client.silo_state import SiloState
 from roundtable.client.trainer import Trained
 from roundtable.client.training import check_evaluation, check_privacy, split_data
@@ -67,13 +72,15 @@ class GroupWorkshop:
     def train(self, order: Order, watch: Watch) -> Trained:
         """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
         bench, start, digest = self._prepare(order)
-        check_privacy(bench.job)
+        level = check_privacy(bench.job, protected=True)
         bench.load(start.vector, self._others(order, start, before=order.round))
         if self._group.table.optimizer_state == "drop":
             bench.optimizer = None
-        done, batches = Progress(), bench.batches(self._data[0], order.round)
         bench.begin(order.round)
         checkpoints = self._checkpoints(order.job)
+        if level == "example":
+            return self._train_on_noise(bench, checkpoints, order, start, digest, watch)
+        done, batches = Progress(), bench.batches(self._data[0], order.round)
         self._resume(bench, checkpoints, order, digest, done, batches)
         every = self._group.table.checkpoint_steps
 
@@ -86,7 +93,52 @@ class GroupWorkshop:
         if self._group.table.optimizer_state == "keep":
             self._save(bench, checkpoints, order, digest, done, batches.position, True)
         checkpoints.finish()
-        return self._deliver(bench, order, start, done, batches.examples)
+        if level == "client_local":
+            till = self._till(order)
+            noise = noise_on_parts(bench, start.vector, till)
+            return self._deliver_privately(bench, order, start, till, noise)
+        _check_weights(bench)
+        digest, size = self._deliver(bench, order, start)
+        return Trained(digest, size, batches.examples, _metrics(bench, done))
+
+    def _train_on_noise(
+        self,
+        bench: Bench,
+        checkpoints: Checkpoints,
+        order: Order,
+        start: Model,
+        digest: str,
+        watch: Watch,
+    ) -> Trained:
+        """DP-SGD. No checkpoints within a round: one that breaks begins anew, with new samples and noise."""
+        self._resume(bench, checkpoints, order, digest, Progress(), None)
+        till = self._till(order)
+        fit_examples_privately(bench, self._data[0], order.round, till, watch)
+        if self._group.table.optimizer_state == "keep":
+            self._save(bench, checkpoints, order, digest, Progress(), 0, True)
+            checkpoints.finish()
+        return self._deliver_privately(bench, order, start, till)
+
+    def _till(self, order: Order) -> Till:
+        """The silo's account, as it is for a silo with one device."""
+        settings, folder = self._group.settings, Path(self._group.settings.jobs).parent / "privacy"
+        limit = (settings.epsilon, settings.delta)
+        return Till(
+            affordable(folder, *limit), payment(folder, order.job, order.round, order.attempt, *limit)
+        )
+
+    def _deliver_privately(
+        self,
+        bench: Bench,
+        order: Order,
+        start: Model,
+        till: Till,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> Trained:
+        """Paid for first; beside what has its noise nothing exact leaves, neither loss nor a count."""
+        _check_weights(bench)
+        till.settle(self._group.control)
+        return Trained(*self._deliver(bench, order, start, change), 1, {})
 
     def evaluate(self, order: Order) -> Metrics:
         """Evaluates the order's model on the silo's test data."""
@@ -119,7 +171,12 @@ class GroupWorkshop:
         self._data = split_data(task, self._site)
         strategy, split = self._plan(task, job)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
-        return Bench(task, job, start.layout, strategy, meshes, group.device, group.settings.client, split)
+        bench = Bench(task, job, start.layout, strategy, meshes, group.device, group.settings.client, split)
+        if dist.get_rank() == 0:
+            # The rank that reports counts what a step is worth.
+            bench.work = count_work(task, example_batch(self._data[0]))
+            bench.peak = peak_flops(group.table, group.device)
+        return bench
 
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
         """Rank 0 plans for the ranks that there are, with what earlier failures taught."""
@@ -188,26 +245,41 @@ class GroupWorkshop:
         position = Position(order.round, digest, step, done.seen, done.loss_sum, final)
         checkpoints.save(bench.replica, bench.optimizer, position)
 
-    def _deliver(self, bench: Bench, order: Order, start: Model, done: Progress, examples: int) -> Trained:
-        """Every rank's parts of the delta in one file; the digest is rank 0's, once all have written."""
+    def _deliver(
+        self,
+        bench: Bench,
+        order: Order,
+        start: Model,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[str, int]:
+        """All ranks' parts of the delta in one file; its digest and size are rank 0's, once all have written.
+
+        At level example buffers stay as they were: no noise covers what training fills them with.
+        """
         output, encoding = Path(order.output), bench.job.transfer.encoding
         tensors = list(bench.replica.tensors())
-        if not finite(tensors, bench.device):
-            raise InvalidUpdate(
-                "non_finite",
-                "training ended with weights that are not finite; lower [algorithm] learning_rate "
-                f"(now {bench.job.algorithm.learning_rate}) or set max_gradient_norm",
-            )
+        leaving = tensors if not is_example_level(bench.job) else [each for each in tensors if _learns(each)]
         first = dist.get_rank() == 0
         if first:
             prepare_update(output, encoding, bench.layout)
         dist.barrier(self._group.control)
-        write_deltas(output, encoding, tensors, bench.places, start.vector, bench.meshes)
+        write_deltas(output, encoding, leaving, bench.places, start.vector, bench.meshes, change)
         save_local(self._state, order, tensors, bench.layout, bench.meshes, self._group.control)
         dist.barrier(self._group.control)
-        digest = digest_of(output) if first else ""
-        size = output.stat().st_size if first else 0
-        return Trained(digest, size, examples, _metrics(bench, done))
+        return (digest_of(output), output.stat().st_size) if first else ("", 0)
+
+
+def _learns(each: tuple[str, Tensor]) -> bool:
+    return isinstance(each[1], nn.Parameter) and each[1].requires_grad
+
+
+def _check_weights(bench: Bench) -> None:
+    if not finite(bench.replica.tensors(), bench.device):
+        raise InvalidUpdate(
+            "non_finite",
+            "training ended with weights that are not finite; lower [algorithm] learning_rate "
+            f"(now {bench.job.algorithm.learning_rate}) or set max_gradient_norm",
+        )
 
 
 def _metrics(bench: Bench, done: Progress) -> Metrics:

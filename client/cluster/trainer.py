@@ -48,6 +48,8 @@ class ClusterTrainer:
             device=config.device,
             threads=config.threads or 1,
             data=dict(config.data),
+            epsilon=config.policy.epsilon,
+            delta=config.policy.delta,
             data_of={
                 table.use: table.data for table in config.task_tables.values() if table.data is not None
             },
@@ -156,7 +158,7 @@ class ClusterTrainer:
         del self.steps[:-1000]
         loss = step["loss"]
         seen = step["examples"] * step["step"]
-        progress(seen, step["examples"] * step["steps"], math.nan if loss is None else loss)
+        progress(seen, step["examples"] * step["steps"], math.nan if loss is None else loss, figures_of(step))
         _log.debug("cluster: %s", step)
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -253,6 +255,25 @@ class ClusterTrainer:
     def _write(self, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
         if not writer.is_closing():
             writer.write(json.dumps(message).encode() + b"\n")
+
+
+def figures_of(step: dict[str, Any]) -> dict[str, float]:
+    """A StepReport's values as they travel."""
+    seconds = max(step["seconds"], 1e-9)
+    found = {
+        "step": step["step"],
+        "steps": step["steps"],
+        "learning_rate": step["learning_rate"],
+        "gradient_norm": step["norm"],
+        "examples_per_second": step["examples"] / seconds,
+        "tokens_per_second": step["tokens"] / seconds if step["tokens"] else None,
+        "flops_utilisation": step["utilisation"],
+        "memory_bytes": step["memory"],
+        "seconds": step["seconds"],
+        "communication_seconds": step["communicating"],
+        "waiting_seconds": step["waiting"],
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _given_up(failures: list[Report]) -> WorkFailed:

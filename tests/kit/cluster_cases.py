@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from roundtable.client.cluster.hooks import TopK, topk_hook
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.shards import plain_name, prepare_update, write_deltas
 from roundtable.client.cluster.strategy import Strategy
+from roundtable.client.cluster.survey import example_batch
 from roundtable.client.cluster.tensor_parallel import find_tensor_parallel
 from roundtable.client.cluster.tracing import fake_model, trace
+from roundtable.client.cluster.work import count_work
 from roundtable.client.training import train
 from roundtable.core import JobConfig, Layout, open_model
 from roundtable.core.memory import tune_for_transfers
@@ -120,6 +122,18 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         "norms": norms,
         "tolerance": case.tolerance,
     }
+
+
+def fit_and_report(rank: int, case: Case, peak: float) -> list[dict[str, Any]]:
+    """What each step reports, of devices that could do `peak` operations a second."""
+    _, _, start = reference(case)
+    bench = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    bench.load(start, {})
+    data, _ = case.task.data(Site("silo"))
+    bench.work, bench.peak = count_work(case.task, example_batch(data, 2)), peak
+    found: list[dict[str, Any]] = []
+    bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: found.append(asdict(report)))
+    return found
 
 
 def save_midway(rank: int, case: Case, folder: Path) -> None:

@@ -17,6 +17,7 @@ from roundtable.core import JobConfig, Model, load_task, open_model, save_model
 from roundtable.core.identity import create_ca, issue
 from roundtable.core.initial import initial_model
 from roundtable.operator import OperatorClient
+from roundtable.proto.common_pb2 import StepFigures
 from roundtable.server import Coordinator, ServerConfig
 
 TASK = """
@@ -98,17 +99,20 @@ async def agents(address: str, folder: Path) -> AsyncIterator[None]:
 
 def run_job(
     address: str, folder: Path, job: JobConfig, model: Model
-) -> tuple[str, list[dict[str, object]], Model]:
-    """Submits a job and waits for its end: (status, history, model)."""
+) -> tuple[str, list[dict[str, object]], Model, dict[str, StepFigures]]:
+    """Submits a job and waits for its end: (status, history, model, newest step told by each silo)."""
     save_model(folder / "initial.safetensors", model)
+    told: dict[str, StepFigures] = {}
     with OperatorClient(address, folder / "operator") as operator:
         submitted = operator.submit(job, folder / "initial.safetensors")
-        for _ in operator.watch(submitted.id):
-            pass
+        for update in operator.watch(submitted.id):
+            told.update(
+                {client.client: client.figures for client in update.detail.clients if client.figures.step}
+            )
         detail = operator.job(submitted.id)
         operator.get_artifact(detail.job.model.digest, detail.job.model.size, folder / "final.safetensors")
     history = [json.loads(record) for record in detail.history]
-    return detail.job.status, history, open_model(folder / "final.safetensors")
+    return detail.job.status, history, open_model(folder / "final.safetensors"), told
 
 
 @pytest.mark.slow
@@ -127,13 +131,18 @@ async def test_two_clusters_and_a_plain_silo_train_one_model(federation: tuple[s
     secure = JobConfig.model_validate({**table, **masked})
     model = initial_model(plain, load_task("toy.py", folder))
     async with agents(address, folder):
-        status, history, seen = await asyncio.to_thread(run_job, address, folder, plain, model)
+        status, history, seen, told = await asyncio.to_thread(run_job, address, folder, plain, model)
         assert status == "finished"
         assert [record["contributors"] for record in history] == [sorted(CLUSTERS)] * 3
         accuracy = history[-1]["evaluation"]["accuracy"]  # type: ignore[index]
         assert accuracy[1] == 3 * 16
         assert accuracy[0] / accuracy[1] > 0.7
-        status, _, hidden = await asyncio.to_thread(run_job, address, folder, secure, model)
+        # The clusters tell of their steps, the plain silo of its progress alone.
+        assert sorted(told) == ["alder", "birch"]
+        assert all(step.steps == 12 and step.memory_bytes > 1 << 20 for step in told.values())
+        status, _, hidden, told = await asyncio.to_thread(run_job, address, folder, secure, model)
         assert status == "finished"
+        # Under privacy a silo's steps are its own.
+        assert told == {}
     # Equal up to the fixed-point steps of masking.
     assert (seen.vector - hidden.vector).abs().max() < 2e-3

@@ -1,0 +1,107 @@
+"""Private rounds on the ranks of one process group, beside the same round in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cluster_models import Language
+from torch import Tensor
+
+from roundtable.client.cluster.bench import Bench, Progress
+from roundtable.client.cluster.meshes import Meshes
+from roundtable.client.cluster.private import Till, fit_examples_privately, noise_on_parts
+from roundtable.client.cluster.shards import prepare_update, write_deltas
+from roundtable.client.cluster.strategy import Strategy
+from roundtable.client.silo_account import Protection
+from roundtable.client.training import train
+from roundtable.core import JobConfig, Layout
+from roundtable.core.task import Site, initial_state
+from roundtable.privacy import Charge, NoiseSource, PrivacyConfig, SeededNoise
+from roundtable.privacy.example_level import secure_sources
+
+
+@dataclass(frozen=True)
+class PrivateCase:
+    """A strategy and a job's `[privacy]` table."""
+
+    strategy: Strategy
+    privacy: dict[str, Any]
+
+    def job(self) -> JobConfig:
+        """SGD without momentum, three steps."""
+        algorithm = {"steps": 3, "batch_size": 8, "learning_rate": 0.5}
+        table = {"task": "t", "seed": 7, "algorithm": algorithm, "privacy": self.privacy}
+        return JobConfig.model_validate(table)
+
+
+def seeded(purpose: str) -> NoiseSource:
+    """The same noise every time."""
+    return SeededNoise(5, purpose)
+
+
+def one_process(case: PrivateCase, sources: Any = seeded, plain: bool = False) -> Tensor:
+    """The update of a single process; `plain`: without privacy."""
+    task, job = Language(dtype=torch.float64), case.job()
+    if plain:
+        job = job.model_copy(update={"privacy": {}})
+    model = initial_state(task, job.seed)
+    layout = Layout.of(model)
+    start = layout.flatten(model).clone()
+    data, _ = task.data(Site("silo"))
+    protection = Protection(lambda privacy, charge: None, sources, "first")
+    given = {} if plain else {"protection": protection}
+    return train(task, model, data, job, layout, start, round=1, client="silo", **given).delta  # type: ignore[arg-type]
+
+
+def private_round(rank: int, case: PrivateCase, folder: Path, same: bool) -> dict[str, Any]:
+    """What a round left: the update's file, and the charges that this rank was asked for and paid."""
+    task, job = Language(dtype=torch.float64), case.job()
+    model = initial_state(task, job.seed)
+    layout = Layout.of(model)
+    start = layout.flatten(model).clone()
+    bench = Bench(
+        task, job, layout, case.strategy, Meshes(case.strategy.mesh, "cpu"), torch.device("cpu"), "silo"
+    )
+    bench.mode = "first"
+    bench.load(start, {})
+    data, _ = task.data(Site("silo"))
+    asked: list[Charge] = []
+    paid: list[Charge] = []
+
+    def note(to: list[Charge]) -> Any:
+        def pay(privacy: PrivacyConfig, charge: Charge) -> None:
+            to.append(charge)
+
+        return pay
+
+    till, sources = Till(note(asked), note(paid)), seeded if same else secure_sources
+    change = None
+    if case.privacy["level"] == "example":
+        steps: list[int] = []
+        fit_examples_privately(bench, data, 1, till, lambda report: steps.append(report.step), sources)
+        assert steps == [1, 2, 3]
+    else:
+        bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: None)
+        change = noise_on_parts(bench, start, till, sources)
+    path = folder / "update"
+    if rank == 0:
+        prepare_update(path, "float32", layout)
+    group = dist.group.WORLD
+    assert group is not None
+    till.settle(group)
+    write_deltas(path, "float32", bench.replica.tensors(), bench.places, start, bench.meshes, change)
+    dist.barrier()
+    return {"asked": [one.to_json() for one in asked], "paid": [one.to_json() for one in paid]}
+
+
+def written(folder: Path) -> Tensor:
+    """The update's file."""
+    path = folder / "update"
+    return torch.from_file(str(path), size=path.stat().st_size // 4)
+
+
+__all__ = ["PrivateCase", "one_process", "private_round", "seeded", "written"]

@@ -1,0 +1,126 @@
+"""A silo with a cluster of two CPU ranks, its agent's trainer, and what one process makes of its work."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from roundtable.client.cluster.resources import ClusterTable
+from roundtable.client.cluster.trainer import ClusterTrainer
+from roundtable.client.config import AgentConfig
+from roundtable.client.policy import PolicyTable
+from roundtable.client.steps import StepKey
+from roundtable.client.trainer import Work
+from roundtable.client.training import train
+from roundtable.core import JobConfig, Layout, load_task, open_model, save_model
+from roundtable.core.initial import initial_model
+from roundtable.core.task import Site, initial_state
+
+TASK = """
+import os, pathlib, signal, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from roundtable.core import Task
+
+class Toy(Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    def data(self, site):
+        self.options = site.options
+        self.calls = 0
+        g = torch.Generator().manual_seed(site.options.get("seed", 1))
+        x = torch.randn(80, 8, generator=g)
+        y = x[:, :3].argmax(1)
+        return (x[:64], y[:64]), (x[64:], y[64:])
+    def loss(self, model, batch):
+        trouble = self.options.get("trouble", "")
+        if trouble and model.training and int(os.environ.get("RANK", 0)) == 1:
+            self.calls += 1
+            mark = pathlib.Path(self.options["mark"])
+            if self.calls == self.options.get("call", 6) and not mark.exists():
+                mark.touch()
+                if trouble == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if trouble == "hang":
+                    signal.pause()
+                if trouble == "device":
+                    raise RuntimeError("CUDA error: device-side assert (not really)")
+                if trouble == "memory":
+                    raise torch.OutOfMemoryError("CUDA out of memory (not really)")
+                raise ValueError("a mistake in the task")
+        return F.cross_entropy(model(batch[0]), batch[1])
+    def metrics(self, model, batch):
+        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+    def pretrained(self, site):
+        return pathlib.Path(site.options.get("base", site.options["empty"]))
+"""
+ALGORITHM = {"learning_rate": 0.1, "momentum": 0.9, "batch_size": 8, "epochs": 2}
+
+
+class Silo:
+    """A trainer with a model to train, and what one process makes of it."""
+
+    def __init__(self, folder: Path, job: dict[str, Any] | None = None, **options: Any) -> None:
+        self.folder = folder
+        (folder / "toy.py").write_text(TASK)
+        table = {"task": "toy", "seed": 3, "algorithm": ALGORITHM, **(job or {})}
+        self.job = JobConfig.model_validate(table)
+        self.model = initial_model(self.job, load_task("toy.py", folder))
+        self.path = folder / "start.safetensors"
+        save_model(self.path, self.model)
+        policy = PolicyTable.model_validate(options.pop("policy", {}))
+        table = {"devices": 2, "backend": "gloo", "timeout": 20.0, **options.pop("table", {})}
+        self.config = AgentConfig(
+            coordinator="127.0.0.1:1",
+            credentials=folder,
+            state=folder / "state",
+            tasks={"toy": "toy.py"},
+            data={"mark": str(folder / "mark"), "empty": str(folder / "empty.safetensors"), **options},
+            threads=1,
+            folder=folder,
+            cluster=ClusterTable.model_validate(table),
+            policy=policy,
+        )
+        self.config.state.mkdir()
+        safetensors.torch.save_file({}, folder / "empty.safetensors")
+
+    @asynccontextmanager
+    async def trainer(self) -> AsyncIterator[ClusterTrainer]:
+        made = ClusterTrainer(self.config, "alder", self.config.state / "jobs")
+        await made.start()
+        try:
+            yield made
+        finally:
+            await made.close()
+
+    def work(self, round: int = 1, phase: str = "train", output: str = "update") -> Work:
+        return Work(
+            step=StepKey("job-1", round, 1, phase),
+            client="alder",
+            config=self.job.to_json(),
+            job=self.job,
+            task="toy.py",
+            model=self.path,
+            layout=self.model.layout.fingerprint,
+            output=self.folder / output,
+        )
+
+    def alone(self, round: int = 1) -> torch.Tensor:
+        task = load_task("toy.py", self.folder)
+        data, _ = task.data(Site("alder", options={}))
+        model = initial_state(task, self.job.seed)
+        layout, vector = Layout.of(model, self.job.model.rules()), open_model(self.path).vector
+        return train(task, model, data, self.job, layout, vector, round=round, client="alder").delta
+
+    def update(self, output: str = "update") -> torch.Tensor:
+        return torch.from_file(str(self.folder / output), size=self.model.layout.size).clone()
+
+
+def watched(seen: list[int]) -> Any:
+    return lambda done, *rest: seen.append(done)
