@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from roundtable.cli.install import install_server
 from roundtable.core.logs import LogFormat, write_logs
 
 if TYPE_CHECKING:
@@ -16,7 +17,21 @@ if TYPE_CHECKING:
     from roundtable.server.config import ServerConfig
 
 
-@click.command()
+class _Server(click.Command):
+    """Takes a file, or the word `install`; a file of that name is `./install`."""
+
+    def get_command(self, _: click.Context, name: str) -> click.Command:
+        return install_server if name == "install" else self
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["install"]:
+            return install_server.make_context(f"{info_name} install", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=_Server)
 @click.argument("config", required=False, type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option(
     "--listen", metavar="HOST:PORT", help="Where agents and operators connect; port 0 takes a free one."
@@ -50,6 +65,7 @@ def server(
     """Run the coordinator, with the settings of CONFIG (coordinator.toml); options win.
 
     Ctrl-C stops it cleanly; started again on the same state it goes on with every job.
+    `roundtable server install --systemd CONFIG` makes it a service of this machine.
     """
     from roundtable.server.config import load_server_config
     from roundtable.server.coordinator import run_server

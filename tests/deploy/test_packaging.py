@@ -64,6 +64,10 @@ def test_compose_names_files_and_settings_that_exist() -> None:
         assert agent.credentials.name == silo
 
 
+def test_each_service_has_its_unit() -> None:
+    assert [unit.stem for unit in UNITS] == ["roundtable-agent", "roundtable-coordinator"]
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_the_units_and_finds_them_hardened(unit: Path, tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
@@ -96,3 +100,41 @@ def test_an_agents_unit_is_written_for_where_it_is_installed(tmp_path: Path) -> 
     shipped = (SYSTEMD / "roundtable-agent.service").read_text().splitlines()
     differing = {line.split("=")[0] for line in set(shipped) ^ set(unit.splitlines())}
     assert differing <= {"ExecStart", "User", "Group", *_OF_A_SILO}
+
+
+def test_a_coordinators_unit_may_write_what_its_settings_name_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "hub.toml"
+    copies, artifacts = tmp_path / "second", tmp_path / "models"
+    file.write_text(f'artifacts = "models"\ncopies = ["{copies}", "s3://bucket/models"]\n')
+    done = CliRunner().invoke(cli, ["server", "install", "--systemd", "--out", str(tmp_path), str(file)])
+    assert done.exit_code == 0, done.output
+    unit = (tmp_path / "roundtable-coordinator.service").read_text()
+    assert re.search(rf"^ExecStart=\S+roundtable server {file}$", unit, re.MULTILINE)
+    assert f"EnvironmentFile=-{tmp_path / 'hub.env'}" in unit
+    written = re.findall(r"^ReadWritePaths=(.*)$", unit, re.MULTILINE)
+    assert written == [str(tmp_path / "state"), str(artifacts), str(copies)]
+    assert all(Path(folder).stat().st_mode & 0o777 == 0o700 for folder in written)
+    assert "systemctl enable --now roundtable-coordinator" in done.output
+    shipped = (SYSTEMD / "roundtable-coordinator.service").read_text().splitlines()
+    differing = {line.split("=")[0] for line in set(shipped) ^ set(unit.splitlines())}
+    assert differing <= {"ExecStart", "User", "Group", "EnvironmentFile", *_OF_A_SILO}
+
+
+@pytest.mark.parametrize(
+    "words", [("server", "install", "{file}"), ("client", "--config", "{file}", "install")]
+)
+def test_what_install_cannot_do_is_said_in_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('coordinator = "hub:7443"\n' if words[0] == "client" else "")
+    line = [word.replace("{file}", str(file)) for word in words]
+    out = ["--systemd", "--out", str(tmp_path / "absent")]
+    for more, said in (
+        ([], "--systemd"),
+        ([*out, "--user", "nobody-of-that-name"], "knows no such user"),
+        (out, "run this with sudo"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "roundtable", *line, *more], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert said in done.stderr.splitlines()[-1], done.stderr

@@ -76,9 +76,10 @@ def test_commands_of_roundtable_that_pages_name_exist() -> None:
                 continue
             command: click.Command = cli
             for word in words[1:]:
-                if not isinstance(command, click.Group) or word.startswith("-"):
+                lookup = getattr(command, "get_command", None)
+                if lookup is None or word.startswith("-"):
                     break
-                found = command.get_command(click.Context(command), word)
+                found = lookup(click.Context(command), word)
                 assert found is not None, f"{page.name} names `{line}`, which does not exist"
                 command = found
             options = {name for option in command.params for name in option.opts} | {"--help"}
