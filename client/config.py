@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.client.cluster.resources import ClusterTable
 from roundtable.client.policy import PolicyTable, Rules, TaskTable
@@ -75,8 +75,18 @@ class AgentTable(Table):
         default_factory=dict, description="declared facts for selection, such as region; never data"
     )
     limits: LimitsTable = Field(default_factory=LimitsTable)
-    policy: PolicyTable = Field(default_factory=PolicyTable)
     cluster: ClusterTable | None = Field(None, description="train over several devices as one client")
+    policy: PolicyTable = Field(default_factory=PolicyTable)
+
+    @field_validator("policy")
+    @classmethod
+    def _has_its_device(cls, value: PolicyTable, info: ValidationInfo) -> PolicyTable:
+        limits, backend = info.data.get("limits"), getattr(info.data.get("cluster"), "backend", "")
+        if value.max_gpus == 0 and limits is not None and limits.device.startswith("cuda"):
+            raise ValueError(f"max_gpus = 0 allows no GPU, and [limits] device is {limits.device!r}")
+        if value.max_gpus == 0 and backend == "nccl":
+            raise ValueError("max_gpus = 0 allows no GPU, and [cluster] backend is 'nccl'")
+        return value
 
     @field_validator("metrics")
     @classmethod

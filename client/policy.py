@@ -81,6 +81,12 @@ class PolicyTable(Table):
     max_memory: str | None = Field(
         None, description='most that the training process may hold in main memory, for example "8GiB"'
     )
+    max_gpus: int | None = Field(
+        None, ge=0, description="most GPUs of a machine that training may see; 0: it runs on the CPU"
+    )
+    max_gpu_memory: str | None = Field(
+        None, description='most that training may hold of one GPU\'s memory, for example "20GiB"'
+    )
     hours: str | None = Field(None, description='when work may begin, local time, for example "20:00-06:00"')
     metrics: Literal["all", "none"] = Field("all", description="none: no metric and no loss leaves the silo")
     metrics_digits: int | None = Field(
@@ -92,7 +98,22 @@ class PolicyTable(Table):
         """`max_memory` in bytes."""
         return None if self.max_memory is None else _size(self.max_memory)
 
-    @field_validator("max_memory")
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """`max_gpu_memory` in bytes."""
+        return None if self.max_gpu_memory is None else _size(self.max_gpu_memory)
+
+    def bounds(self) -> list[str]:
+        """What training may have of the machine, a line for each rule."""
+        most, plural = self.max_gpus, "" if self.max_gpus == 1 else "s"
+        lines = {
+            "max_memory": f"training may hold {self.max_memory} of main memory",
+            "max_gpus": f"training sees at most {most} GPU{plural}" if most else "training sees no GPU",
+            "max_gpu_memory": f"training may hold {self.max_gpu_memory} of each GPU's memory",
+        }
+        return [f"{said} ([policy] {key})" for key, said in lines.items() if getattr(self, key) is not None]
+
+    @field_validator("max_memory", "max_gpu_memory")
     @classmethod
     def _memory_size(cls, value: str | None) -> str | None:
         if value is not None:

@@ -115,8 +115,8 @@ def explain(context: click.Context, file: Path, submitter: str | None) -> int:
     if not reasons:
         after = ", once a person has approved it" if config.policy.approval else ""
         click.echo(f"yes: this silo would take part{after}")
-    if config.policy.max_memory is not None:
-        click.echo(f"training may hold {config.policy.max_memory} of main memory ([policy] max_memory)")
+    for line in config.policy.bounds():
+        click.echo(line)
     return 1 if reasons else 0
 
 

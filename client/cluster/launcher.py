@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roundtable.client.cluster.resources import ClusterTable, Resources
+from roundtable.client.gpus import VISIBLE, gpu_names
 from roundtable.core.certificates import SECRET_VARIABLES
 
 _log = logging.getLogger("roundtable.agent")
@@ -118,7 +119,7 @@ def _environment(
     }
     made.setdefault("OMP_NUM_THREADS", "1")
     if resources.device == "cuda":
-        made["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in devices)
+        made[VISIBLE] = ",".join(gpu_names(devices, os.environ))
     if table.interface is not None:
         made["GLOO_SOCKET_IFNAME"] = made["NCCL_SOCKET_IFNAME"] = table.interface
     return made

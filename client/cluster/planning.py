@@ -12,11 +12,12 @@ from roundtable.client.cluster.resources import (
     ClusterTable,
     Resources,
     StrategyTable,
-    find_resources,
     parse_bytes,
 )
 from roundtable.client.cluster.survey import example_batch, survey
 from roundtable.client.config import load_agent_config
+from roundtable.client.gpus import allowed_resources
+from roundtable.client.policy import PolicyTable
 from roundtable.client.training import split_data
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError
@@ -37,29 +38,32 @@ def plan_job(
     """
     job = load_job(job_file, dict(overrides))
     table, folder, options = ClusterTable(), job_file.resolve().parent, dict(job.simulation.data)
+    policy = PolicyTable()
     name = reference or job.task
     if agent.exists():
         config = load_agent_config(agent)
         table, folder, options = config.cluster or ClusterTable(), config.folder, dict(config.data)
-        name = reference or config.reference_of(job.task) or job.task
+        name, policy = reference or config.reference_of(job.task) or job.task, config.policy
     task = load_task(name, folder)
     if isinstance(task, ArrayTask):
         raise ConfigError(
             f"task {name!r} is an ArrayTask: only a Task with a PyTorch module is spread over ranks"
         )
-    resources = resources_of(table, world, memory)
+    resources = resources_of(table, world, memory, policy)
     return plan_task(task, job, table, resources, options)
 
 
-def resources_of(table: ClusterTable, world: int | None, memory: str | None) -> Resources:
-    """What the table says, with the command line's values in place of its own."""
+def resources_of(
+    table: ClusterTable, world: int | None, memory: str | None, policy: PolicyTable | None = None
+) -> Resources:
+    """What the table says and the policy allows, with the command line's values in place of its own."""
     wanted: dict[str, Any] = {}
     if memory is not None:
         wanted["memory"] = parse_bytes(memory)
     if world is not None and table.devices == "auto":
         per_node = next(count for count in range(min(8, world), 0, -1) if world % count == 0)
         wanted.update(devices=per_node, nodes=world // per_node, launch="external")
-    found = find_resources(table.model_copy(update=wanted))
+    found = allowed_resources(table.model_copy(update=wanted), policy or PolicyTable())
     if memory is not None or world is not None:
         # A plan for other hardware than this machine's is one for GPUs.
         found = replace(found, device="cpu" if table.backend == "gloo" else "cuda")

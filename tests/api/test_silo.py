@@ -70,3 +70,8 @@ def test_explain_shows_what_training_may_hold(roundtable: Command, job_file: Pat
     silo.write_text(silo.read_text() + 'max_memory = "8GiB"\n')
     said = roundtable("client", "--config", silo, "explain", job_file)
     assert "training may hold 8GiB of main memory" in said.out
+    assert "GPU" not in said.out
+    silo.write_text(silo.read_text() + 'max_gpus = 1\nmax_gpu_memory = "20GiB"\n')
+    said = roundtable("client", "--config", silo, "explain", job_file)
+    assert "training sees at most 1 GPU ([policy] max_gpus)" in said.out
+    assert "training may hold 20GiB of each GPU's memory ([policy] max_gpu_memory)" in said.out
