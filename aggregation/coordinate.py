@@ -10,8 +10,8 @@ import torch
 
 from roundtable.aggregation.conditions import NotFinite, require
 from roundtable.aggregation.influence import kept_around_median, kept_by_rank
-from roundtable.aggregation.kernels import Kernels, kernels_for
-from roundtable.aggregation.matrix import CELL, UpdateMatrix, block_ranges
+from roundtable.aggregation.kernels import Kernels, blocks_with_kernels
+from roundtable.aggregation.matrix import CELL, UpdateMatrix, accelerated, block_ranges
 from roundtable.aggregation.networks import (
     Network,
     merge_exchange,
@@ -78,15 +78,14 @@ def _column_statistic(
     matrix: UpdateMatrix, network: Network, kind: int, first: int, last: int
 ) -> torch.Tensor:
     out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
-    for start, stop, values in matrix.blocks():
+    for start, stop, values, compiled in blocks_with_kernels(matrix, matrix.rows * matrix.columns):
         part = out[start:stop]
-        compiled = kernels_for(values, matrix.rows * matrix.columns)
         if compiled is not None:
             _compiled(compiled, values, network, kind, first, last, part)
-        elif values.device.type == "cpu":
-            _in_numpy(values.numpy(), network, kind, first, last, part.numpy())
-        else:
+        elif accelerated(values.device):
             _on_device(values, network, kind, first, last, part)
+        else:
+            _in_numpy(values.numpy(), network, kind, first, last, part.numpy())
     return out
 
 

@@ -19,6 +19,7 @@ import torch
 
 from roundtable.aggregation.conditions import NotFinite
 from roundtable.aggregation.files import FileMatrix, SelectedFiles
+from roundtable.aggregation.kernels import blocks_with_kernels
 from roundtable.aggregation.matrix import CELL, MixedRows, SelectedRows, UpdateMatrix, block_ranges
 from roundtable.aggregation.reductions import as_numpy, combine_block, in_float64, sum_over_cells
 from roundtable.core.errors import AggregationError
@@ -119,8 +120,8 @@ def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None 
         matrix, factors = matrix.subset(used.tolist()), factors[used]
     if out is None:
         out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
-    for start, stop, values in matrix.blocks():
-        combine_block(values, factors, out[start:stop], size)
+    for start, stop, values, compiled in blocks_with_kernels(matrix, size):
+        combine_block(values, factors, out[start:stop], compiled)
     return out
 
 

@@ -1,5 +1,6 @@
-// Column kernels of the aggregation rules. Each works on a block of n rows, `stride` elements apart, on one
-// thread, and allocates nothing that grows with the number of columns. Compiled once a machine by kernels.py.
+// Column kernels of the aggregation rules. Each works on n rows of a block whose rows lie `stride` elements apart:
+// those named by `order`, or the first n where it is null. On one thread; nothing that grows with the number of
+// columns is allocated. Compiled once a machine by kernels.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -33,9 +34,19 @@ typedef Vector<double>::type Lanes;
 #define IN_REGISTER(x)
 #endif
 
+// The rows of a block in the order in which they are meant.
+template <typename T>
+struct Rows {
+    const T* start;
+    int64_t stride;
+    const int64_t* order;
+    const T* operator[](int64_t row) const { return start + (order ? order[row] : row) * stride; }
+};
+
 // A row of a linear combination, and what it is multiplied by.
+template <typename T>
 struct Term {
-    int64_t row;
+    const T* row;
     double factor;
 };
 
@@ -100,14 +111,14 @@ void mean_around_median(const T* tile, int64_t n, int64_t keep, double* sums) {
 }
 
 template <typename T>
-int64_t column_statistic(const T* x, int64_t stride, int64_t n, int64_t columns, const int32_t* network,
-                         int64_t comparators, int64_t kind, int64_t first, int64_t last, T* out) {
+int64_t column_statistic(Rows<T> x, int64_t n, int64_t columns, const int32_t* network, int64_t comparators,
+                         int64_t kind, int64_t first, int64_t last, T* out) {
     std::vector<T> tile(n * WIDTH);
     T tainted[WIDTH] = {};
     for (int64_t start = 0; start < columns; start += WIDTH) {
         const int64_t width = std::min(WIDTH, columns - start);
         for (int64_t row = 0; row < n; ++row) {
-            const T* from = x + row * stride + start;
+            const T* from = x[row] + start;
             T* wire = tile.data() + row * WIDTH;
             if (width == WIDTH) {
                 fetch(from + WIDTH, std::min(WIDTH, columns - start - WIDTH));
@@ -180,7 +191,7 @@ __attribute__((noinline)) void convert_rest(const T* from, int64_t width, double
 
 // The inner products of all pairs of rows, cell by cell: [cells, n, n] in float64.
 template <typename T>
-void gram_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t cell, double* out) {
+void gram_cells(Rows<T> x, int64_t n, int64_t columns, int64_t cell, double* out) {
     constexpr int64_t panel = SIDE * DEPTH, patch_size = SIDE * SIDE * LANES;
     const int64_t panels = (n + SIDE - 1) / SIDE;
     std::vector<double> storage(panels * panel + LANES), sums(panels * (panels + 1) / 2 * patch_size);
@@ -192,7 +203,7 @@ void gram_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t 
         for (int64_t start = begin; start < end; start += DEPTH) {
             const int64_t width = std::min(DEPTH, end - start), later = std::min(DEPTH, columns - start - AHEAD);
             for (int64_t row = 0; row < n; ++row) {
-                const T* from = x + row * stride + start;
+                const T* from = x[row] + start;
                 fetch(from + AHEAD, later);
                 double* to = values + row / SIDE * panel + row % SIDE * LANES;
                 if (width == DEPTH) convert(from, to);
@@ -220,11 +231,11 @@ void gram_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t 
 }
 
 template <typename T>
-void norm_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t cell, double* out) {
+void norm_cells(Rows<T> x, int64_t n, int64_t columns, int64_t cell, double* out) {
     for (int64_t begin = 0; begin < columns; begin += cell, out += n) {
         const int64_t end = std::min(begin + cell, columns);
         for (int64_t row = 0; row < n; ++row) {
-            const T* from = x + row * stride;
+            const T* from = x[row];
             double sums[4 * LANES] = {};
             int64_t k = begin;
             for (; k + 4 * LANES <= end; k += 4 * LANES)
@@ -242,11 +253,11 @@ void norm_cells(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t 
 
 // sums += the tiles of COUNT rows, each times its factor, one after the other.
 template <int64_t COUNT, typename T>
-void add_rows(const T* x, int64_t stride, const Term* terms, int64_t width, int64_t later, double* __restrict sums) {
+void add_rows(const Term<T>* terms, int64_t start, int64_t width, int64_t later, double* __restrict sums) {
     const T* rows[COUNT];
     double factors[COUNT];
     for (int64_t i = 0; i < COUNT; ++i) {
-        rows[i] = x + terms[i].row * stride;
+        rows[i] = terms[i].row + start;
         factors[i] = terms[i].factor;
         fetch(rows[i] + AHEAD, later);
     }
@@ -259,41 +270,38 @@ void add_rows(const T* x, int64_t stride, const Term* terms, int64_t width, int6
 
 // Σ factors[i] · row i; a row of factor 0 is not read.
 template <typename T>
-void combine(const T* x, int64_t stride, int64_t n, int64_t columns, const double* factors, T* out) {
-    std::vector<Term> terms;
+void combine(Rows<T> x, int64_t n, int64_t columns, const double* factors, T* out) {
+    std::vector<Term<T>> terms;
     for (int64_t row = 0; row < n; ++row)
-        if (factors[row] != 0) terms.push_back({row, factors[row]});
+        if (factors[row] != 0) terms.push_back({x[row], factors[row]});
     const int64_t count = terms.size();
     alignas(64) double sums[TILE];
     for (int64_t start = 0; start < columns; start += TILE) {
         const int64_t width = std::min(TILE, columns - start), later = std::min(TILE, columns - start - AHEAD);
         std::fill(sums, sums + width, 0.0);
         int64_t i = 0;
-        for (; i + 4 <= count; i += 4) add_rows<4>(x + start, stride, &terms[i], width, later, sums);
-        for (; i < count; ++i) add_rows<1>(x + start, stride, &terms[i], width, later, sums);
+        for (; i + 4 <= count; i += 4) add_rows<4>(&terms[i], start, width, later, sums);
+        for (; i < count; ++i) add_rows<1>(&terms[i], start, width, later, sums);
         for (int64_t k = 0; k < width; ++k) out[start + k] = static_cast<T>(sums[k]);
     }
 }
 
 }  // namespace
 
-#define EXPORT(T, NAME)                                                                                          \
-    extern "C" int64_t column_statistic_##NAME(const T* x, int64_t stride, int64_t n, int64_t columns,           \
-                                               const int32_t* network, int64_t comparators, int64_t kind,        \
-                                               int64_t first, int64_t last, T* out) {                            \
-        return column_statistic<T>(x, stride, n, columns, network, comparators, kind, first, last, out);         \
-    }                                                                                                            \
-    extern "C" void gram_cells_##NAME(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t cell,      \
-                                      double* out) {                                                             \
-        gram_cells<T>(x, stride, n, columns, cell, out);                                                         \
-    }                                                                                                            \
-    extern "C" void norm_cells_##NAME(const T* x, int64_t stride, int64_t n, int64_t columns, int64_t cell,      \
-                                      double* out) {                                                             \
-        norm_cells<T>(x, stride, n, columns, cell, out);                                                         \
-    }                                                                                                            \
-    extern "C" void combine_##NAME(const T* x, int64_t stride, int64_t n, int64_t columns, const double* factors,\
-                                   T* out) {                                                                     \
-        combine<T>(x, stride, n, columns, factors, out);                                                         \
+#define ROWS(T) const T *x, int64_t stride, const int64_t *order, int64_t n, int64_t columns
+#define EXPORT(T, NAME)                                                                                            \
+    extern "C" int64_t column_statistic_##NAME(ROWS(T), const int32_t* network, int64_t comparators, int64_t kind, \
+                                               int64_t first, int64_t last, T* out) {                              \
+        return column_statistic<T>({x, stride, order}, n, columns, network, comparators, kind, first, last, out);  \
+    }                                                                                                              \
+    extern "C" void gram_cells_##NAME(ROWS(T), int64_t cell, double* out) {                                        \
+        gram_cells<T>({x, stride, order}, n, columns, cell, out);                                                  \
+    }                                                                                                              \
+    extern "C" void norm_cells_##NAME(ROWS(T), int64_t cell, double* out) {                                        \
+        norm_cells<T>({x, stride, order}, n, columns, cell, out);                                                  \
+    }                                                                                                              \
+    extern "C" void combine_##NAME(ROWS(T), const double* factors, T* out) {                                       \
+        combine<T>({x, stride, order}, n, columns, factors, out);                                                  \
     }
 
 EXPORT(float, float32)

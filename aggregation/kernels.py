@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from roundtable.aggregation.matrix import SelectedRows, UpdateMatrix, accelerated
 from roundtable.core.compiled import load_kernels
 
 WORTH_COMPILING = 1 << 24
@@ -24,24 +28,60 @@ WORTH_COMPILING = 1 << 24
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 
 
+@dataclass(frozen=True)
 class Kernels:
-    """The functions of kernels.cpp, by name and element type; every call releases the interpreter lock."""
+    """The functions of kernels.cpp, by name and element type; every call releases the interpreter lock.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    order: the rows of a block that are meant (int64), where they are not all of them as they lie there.
+    """
+
+    library: ctypes.CDLL
+    order: np.ndarray | None = None
 
     def call(self, name: str, values: torch.Tensor, *arguments: int) -> int:
         """Runs `name` on a block [rows, columns] with contiguous rows; pointers are passed as integers."""
-        function = getattr(self._library, f"{name}_{str(values.dtype).removeprefix('torch.')}")
-        rows, columns = values.shape
-        numbers = (values.data_ptr(), values.stride(0), rows, columns, *arguments)
+        function = getattr(self.library, f"{name}_{str(values.dtype).removeprefix('torch.')}")
+        rows, order = len(values), 0
+        if self.order is not None:
+            rows, order = len(self.order), self.order.ctypes.data
+        numbers = (values.data_ptr(), values.stride(0), order, rows, values.shape[1], *arguments)
         return int(function(*(ctypes.c_int64(number) for number in numbers)))
 
 
-def kernels_for(values: torch.Tensor, size: int) -> Kernels | None:
-    """The kernels, where a matrix of `size` values that yields blocks like `values` should use them."""
-    usable = values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64)
-    if size < WORTH_COMPILING or not usable or values.stride(-1) != 1:
+def blocks_with_kernels(
+    matrix: UpdateMatrix, size: int
+) -> Iterator[tuple[int, int, torch.Tensor, Kernels | None]]:
+    """The blocks of a matrix, each with the kernels to use on it, where a matrix of `size` values should.
+
+    Kernels take chosen rows from where they lie; for others they are copied, as `blocks` does.
+    """
+    if type(matrix) is not SelectedRows:
+        for start, stop, values in matrix.blocks():
+            yield start, stop, values, _kernels_for(values, size)
+        return
+    base, order = _in_place(matrix)
+    chosen = SelectedRows(base, order.tolist())
+    for start, stop, values in base.blocks():
+        kernels = _kernels_for(values, size)
+        if kernels is not None:
+            yield start, stop, values, replace(kernels, order=order)
+            continue
+        for left, right, copied in chosen.copies(start, values):
+            yield left, right, copied, None
+
+
+def _in_place(matrix: SelectedRows) -> tuple[UpdateMatrix, np.ndarray]:
+    """The matrix in which the rows lie, and which of its rows they are, int64."""
+    order = np.array(matrix.indices, dtype=np.int64)
+    if type(matrix.base) is not SelectedRows:
+        return matrix.base, order
+    base, lying = _in_place(matrix.base)
+    return base, lying[order]
+
+
+def _kernels_for(values: torch.Tensor, size: int) -> Kernels | None:
+    usable = values.dtype in (torch.float32, torch.float64) and values.stride(-1) == 1
+    if size < WORTH_COMPILING or not usable or accelerated(values.device):
         return None
     return load()
 

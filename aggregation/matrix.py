@@ -27,7 +27,8 @@ BLOCK_BYTES = 64 << 20
 """Default size of a block: large enough to read files at full speed, small beside any memory."""
 
 MIX_BYTES = 1 << 20
-"""Mixed blocks are this small on purpose: they are written and at once read again, from the cache."""
+"""Blocks that are computed or copied are this small on purpose: they are written and at once read again, from
+the cache."""
 
 Block = tuple[int, int, torch.Tensor]
 """`(start, stop, values)`: columns start to stop of every row, values of shape [rows, stop − start]."""
@@ -57,6 +58,11 @@ class UpdateMatrix(Protocol):
 
     def select(self, indices: Sequence[int]) -> UpdateMatrix:
         """The rows named by `indices`, in that order, without a copy."""
+
+
+def accelerated(device: torch.device) -> bool:
+    """Whether torch works on rows of this device; on a CPU, compiled kernels and NumPy do."""
+    return device.type != "cpu"
 
 
 def block_width(rows: int, itemsize: int, budget_bytes: int) -> int:
@@ -152,8 +158,15 @@ class SelectedRows:
         return self.base.block(start, stop).index_select(0, self._index)
 
     def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        for start, stop, values in self.base.blocks(budget_bytes // 2):
-            yield start, stop, values.index_select(0, self._index)
+        for start, _, values in self.base.blocks(budget_bytes // 2):
+            yield from self.copies(start, values)
+
+    def copies(self, start: int, values: torch.Tensor) -> Iterator[Block]:
+        """The chosen rows of a block of the base that begins at column `start`, in pieces small enough to be
+        written and at once read again from the cache."""
+        width = block_width(self.rows, self.dtype.itemsize, _piece_bytes(self.device, BLOCK_BYTES))
+        for left, right in block_ranges(values.shape[1], width):
+            yield start + left, start + right, values[:, left:right].index_select(0, self._index)
 
     @property
     def in_order(self) -> bool:
@@ -162,6 +175,11 @@ class SelectedRows:
 
     def select(self, indices: Sequence[int]) -> UpdateMatrix:
         return SelectedRows(self, indices)
+
+
+def _piece_bytes(device: torch.device, budget_bytes: int) -> int:
+    """How much to compute or copy at a time; on an accelerator many small steps cost more than they save."""
+    return budget_bytes if accelerated(device) else min(budget_bytes, MIX_BYTES)
 
 
 class MixedRows:
@@ -199,7 +217,7 @@ class MixedRows:
         return self._mix(self.base.block(start, stop))
 
     def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        width = block_width(self.rows, self.dtype.itemsize, min(budget_bytes, MIX_BYTES))
+        width = block_width(self.rows, self.dtype.itemsize, _piece_bytes(self.device, budget_bytes))
         for start, stop, values in self.base.blocks(budget_bytes // 2):
             for left, right in block_ranges(stop - start, width):
                 yield start + left, start + right, self._mix(values[:, left:right])
@@ -208,6 +226,6 @@ class MixedRows:
         return MixedRows(self.base, self.mixing[list(indices)])
 
     def _mix(self, values: torch.Tensor) -> torch.Tensor:
-        if values.device.type != "cpu":
+        if accelerated(values.device):
             return (self._factors @ values.double()).to(self.dtype)
         return torch.from_numpy(self.mixing @ values.numpy().astype(np.float64)).to(self.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -58,13 +58,15 @@ def _slices(columns: int) -> Iterator[slice]:
         yield slice(start, min(start + _SLICE, columns))
 
 
-def _same_length(model: torch.Tensor, delta: torch.Tensor, state: OptimizerState) -> None:
+def _beside(model: torch.Tensor, delta: torch.Tensor, state: OptimizerState) -> OptimizerState:
+    """The state on the model's device, where `init` and what is read from a file do not put it."""
     for name, vector in {"delta": delta, **state.vectors}.items():
         if vector.shape != model.shape:
             raise LayoutError(
                 f"server optimizer: {name} has {vector.numel()} values and the model {model.numel()}; the "
                 "saved state belongs to another model"
             )
+    return replace(state, vectors={name: vector.to(model.device) for name, vector in state.vectors.items()})
 
 
 def _initial(columns: int, *names: str) -> OptimizerState:
@@ -84,7 +86,7 @@ class FedAvg:
     def apply(
         self, state: OptimizerState, model: torch.Tensor, delta: torch.Tensor, step: int
     ) -> tuple[OptimizerState, torch.Tensor]:
-        _same_length(model, delta, state)
+        state = _beside(model, delta, state)
         rate = self.learning_rate * self.schedule.factor(step)
         return OptimizerState({}, {"steps": state.steps + 1}), torch.add(model, delta, alpha=rate)
 
@@ -103,7 +105,7 @@ class FedAvgM:
     def apply(
         self, state: OptimizerState, model: torch.Tensor, delta: torch.Tensor, step: int
     ) -> tuple[OptimizerState, torch.Tensor]:
-        _same_length(model, delta, state)
+        state = _beside(model, delta, state)
         rate = self.learning_rate * self.schedule.factor(step)
         momentum = torch.add(delta, state.vectors["momentum"], alpha=self.momentum)
         return OptimizerState({"momentum": momentum}, {"steps": state.steps + 1}), torch.add(
@@ -132,7 +134,7 @@ class _Adaptive:
     def apply(
         self, state: OptimizerState, model: torch.Tensor, delta: torch.Tensor, step: int
     ) -> tuple[OptimizerState, torch.Tensor]:
-        _same_length(model, delta, state)
+        state = _beside(model, delta, state)
         rate = self._rate(state.steps + 1, self.learning_rate * self.schedule.factor(step))
         moments = {name: torch.empty_like(vector) for name, vector in state.vectors.items()}
         result = torch.empty_like(model)
@@ -197,7 +199,7 @@ class FedLion:
     def apply(
         self, state: OptimizerState, model: torch.Tensor, delta: torch.Tensor, step: int
     ) -> tuple[OptimizerState, torch.Tensor]:
-        _same_length(model, delta, state)
+        state = _beside(model, delta, state)
         rate = self.learning_rate * self.schedule.factor(step)
         momentum, result = torch.empty_like(model), torch.empty_like(model)
         for part in _slices(model.numel()):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundtable.aggregation.kernels import Kernels, kernels_for
-from roundtable.aggregation.matrix import CELL, UpdateMatrix, block_ranges
+from roundtable.aggregation.kernels import Kernels, blocks_with_kernels
+from roundtable.aggregation.matrix import CELL, UpdateMatrix, accelerated, block_ranges
 from roundtable.aggregation.workers import in_ranges
 
 _DEVICE_CELL = CELL << 7
@@ -24,7 +24,7 @@ Array = Any
 
 def in_float64(values: torch.Tensor) -> Array:
     """A float64 copy: an array for a CPU tensor, else a tensor on the same device."""
-    return values.numpy().astype(np.float64) if values.device.type == "cpu" else values.double()
+    return values.double() if accelerated(values.device) else values.numpy().astype(np.float64)
 
 
 def as_numpy(values: Array) -> np.ndarray:
@@ -34,7 +34,7 @@ def as_numpy(values: Array) -> np.ndarray:
 
 def is_finite(vector: torch.Tensor) -> bool:
     """Whether all values of a vector [d] are finite."""
-    if vector.device.type != "cpu":
+    if accelerated(vector.device):
         return bool(torch.isfinite(vector).all())
     values = vector.numpy()
     # One value that is not finite makes the sum so; a sum that is not finite by itself decides nothing.
@@ -49,9 +49,8 @@ def sum_over_cells(
 ) -> np.ndarray:
     """Adds up, in order, what `kernel`, or else `formula` of float64 values, makes of each cell."""
     total = np.zeros(shape)
-    cell = CELL if matrix.device.type == "cpu" else _DEVICE_CELL
-    for _, _, values in matrix.blocks():
-        compiled = kernels_for(values, matrix.rows * matrix.columns)
+    cell = _DEVICE_CELL if accelerated(matrix.device) else CELL
+    for _, _, values, compiled in blocks_with_kernels(matrix, matrix.rows * matrix.columns):
         parts: Iterable[np.ndarray]
         if compiled is not None:
             parts = _cells_compiled(compiled, kernel, values, shape)
@@ -65,14 +64,15 @@ def sum_over_cells(
     return total
 
 
-def combine_block(values: torch.Tensor, factors: np.ndarray, out: torch.Tensor, size: int) -> None:
-    """Writes Σ_i factors[i] · row i of a block into `out`, summed in float64; `size`: of the whole matrix."""
-    compiled = kernels_for(values, size)
+def combine_block(
+    values: torch.Tensor, factors: np.ndarray, out: torch.Tensor, compiled: Kernels | None
+) -> None:
+    """Writes Σ_i factors[i] · row i of a block into `out`, summed in float64."""
     if compiled is not None:
         _combine_compiled(compiled, values, factors, out)
         return
     used = np.flatnonzero(factors)
-    if values.device.type == "cpu":
+    if not accelerated(values.device):
         rows, target = values.numpy(), out.numpy()
         with np.errstate(over="ignore", invalid="ignore"):
             for start, stop in block_ranges(values.shape[1], CELL):

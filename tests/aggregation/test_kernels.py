@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from roundtable.aggregation import RULES, AggregationConfig, ClientRow, Context, TensorMatrix, aggregate
 from roundtable.aggregation import kernels as kernels_module
 from roundtable.aggregation.gram import combine, gram, squared_norms
-from roundtable.aggregation.matrix import CELL
+from roundtable.aggregation.matrix import CELL, SelectedRows
 from roundtable.aggregation.networks import merge_exchange, network_for_mean, sorted_wires
 from roundtable.core.errors import AggregationError
 
@@ -107,6 +107,24 @@ def test_threads_do_not_show(threads: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @compiled
+@pytest.mark.parametrize("rule", ["mean", "median", "bulyan", "multi_krum", "geometric_median"])
+def test_rows_in_another_order_are_not_moved(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels find the rows where they lie, and give to the bit what they give for rows in order."""
+    monkeypatch.setattr(kernels_module, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(SelectedRows, "copies", None)
+    values = torch.randn(12, 2 * CELL + 77, generator=torch.Generator().manual_seed(8))
+    values[4, 5] = torch.nan
+    clients = [ClientRow(f"silo-{index:02}") for index in range(len(values))]
+    config = AggregationConfig(rule, {"f": 2} if RULES[rule].takes("f") else {})
+    expected = aggregate(TensorMatrix(values), clients, config)
+    order = [7, 2, 11, 0, 9, 5, 1, 10, 3, 4, 8, 6]
+    found = aggregate(TensorMatrix(values[order]), [clients[index] for index in order], config)
+    assert torch.equal(found.vector, expected.vector)
+    assert found.weights == expected.weights
+    assert [exclusion.client for exclusion in found.excluded] == ["silo-04"]
+
+
+@compiled
 @settings(max_examples=20, deadline=None)
 @given(row=st.integers(0, 19), column=st.integers(0, 999), bad=st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_kernels_refuse_what_is_not_finite(row: int, column: int, bad: float) -> None:
@@ -164,6 +182,43 @@ def test_a_compiler_that_fails_costs_speed_only(
     assert kernels_module.load.__wrapped__() is None
     assert "could not be compiled" in caplog.text
     assert not list((tmp_path / "roundtable" / "kernels").iterdir())
+
+
+@pytest.mark.parametrize("pre", [(), (("arc", {"f": 2}), ("nnm", {"f": 2}))], ids=["alone", "arc+nnm"])
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_what_an_accelerator_would_do_agrees_and_never_goes_through_numpy(
+    name: str, pre: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arithmetic for accelerators, on tensors that give NumPy nothing unless they were fetched."""
+    values = torch.randn(
+        50 if name == "median" else 12, 3 * CELL + 5, generator=torch.Generator().manual_seed(9)
+    )
+    clients = [ClientRow(f"silo-{index:02}") for index in range(len(values))][::-1]
+    given: dict[str, dict[str, Any]] = {"centred_clipping": {"tau": 5.0}, "monna": {"pivot": "silo-02"}}
+    parameters = {**({"f": 2} if RULES[name].takes("f") else {}), **given.get(name, {})}
+
+    def work() -> torch.Tensor:
+        matrix, context = TensorMatrix(values), Context(root_update=values.mean(dim=0), previous=values[1])
+        return aggregate(matrix, clients, AggregationConfig(name, parameters, pre), context=context).vector
+
+    expected = work()
+    for module in ("matrix", "kernels", "reductions", "coordinate"):
+        monkeypatch.setattr(f"roundtable.aggregation.{module}.accelerated", lambda device: True)
+    fetched, to_numpy = set(), torch.Tensor.numpy
+
+    def fetch(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        fetched.add(copy.data_ptr())
+        return copy
+
+    def refuse(tensor: torch.Tensor, *arguments: object, **options: object) -> np.ndarray:
+        assert tensor.data_ptr() in fetched, "this would fail on a CUDA tensor"
+        return to_numpy(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", fetch)
+    monkeypatch.setattr(torch.Tensor, "numpy", refuse)
+    monkeypatch.setattr(torch.Tensor, "__array__", refuse)
+    torch.testing.assert_close(work(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -69,6 +69,19 @@ def test_resuming_from_saved_state_is_exact_and_arguments_stay_untouched(name: s
     assert resumed.steps == 6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ALL)
+def test_state_follows_the_model_to_its_device(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    optimizer, model, delta = make_optimizer(name), torch.ones(5), torch.arange(5.0)
+    state = optimizer.init(5)
+    _, expected = optimizer.apply(state, model, delta, 0)
+    state, found = optimizer.apply(state, model.cuda(), delta.cuda(), 0)
+    assert all(vector.device.type == "cuda" for vector in (found, *state.vectors.values()))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
 def test_slices_do_not_show_in_the_result() -> None:
     """A model longer than one slice moves as its pieces would."""
     columns = (1 << 18) + 77
