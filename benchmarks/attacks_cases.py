@@ -50,6 +50,14 @@ RULES = {
     for name, rule in RULES.items()
 }
 
+STRENGTHS: dict[str, tuple[float, ...]] = {
+    "alie": (-3.0, -2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0, 3.0),
+    "ipm": (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0),
+}
+"""What the tuned attackers try. The reference does not say what its own tried: a mean under its ALIE ends
+where three standard deviations bring it, and Krum under its IPM where strengths from a quarter on do. The
+attackers named `_wide` try ±4 and ±8 and a tenth as well, which is what `attacks.tuned` does by itself."""
+
 Attack = Callable[[torch.Tensor, attacks.Defence, int], torch.Tensor]
 
 ATTACKS: dict[str, Attack | None] = {
@@ -64,8 +72,10 @@ ATTACKS: dict[str, Attack | None] = {
     "gaussian_s1": lambda honest, _, round: attacks.gaussian(honest, HOSTILE, seed=round),
     "inf": lambda honest, _, __: attacks.infinities(honest, HOSTILE),
     "nan": lambda honest, _, __: attacks.not_a_number(honest, HOSTILE),
-    "alie_opt": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "alie"),
-    "ipm_opt": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "ipm"),
+    "alie_opt": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "alie", STRENGTHS["alie"]),
+    "ipm_opt": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "ipm", STRENGTHS["ipm"]),
+    "alie_opt_wide": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "alie"),
+    "ipm_opt_wide": lambda honest, defence, _: attacks.tuned(honest, HOSTILE, defence, "ipm"),
     "mimic": lambda honest, _, __: attacks.mimic(honest, HOSTILE),
 }
 
@@ -88,12 +98,12 @@ SIMULATED: dict[str, dict[str, object] | None] = {
 NOT_SIMULATED = ("fltrust_root100", "mean_nofilter")
 
 
-def least(table: dict[str, Any], rule: str, attack: str) -> float | None:
-    """The accuracy that a reference table asks for, where it has this cell."""
+def least(table: dict[str, Any], rule: str, attack: str) -> tuple[float, int] | None:
+    """The accuracy that a reference table asks for, and the number of its seeds; None without such a cell."""
     for part in ("fixed_attacks_dirichlet1", "adaptive_attacks_dirichlet1"):
         found = table.get(part, {}).get(rule, {}).get(attack)
         if found:
-            return float(found["at_least"])
+            return float(found["at_least"]), int(found["seeds"])
     return None
 
 
