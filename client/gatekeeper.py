@@ -133,6 +133,7 @@ class Gatekeeper:
             values = {"config": digest, "model": said.initial_model, "request": said.request_id}
             ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
             check_submission(said.certificate, ca, values, said.signature, said.submitter)
+            self.revocations.check(said.certificate, f"the signer of job {step.job}")
             submitter = said.submitter
             if (other := self._jobs.of_request(said.request_id)) is not None:
                 raise IdentityError(

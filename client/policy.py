@@ -19,6 +19,7 @@ from pydantic import Field, field_validator
 from roundtable.client.hashing import hash_of_task
 from roundtable.core.config import JobConfig, Seconds, Table
 from roundtable.core.errors import PrivacyError, TaskError
+from roundtable.core.signing import VOUCHED_FOR
 from roundtable.privacy import PrivacyConfig
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
@@ -71,7 +72,9 @@ class PolicyTable(Table):
         False, description="a person approves each new job: `roundtable client approve JOB`"
     )
     submitters: list[str] | None = Field(
-        None, description="who may submit: names whose signature a job must carry; default: anybody"
+        None,
+        description="who may submit: names whose signature a job must carry; token:NAME and oidc:NAME have "
+        "no key and count by the coordinator's word; default: anybody",
     )
     rounds: int | None = Field(None, ge=1, description="most rounds of a job")
     epochs: int | None = Field(None, ge=1, description="most passes over the data a round")
@@ -140,7 +143,8 @@ class Rules:
     def objections(self, job: JobConfig, submitter: str | None, now: datetime) -> list[str]:
         """Why this silo does not take part in the job, in sentences; empty if it does.
 
-        `submitter` is the name that a checked signature gives, None for a job without one.
+        `submitter` is the name that a checked signature gives, None for a job without one. The signature is
+        the submitter's own, or for one with a token the coordinator's.
         """
         return [
             *self._to_task(job),
@@ -192,7 +196,9 @@ class Rules:
         if submitter is None:
             yield "the job is not signed by its submitter, and [policy] submitters names who must have"
         else:
-            yield f"{submitter!r} may not submit jobs for this silo ([policy] submitters)"
+            word = "; to go by the coordinator's word for a token, list it there under that name"
+            hint = word if submitter.startswith(VOUCHED_FOR) else ""
+            yield f"{submitter!r} may not submit jobs for this silo ([policy] submitters){hint}"
 
     def _to_size(self, job: JobConfig) -> Iterator[str]:
         policy, asked = self.policy, job.algorithm

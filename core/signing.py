@@ -4,6 +4,7 @@ A statement is a purpose and a JSON object in one canonical form, so that a sign
 purpose is none for another. The purposes:
 
     job         what a submitter asks for: configuration, initial model, request
+    vouched     the coordinator's word for whose token asked for a job
     receipt     what the coordinator did with an update
     seal        the audit log up to an entry
     provenance  where a model comes from
@@ -23,8 +24,10 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity import Role, SiloIdentity, identity_of, verify_identity
 
+VOUCHED_FOR = ("token:", "oidc:")
+"""How the names begin of those who have nothing to sign with; no certificate's name can."""
 SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
-Purpose = Literal["job", "receipt", "seal", "provenance", "entry"]
+Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "entry"]
 
 
 def canonical(values: Mapping[str, Any]) -> bytes:
@@ -66,11 +69,22 @@ def check_signature(
         raise IdentityError(f"the signature of {name!r} under this {purpose} is not right") from error
 
 
+def vouch(coordinator: SiloIdentity, submitter: str, values: Mapping[str, Any]) -> bytes:
+    """The coordinator's signature under a job of somebody with a token."""
+    return sign(coordinator, "vouched", {**values, "submitter": submitter})
+
+
 def check_submission(
     certificate: bytes, ca: bytes, values: Mapping[str, Any], signature: bytes, submitter: str
 ) -> None:
-    """IdentityError unless the submitter, known to the root as one who may submit jobs, signed this one."""
+    """IdentityError unless the submitter, known to the root as one who may submit jobs, signed this one.
+
+    Under a job of one with a token it is the coordinator who signs; for others its word does not count.
+    """
     name, role = identity_of(certificate)
+    if role == "coordinator" and submitter.startswith(VOUCHED_FOR):
+        verify(certificate, ca, role, "vouched", {**values, "submitter": submitter}, signature)
+        return
     if role not in SUBMITTERS:
         raise IdentityError(f"{name!r} is {role}, and signs no jobs; that needs {' or '.join(SUBMITTERS)}")
     verify(certificate, ca, role, "job", values, signature)

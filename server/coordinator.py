@@ -184,7 +184,13 @@ class Coordinator:
         release = _version()
         agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca, security)
         operators = OperatorService(
-            self.jobs, services, self._transfer, release, self.config.max_artifact_bytes, credentials.ca
+            self.jobs,
+            services,
+            self._transfer,
+            release,
+            self.config.max_artifact_bytes,
+            credentials.ca,
+            security.identity,
         )
         server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)

@@ -13,7 +13,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError, TransferError
-from roundtable.core.signing import check_submission, job_values
+from roundtable.core.identity import SiloIdentity
+from roundtable.core.signing import VOUCHED_FOR, check_submission, job_values, vouch
 from roundtable.engine import messages as m
 from roundtable.privacy import Budget
 from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
@@ -49,10 +50,11 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         version: str,
         max_artifact_bytes: int,
         authority: bytes,
+        identity: SiloIdentity | None,
     ) -> None:
         self._jobs, self._services, self._threads = jobs, services, threads
         self._version, self._max_bytes = version, max_artifact_bytes
-        self._authority = authority
+        self._authority, self._identity = authority, identity
         self._started = time.monotonic()
 
     async def Status(self, request: operator_pb2.StatusRequest, context: Context) -> operator_pb2.StatusReply:
@@ -117,21 +119,9 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:
         who = caller(context)
-        if request.signature:
-            check_submission(
-                request.certificate,
-                self._authority,
-                job_values(request.job_config, request.model.digest, request.request_id),
-                request.signature,
-                who,
-            )
+        signature, certificate = self._proof(request, who)
         wish = Submission(
-            request.request_id,
-            request.job_config,
-            request.model.digest,
-            who,
-            request.signature,
-            request.certificate if request.signature else b"",
+            request.request_id, request.job_config, request.model.digest, who, signature, certificate
         )
         return self._job(await self._jobs.submit(wish))
 
@@ -210,6 +200,16 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     def _job(self, row: JobRow) -> operator_pb2.Job:
         return wire.job_to(row, self._services.artifacts.size(row.model) or 0)
+
+    def _proof(self, request: operator_pb2.SubmitJobRequest, who: str) -> tuple[bytes, bytes]:
+        """Signature and certificate that show silos who asked; for one with a token the coordinator's."""
+        values = job_values(request.job_config, request.model.digest, request.request_id)
+        if request.signature:
+            check_submission(request.certificate, self._authority, values, request.signature, who)
+            return request.signature, request.certificate
+        if self._identity is not None and who.startswith(VOUCHED_FOR):
+            return vouch(self._identity, who, values), self._identity.certificate
+        return b"", b""
 
     async def _find(self, wanted: str) -> JobRow:
         try:

@@ -86,6 +86,7 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
     from roundtable.cli.resolved import render
     from roundtable.client.known_jobs import KnownJobs
     from roundtable.core.config import job_from_json
+    from roundtable.core.signing import VOUCHED_FOR
 
     config, _ = _silo(context)
     known = KnownJobs(config.state)
@@ -93,6 +94,8 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
     if not yes:
         click.echo(render(job_from_json(found.config)))
         who = found.submitter or "nobody whose signature proves it"
+        if who.startswith(VOUCHED_FOR):
+            who += " by the coordinator's word"
         click.confirm(f"Job {found.id}, submitted by {who}, hash {found.digest[:12]}. Take part?", abort=True)
     known.approve(found)
     click.echo(f"Approved job {found.id} ({found.task}), configuration {found.digest[:12]}.")

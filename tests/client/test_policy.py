@@ -26,7 +26,8 @@ from roundtable.core.audit import read_log
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AuditError, ConfigError
 from roundtable.core.identity import create_ca, issue, load_silo_identity
-from roundtable.core.signing import job_values, sign
+from roundtable.core.revocation import revoke
+from roundtable.core.signing import job_values, sign, vouch
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
 
@@ -211,6 +212,45 @@ def test_only_signed_jobs_of_named_submitters(silo: AgentConfig) -> None:
     forged.job_config = changed.to_json()
     with pytest.raises(WorkFailed, match="signature of 'ada' under this job is not right"):
         gate.admit(step, forged, changed)
+
+
+def test_whose_token_it_was_is_the_coordinators_word(silo: AgentConfig) -> None:
+    hub, wanted = load_silo_identity(silo.folder / "hub"), job()
+
+    def vouched(gate: Gatekeeper, name: str, submitter: str, told: str = "") -> str:
+        step, message = instruction(wanted, name)
+        values = job_values(wanted.to_json(), MODEL, name)
+        message.submission.CopyFrom(
+            common_pb2.Submission(
+                submitter=told or submitter,
+                request_id=name,
+                initial_model=MODEL,
+                signature=vouch(hub, submitter, values),
+                certificate=hub.certificate,
+            )
+        )
+        return gate.admit(step, message, wanted)
+
+    assert vouched(Gatekeeper(silo, "north"), "j0", "token:alice") == "t.py:T"
+    gate = Gatekeeper(replace(silo, policy=PolicyTable(submitters=["token:alice", "ada"])), "north")
+    assert vouched(gate, "j1", "token:alice") == "t.py:T"
+    with pytest.raises(WorkFailed, match=r"'token:bob' may not submit .* list it there under that name"):
+        vouched(gate, "j2", "token:bob")
+    with pytest.raises(WorkFailed, match="signature of 'hub' under this vouched is not right"):
+        vouched(gate, "j3", "token:bob", told="token:alice")
+    # For one with a key only that key speaks.
+    with pytest.raises(WorkFailed, match="'hub' is coordinator, and signs no jobs"):
+        vouched(gate, "j4", "ada")
+    with pytest.raises(WorkFailed, match="not signed by its submitter"):
+        admit(gate, *instruction(wanted, "j5"), wanted=wanted)
+
+
+def test_a_submitter_whose_certificate_is_revoked(silo: AgentConfig) -> None:
+    gate, wanted = Gatekeeper(silo, "north"), job()
+    listed = revoke(silo.folder / "ca", silo.folder / "ada" / "identity.crt")
+    gate.revocations.learn(listed.read_bytes())
+    with pytest.raises(WorkFailed, match="certificate of the signer of job j1 has been revoked"):
+        admit(gate, *instruction(wanted, signer=silo.folder / "ada"), wanted=wanted)
 
 
 def test_the_first_round_begins_with_the_model_that_was_signed(silo: AgentConfig) -> None:

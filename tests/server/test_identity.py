@@ -19,11 +19,12 @@ from service import Operator, running
 from roundtable.administration import Administrator
 from roundtable.client.enrolment import enroll
 from roundtable.core.errors import IdentityError, RoundtableError, UnavailableError
-from roundtable.core.identity import OPERATOR_ROLES, create_ca, issue, load_credentials
+from roundtable.core.identity import OPERATOR_ROLES, create_ca, identity_of, issue, load_credentials
 from roundtable.core.invitation import Invitation, Secret
 from roundtable.core.revocation import revoke
+from roundtable.core.signing import check_submission, job_values
 from roundtable.operator import OperatorClient
-from roundtable.proto import administration_pb2, agent_pb2, common_pb2, operator_pb2
+from roundtable.proto import administration_pb2, agent_pb2, common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.permissions import CALLERS, PERMISSIONS, as_markdown
 
@@ -328,6 +329,34 @@ async def test_tokens_hold_until_they_are_revoked(
     await asyncio.to_thread(use)
     text = "\n".join(str(entry) for entry in await audited(open_coordinator))
     assert "Administration/CreateToken" in text
+
+
+async def test_a_token_asks_for_a_job_by_the_coordinators_word(
+    open_coordinator: Coordinator, parties: Path, tmp_path: Path
+) -> None:
+    def create() -> None:
+        with Administrator(address(open_coordinator), parties / "admin") as admin:
+            (tmp_path / "token").write_text(admin.create_token("alice", "data-scientist", 3600).token)
+
+    await asyncio.to_thread(create)
+    ca = (parties / "ca" / "ca.crt").read_bytes()
+    secure = grpc.composite_channel_credentials(
+        grpc.ssl_channel_credentials(ca), grpc.access_token_call_credentials((tmp_path / "token").read_text())
+    )
+    async with (
+        ScriptedAgent(open_coordinator.port, parties / "agent") as agent,
+        Operator(open_coordinator.port, parties / "admin") as alice,
+    ):
+        async with grpc.aio.secure_channel(door(open_coordinator), secure) as channel:
+            alice.stub = operator_pb2_grpc.OperatorsStub(channel)
+            await alice.submit("[cohort]\nminimum = 1")
+        asked = await agent.expect("instruction")
+    said = asked.submission
+    assert (said.submitter, identity_of(said.certificate)) == ("token:alice", ("coordinator", "coordinator"))
+    values = job_values(asked.job_config, said.initial_model, said.request_id)
+    check_submission(said.certificate, ca, values, said.signature, "token:alice")
+    with pytest.raises(IdentityError, match="is not right"):
+        check_submission(said.certificate, ca, values, said.signature, "token:bob")
 
 
 def _methods() -> dict[str, Any]:
