@@ -81,10 +81,11 @@ def flip_labels(labels: torch.Tensor, classes: int) -> torch.Tensor:
     return classes - 1 - labels
 
 
-_FACTORS: dict[str, tuple[float, ...]] = {
+STRENGTHS: dict[str, tuple[float, ...]] = {
     "alie": (-8.0, -4.0, -2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
     "ipm": (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0),
 }
+"""What a tuned attacker tries: z of ALIE, in both directions, and tau of IPM."""
 
 
 def tuned(
@@ -96,12 +97,12 @@ def tuned(
 ) -> torch.Tensor:
     """ALIE or IPM by an attacker who knows the defence: tries `factors` for z or tau and takes the one that
     moves the server's aggregate farthest from the honest mean (Shejwalkar & Houmansadr 2021, section 4)."""
-    if kind not in _FACTORS:
-        raise ConfigError(f"a tuned attack is one of {', '.join(_FACTORS)}, not {kind!r}")
+    if kind not in STRENGTHS:
+        raise ConfigError(f"a tuned attack is one of {', '.join(STRENGTHS)}, not {kind!r}")
     attack = a_little_is_enough if kind == "alie" else inner_product_manipulation
     target = honest.mean(dim=0)
     best, worst_rows = -1.0, attack(honest, count, 0.0)
-    for factor in factors or _FACTORS[kind]:
+    for factor in factors or STRENGTHS[kind]:
         rows = attack(honest, count, factor)
         damage = float((defence(torch.cat([honest, rows])) - target).norm())
         if damage > best:

@@ -17,8 +17,8 @@ keeps each training that ends as a line of JSON and runs none again that the fil
 hours, and processes can share it.
 
 With `--simulate` the same cells run through `roundtable.simulation.simulate` instead, as a job with
-`[simulation.attack]` would: the whole round engine, slower, with hostile silos drawn by the seed; the tuned
-attacks, which ask the defence, are not among them.
+`[simulation.attack]` would: the whole round engine, slower, with hostile silos drawn by the seed. Of the tuned
+attackers, those that try the most are among them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -53,7 +53,15 @@ from attacks_cases import (
 )
 
 import roundtable as rt
-from roundtable.aggregation import AggregationConfig, ClientRow, Context, TensorMatrix, aggregate, attacks
+from roundtable.aggregation import (
+    Aggregate,
+    AggregationConfig,
+    ClientRow,
+    Context,
+    TensorMatrix,
+    aggregate,
+    attacks,
+)
 from roundtable.core.config import JobConfig
 from roundtable.simulation import simulate
 
@@ -143,8 +151,11 @@ def accuracy(model: torch.Tensor, data: Data) -> float:
     return float((scores.argmax(dim=1) == data.test_labels).float().mean())
 
 
-def run(rule: str, attack: str, data: Data, seed: int) -> float:
-    """Accuracy at the end of one training, mean of the last five rounds."""
+Server = Callable[..., Aggregate]
+
+
+def run(rule: str, attack: str, data: Data, seed: int, server: Server = aggregate) -> float:
+    """Accuracy after one training, mean of the last five rounds; `server` stands in for `aggregate`."""
     config, hostile = RULES[rule], ATTACKS[attack]
     clients = [ClientRow(f"silo-{index:02}") for index in range(SILOS)]
     generator = torch.Generator().manual_seed(seed)
@@ -177,7 +188,7 @@ def run(rule: str, attack: str, data: Data, seed: int) -> float:
                 return rows.mean(dim=0)
             history = TensorMatrix(past + rows) if rule == "foolsgold" else None
             context = Context(previous, root, history)
-            return aggregate(TensorMatrix(rows), clients, config, seed + round, context=context).vector
+            return server(TensorMatrix(rows), clients, config, seed + round, context=context).vector
 
         if hostile is not None:
             rows = torch.cat([rows, hostile(rows, defence, seed * ROUNDS + round)])

@@ -92,10 +92,13 @@ SIMULATED: dict[str, dict[str, object] | None] = {
     "inf": {"name": "infinities"},
     "nan": {"name": "nan"},
     "mimic": {"name": "mimic"},
+    "alie_opt_wide": {"name": "tuned_alie"},
+    "ipm_opt_wide": {"name": "tuned_ipm"},
 }
 """The attacks that a job file can ask for."""
 
-NOT_SIMULATED = ("fltrust_root100", "mean_nofilter")
+NOT_SIMULATED = ("monna_trusts_silo-00", "mean_nofilter")
+"""Silos of a simulation have other names, and its pipeline cannot be told to let NaN pass."""
 
 
 def least(table: dict[str, Any], rule: str, attack: str) -> tuple[float, int] | None:

@@ -1,7 +1,14 @@
 """The round engine: events in, actions out; the same for the coordinator and the simulation."""
 
 from roundtable.engine.buffered import BufferedEngine, engine_for
-from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
+from roundtable.engine.combine import (
+    Combined,
+    ServerState,
+    combine,
+    combine_mean,
+    initial_server_state,
+    try_rule,
+)
 from roundtable.engine.engine import RoundEngine
 from roundtable.engine.groups import GroupMean, GroupMeans, combine_groups
 from roundtable.engine.metrics import add_up, figures, mean, means
@@ -40,4 +47,5 @@ __all__ = [
     "means",
     "record_from_plain",
     "record_to_plain",
+    "try_rule",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roundtable.aggregation import (
+    Aggregate,
     ClientRow,
     Context,
     OptimizerState,
@@ -127,17 +128,8 @@ def combine(
             raise AggregationError("this job adds noise centrally, and no source of noise was given")
         return _with_noise(plan, plan.central, matrix, updates, model, state, round, noise)
     matrix = discounted(matrix, updates, round, plan.staleness_exponent)
-    rows = [ClientRow(update.client, update.examples, update.loss) for update in updates]
     sums = sums_with(state.past, matrix, updates) if plan.aggregation.takes("history") else None
-    context = Context(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
-    result = aggregate(
-        matrix,
-        rows,
-        plan.aggregation,
-        derive_seed(seed, round, "aggregation"),
-        context=context,
-        diagnose=diagnose,
-    )
+    result = _aggregated(plan, matrix, updates, state, sums, round, seed, diagnose, root_update)
     optimizer, vector = plan.optimizer.apply(state.optimizer, model, result.vector, round - 1)
     previous = result.vector if plan.aggregation.takes("previous") else None
     past = remembered(state.past, sums, updates, result.diagnosis.clients) if sums is not None else {}
@@ -149,6 +141,40 @@ def combine(
         diagnosis=result.diagnosis.to_dict(),
         charge=_noise_of_silos(plan, noise),
     )
+
+
+def try_rule(
+    plan: Plan,
+    matrix: UpdateMatrix,
+    updates: Sequence[Update],
+    state: ServerState,
+    *,
+    round: int,
+    seed: int,
+    root_update: Tensor | None = None,
+) -> Tensor:
+    """The aggregate [d] that `combine` would give to the server optimizer, for those who only ask: attackers
+    in a simulation who try a rule before they send. Plans with central noise have no rule."""
+    matrix = discounted(matrix, updates, round, plan.staleness_exponent)
+    sums = sums_with(state.past, matrix, updates) if plan.aggregation.takes("history") else None
+    return _aggregated(plan, matrix, updates, state, sums, round, seed, False, root_update).vector
+
+
+def _aggregated(
+    plan: Plan,
+    matrix: UpdateMatrix,
+    updates: Sequence[Update],
+    state: ServerState,
+    sums: Tensor | None,
+    round: int,
+    seed: int,
+    diagnose: bool,
+    root_update: Tensor | None,
+) -> Aggregate:
+    rows = [ClientRow(update.client, update.examples, update.loss) for update in updates]
+    context = Context(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
+    chance = derive_seed(seed, round, "aggregation")
+    return aggregate(matrix, rows, plan.aggregation, chance, context=context, diagnose=diagnose)
 
 
 def combine_mean(

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from roundtable.aggregation import attacks
+from roundtable.aggregation import TensorMatrix, attacks, combine
 from roundtable.client.batches import as_tensors
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.errors import AggregationError, ConfigError, InvalidUpdate
 from roundtable.core.seeds import derive_seed, numpy_generator
 from roundtable.simulation.config import AttackTable, attack_table
 
 _COLUMNS = 1 << 18
-_LEAST_HONEST = {"alie": 2, "sign_flip": 1, "ipm": 1, "mimic": 1}
+_LEAST_HONEST = {"alie": 2, "sign_flip": 1, "ipm": 1, "mimic": 1, "tuned_alie": 2, "tuned_ipm": 1}
+
+Defence = Callable[[], Tensor]
+"""What the job's rule makes of the rows as they stand: the aggregate [d]."""
 
 
 class Attackers:
@@ -45,11 +49,19 @@ class Attackers:
         """What becomes of a client's training data; None where data are left alone."""
         return self._poisoned if self.table is not None and self.table.classes is not None else None
 
-    def corrupt(self, round: int, clients: Sequence[int], rows: Tensor, places: Sequence[int]) -> list[int]:
+    def corrupt(
+        self,
+        round: int,
+        clients: Sequence[int],
+        rows: Tensor,
+        places: Sequence[int],
+        defence: Defence | None = None,
+    ) -> list[int]:
         """Overwrites the hostile clients' rows; `rows[places[i]]` is the update of `clients[i]`.
 
         Returns who was hostile. Works on blocks of columns, so that nothing as large as the updates
-        is copied. Raises AggregationError where an attack needs more honest updates than there are.
+        is copied. Tuned attackers ask the `defence`. Raises AggregationError where an attack needs more
+        honest updates than there are.
         """
         hostile = [place for client, place in zip(clients, places, strict=True) if client in self]
         present = [client for client in clients if client in self]
@@ -62,11 +74,42 @@ class Attackers:
                 f"the attack {self.table.name!r} imitates honest updates and needs {needed} of them; this "
                 f"round has {len(honest)}: lower simulation.attack.count or raise cohort.size"
             )
+        if self.table.tuned and defence is not None:
+            self._tune(self.table, round, rows, honest, hostile, defence)
+        else:
+            self._overwrite(self.table, round, rows, honest, hostile)
+        return present
+
+    def _overwrite(
+        self, table: AttackTable, round: int, rows: Tensor, honest: list[int], hostile: list[int]
+    ) -> None:
         for start in range(0, rows.shape[1], _COLUMNS):
             block = rows[:, start : start + _COLUMNS]
             seed = derive_seed(self._seed, "attack", round, start)
-            block[hostile] = self._rows(self.table, block[honest], len(hostile), seed)
-        return present
+            block[hostile] = self._rows(table, block[honest], len(hostile), seed)
+
+    def _tune(
+        self,
+        table: AttackTable,
+        round: int,
+        rows: Tensor,
+        honest: list[int],
+        hostile: list[int],
+        defence: Defence,
+    ) -> None:
+        """The strength that moves the aggregate farthest from the honest mean, as `attacks.tuned` has it; the
+        rows are tried where they are. A strength that leaves no sound answer is not worth sending."""
+        kind = table.name.removeprefix("tuned_")
+        target = combine(TensorMatrix(rows).select(honest), np.full(len(honest), 1 / len(honest)))
+        damage = {}
+        for strength in attacks.STRENGTHS[kind]:
+            attempt = table.model_copy(update={"name": kind, "z" if kind == "alie" else "tau": strength})
+            self._overwrite(attempt, round, rows, honest, hostile)
+            try:
+                damage[attempt] = float((defence() - target).norm())
+            except (AggregationError, InvalidUpdate):
+                continue
+        self._overwrite(max(damage, key=damage.__getitem__, default=attempt), round, rows, honest, hostile)
 
     def _rows(self, table: AttackTable, honest: Tensor, count: int, seed: int) -> Tensor:
         scale = table.scale

@@ -65,7 +65,17 @@ class FaultsTable(Table):
 
 
 AttackName = Literal[
-    "label_flip", "sign_flip", "alie", "ipm", "gaussian", "mimic", "free_rider", "infinities", "nan"
+    "label_flip",
+    "sign_flip",
+    "alie",
+    "ipm",
+    "tuned_alie",
+    "tuned_ipm",
+    "gaussian",
+    "mimic",
+    "free_rider",
+    "infinities",
+    "nan",
 ]
 
 
@@ -83,6 +93,11 @@ class AttackTable(Table):
     )
     tau: Finite | None = Field(None, description="ipm: factor on the negative mean; default: 2")
     classes: int | None = Field(None, ge=2, description="label_flip: label y becomes classes - 1 - y")
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the attackers try several strengths against the job's rule in every round."""
+        return self.name.startswith("tuned_")
 
     @model_validator(mode="after")
     def _consistent(self) -> AttackTable:
@@ -108,6 +123,11 @@ def attack_table(job: JobConfig) -> AttackTable | None:
         raise ConfigError(
             f"simulation.attack.count = {table.count} leaves nobody honest among "
             f"simulation.clients = {job.simulation.clients}"
+        )
+    if table.tuned and job.privacy:
+        raise ConfigError(
+            f"simulation.attack: {table.name} tries the job's rule on single updates, and with [privacy] the "
+            f"coordinator has no such rule: use {table.name.removeprefix('tuned_')}"
         )
     return table
 

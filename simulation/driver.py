@@ -11,14 +11,16 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from roundtable.aggregation import UpdateMatrix
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError, SiteFailure
 from roundtable.core.models import Model, model_digest
-from roundtable.engine import GroupMeans, combine_groups, engine_for
+from roundtable.engine import GroupMeans, combine_groups, engine_for, try_rule
 from roundtable.engine import messages as m
 from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.plan import Plan
@@ -271,7 +273,7 @@ class Driver:
     def _aggregate(self, action: m.Aggregate) -> None:
         step = action.step
         try:
-            collected = self._workshop.collect(action)
+            collected = self._workshop.collect(action, partial(self._tried, action))
             combined = self._combine(step, collected)
         except (AggregationError, InvalidUpdate) as error:
             self._push(self.now, m.AggregationFailed(step, str(error)))
@@ -309,6 +311,18 @@ class Driver:
             noise=SeededNoise(seed, step.round, step.attempt, "noise"),
             diagnose=self.world.job.aggregation.diagnosis,
             root_update=self._root_update(step),
+        )
+
+    def _tried(self, action: m.Aggregate, matrix: UpdateMatrix) -> Tensor:
+        """What the rule would give: attackers who know it may ask."""
+        return try_rule(
+            self.plan,
+            matrix,
+            action.updates,
+            self.server,
+            round=action.step.round,
+            seed=self.world.job.seed,
+            root_update=self._root_update(action.step),
         )
 
     def _root_update(self, step: m.Step) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -93,11 +93,12 @@ class Workshop:
         """Evaluates a model on clients' test data, with their own tensors as training left them."""
         return self.backend.evaluate(vector, list(self._work(indices)))
 
-    def collect(self, action: Aggregate) -> Collected:
+    def collect(self, action: Aggregate, defence: Callable[[UpdateMatrix], Tensor]) -> Collected:
         """What the coordinator would receive, once the hostile clients have had their way.
 
-        `Update.digest` is the place of its row. Raises AggregationError where an attack cannot be made,
-        or where too few clients are left for a secure sum.
+        `defence` is what the job's rule makes of such a matrix. `Update.digest` is the place of its row.
+        Raises AggregationError where an attack cannot be made, or where too few clients are left for a
+        secure sum.
         """
         updates = action.updates
         if isinstance(self.backend, Summing) and self.backend.sums_updates and updates:
@@ -105,14 +106,18 @@ class Workshop:
         rows = self._rows if self._rows is not None else self.backend.rows(0)
         places = [int(update.digest) for update in updates]
         clients = [self.world.names.index_of(update.client) for update in updates]
-        self._attackers.corrupt(action.step.round, clients, rows, places)
+
+        def received() -> UpdateMatrix:
+            if places == list(range(len(places))):
+                return TensorMatrix(rows[: len(places)])
+            return TensorMatrix(rows).select(places)
+
+        self._attackers.corrupt(action.step.round, clients, rows, places, lambda: defence(received()))
         if self._secure is not None and updates:
             chosen = [rows[place] for place in places]
             mean = self._secure.mean(action.step, action.cohort, updates, chosen)
             return Collected(TensorMatrix(rows[:0]), updates, secure=mean)
-        if places == list(range(len(places))):
-            return Collected(TensorMatrix(rows[: len(places)]), updates)
-        return Collected(TensorMatrix(rows).select(places), updates)
+        return Collected(received(), updates)
 
     def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
         """The clients whose own accounts do not hold a round; the others have paid for it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundtable.core.errors import ConfigError
+from roundtable.aggregation import attacks
+from roundtable.core.errors import AggregationError, ConfigError
 from roundtable.simulation.attacks import Attackers
 from roundtable.simulation.config import AttackTable
 
@@ -108,3 +109,57 @@ def test_an_attack_that_needs_honest_updates_says_so(run):
     )
     assert result.status == "paused"
     assert "needs 2 of them; this round has 1" in result.reason
+
+
+@pytest.mark.parametrize("kind", ["alie", "ipm"])
+def test_a_tuned_attacker_does_at_least_the_damage_of_each_strength(kind):
+    """The rows tried in place end as those of the worst strength, against the rule that is asked."""
+    good = torch.randn(7, 5, generator=torch.Generator().manual_seed(2)) + 1
+    hostile = attackers(name=f"tuned_{kind}")
+    bad = [client for client in range(10) if client in hostile]
+    places = {client: place for place, client in enumerate(c for c in range(10) if c not in bad)}
+    rows = torch.zeros(10, 5)
+    rows[:7] = good
+    order = [places.get(client, 7 + bad.index(client) if client in bad else -1) for client in range(10)]
+
+    def damage(rows):
+        return float((rows.median(dim=0).values - good.mean(dim=0)).norm())
+
+    assert hostile.corrupt(1, range(10), rows, order, lambda: rows.median(dim=0).values) == bad
+    assert torch.equal(rows[:7], good)
+    attack = attacks.a_little_is_enough if kind == "alie" else attacks.inner_product_manipulation
+    tried = [damage(torch.cat([good, attack(good, 3, strength)])) for strength in attacks.STRENGTHS[kind]]
+    assert damage(rows) == pytest.approx(max(tried), rel=1e-5)
+
+
+def test_strengths_that_leave_no_answer_are_not_sent():
+    hostile, rows = attackers(name="tuned_ipm"), torch.ones(10, 4)
+
+    def defence():
+        if float(rows.min()) < -0.2:
+            raise AggregationError("too far out")
+        return rows.mean(dim=0)
+
+    hostile.corrupt(1, range(10), rows, range(10), defence)
+    assert float(rows.min()) == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize("rule", ["fltrust", "foolsgold", "centred_clipping", "krum"])
+def test_tuned_attackers_try_the_job_s_own_rule(run, rule):
+    parameters = {"centred_clipping": {"tau": 1.0}, "krum": {"f": 3}}.get(rule, {})
+    tuned = {"simulation__attack": {"name": "tuned_ipm", "count": 3}, "aggregation__rule": rule}
+    settings = {**TEN, "rounds": 2, "aggregation__parameters": parameters}
+    honest, attacked = run(**settings, aggregation__rule=rule), run(**settings, **tuned)
+    assert not torch.equal(honest.model.vector, attacked.model.vector)
+    assert torch.isfinite(attacked.model.vector).all()
+
+
+def test_a_tuned_attacker_needs_a_rule_to_try(run):
+    with pytest.raises(ConfigError, match="tuned_ipm tries the job's rule"):
+        run(
+            **TEN,
+            simulation__attack={"name": "tuned_ipm", "count": 3},
+            aggregation__weighting="uniform",
+            evaluation__every=0,
+            privacy={"level": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
+        )
