@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.config import AgentConfig
 from roundtable.client.connection import Backoff, Link, calling
-from roundtable.client.delivery import tell, upload
+from roundtable.client.delivery import Courier, tell
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.files import explained
 from roundtable.client.gatekeeper import Gatekeeper
 from roundtable.client.metrics import loss_of
 from roundtable.client.models import ModelCache
 from roundtable.client.observing import Observer
+from roundtable.client.reporting import Reporter
 from roundtable.client.secure import MASKED, PHASE, SecureAttempt, SecureAttempts, is_secure
 from roundtable.client.spool import Finished, Spool, metric_messages
 from roundtable.client.steps import StepKey
@@ -44,8 +45,6 @@ from roundtable.proto import agent_pb2, common_pb2
 _log = logging.getLogger("roundtable.agent")
 _ANSWERS_KEPT = 256
 _DAMAGED_MODELS = 3
-_PROGRESS_SECONDS = 0.5
-_SYNC_AFTER_SECONDS = 2.0
 
 
 class Duties:
@@ -67,7 +66,10 @@ class Duties:
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
         self._answers: OrderedDict[StepKey, agent_pb2.FromAgent] = OrderedDict()
-        self._told: dict[StepKey, float] = {}
+        self._reporter = Reporter(link, observer)
+        self._report = self._reporter.report
+        self._courier = Courier(link, spool, self._reporter)
+        self._asked: dict[StepKey, tuple[agent_pb2.Instruction, float]] = {}
 
     @property
     def state(self) -> str:
@@ -127,9 +129,19 @@ class Duties:
         if step in self._working:
             self._advertise(step)
             return
+        kept = self._courier.take_back(step)
+        if kept is not None:
+            _log.info("%s: delivered before, and asked for again", step)
+            self._asked[step] = (instruction, time.monotonic() + instruction.deadline_seconds)
+            self._start_delivery(kept, fresh=True)
+            return
+        self._courier.forget(step.job)
         for other in [key for key in self._working if key.job == step.job and key[:3] < step[:3]]:
             _log.info("%s: given up for a newer step", other)
             self._working[other].cancel()
+            self._asked.pop(other, None)
+        if instruction.WhichOneof("work") == "train":
+            self._asked[step] = (instruction, time.monotonic() + instruction.deadline_seconds)
         self._spawn(self._working, step, self._work(step, instruction))
 
     def _withdraw(self, withdraw: agent_pb2.Withdraw) -> None:
@@ -146,11 +158,13 @@ class Duties:
         _log.info("%s: over (%s)", job, reason)
         for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
             self._drop(step)
+        self._courier.forget(job)
         self._trainer.release(job)
         self._secure.forget_job(job)
 
     def _drop(self, step: StepKey) -> None:
         """Stops work and delivery; the spool is cleared once nothing writes into it any more."""
+        self._asked.pop(step, None)
         for task in (self._working.get(step), self._delivering.get(step)):
             if task is not None:
                 task.add_done_callback(lambda _: self._spool.remove(step))
@@ -187,6 +201,7 @@ class Duties:
             model=model,
             layout=asked.layout,
             output=self._spool.bytes_of(step),
+            trouble=partial(self._reporter.trouble, step),
         )
         if work_kind == "train" and is_secure(job):
             columns = open_model(model).layout.size
@@ -252,7 +267,7 @@ class Duties:
         self._report(step, "training", 0, 0)
         quiet = self.gate.is_quiet(work.job)
         trained = await self._trainer.train(
-            work, lambda *seen: None if quiet else self._report(step, "training", *seen)
+            work, lambda *seen: self._report(step, "training", *seen, quiet=quiet)
         )
         _log.info(
             "%s: trained on %d examples in %.2f s%s",
@@ -298,51 +313,36 @@ class Duties:
         self._spawn(self._delivering, finished.step, self._deliver(finished, fresh))
 
     async def _deliver(self, finished: Finished, fresh: bool) -> None:
-        """Sends the update; a fresh one is kept first, against power cuts too if it has to wait."""
-        keeping = asyncio.create_task(self._keep(finished)) if fresh else None
+        step = finished.step
         try:
-            receipt = await self._upload(finished, ask=not fresh)
-        finally:
-            if keeping is not None:
-                keeping.cancel()
-                await asyncio.wait([keeping])
-        if receipt is not None:
-            self.gate.received(finished, receipt)
-            self._observer.receipt(finished.step, receipt)
-            tell(finished.step, receipt)
-        self._spool.remove(finished.step)
+            receipt = await self._courier.deliver(finished, fresh)
+        except ProtocolError as error:
+            self._fail(step, error)
+            return
+        except TransferError as error:
+            self._train_again(step, error)
+            return
+        asked = self._asked.pop(step, None)
+        self.gate.received(finished, receipt)
+        self._observer.receipt(step, receipt)
+        tell(step, receipt)
+        arrived = receipt.status in (agent_pb2.UploadReceipt.ACCEPTED, agent_pb2.UploadReceipt.DUPLICATE)
+        if arrived and asked is not None and finished.encoding != MASKED:
+            self._courier.delivered(finished)
+        else:
+            self._spool.remove(step)
 
-    async def _keep(self, finished: Finished) -> None:
-        """A kill loses nothing from now on; syncing waits, as most updates are gone by then."""
-        try:
-            self._spool.describe(finished)
-            await asyncio.sleep(_SYNC_AFTER_SECONDS)
-            await asyncio.to_thread(self._spool.sync, finished.step)
-        except ResourceError as error:
-            _log.warning("%s: a crash before its delivery would lose it: %s", finished.step, error)
-
-    async def _upload(self, finished: Finished, ask: bool) -> agent_pb2.UploadReceipt | None:
-        """The receipt; None where the coordinator does not take it and the round was told so."""
-        step, backoff = finished.step, Backoff()
-        while True:
-            stub = await self._link.stub()
-            self._report(step, "uploading", 0, finished.size)
-            try:
-                with calling("the upload broke off"):
-                    return await upload(
-                        stub,
-                        finished,
-                        self._spool.bytes_of(step),
-                        lambda sent, total: self._report(step, "uploading", sent, total),
-                        ask=ask,
-                    )
-            except UnavailableError as error:
-                _log.info("%s: the upload is resumed: %s", step, error)
-            except ProtocolError as error:
-                self._fail(step, error)
-                return None
-            ask = True
-            await asyncio.sleep(backoff.next())
+    def _train_again(self, step: StepKey, error: TransferError) -> None:
+        """The update is damaged here: it is made once more, if it is known what was asked."""
+        asked = self._asked.pop(step, None)
+        self._spool.remove(step)
+        if asked is None:
+            self._fail(step, error)
+            return
+        instruction, end = asked
+        instruction.deadline_seconds = max(0.0, end - time.monotonic())
+        self._reporter.trouble(step, "data_corruption", str(error), "trains again")
+        self._spawn(self._working, step, self._work(step, instruction))
 
     def _fail(self, step: StepKey, error: Exception) -> None:
         found = diagnose(error)
@@ -351,6 +351,7 @@ class Duties:
         _log.error("%s: failed (%s): %s%s", step, found.kind, found.detail, f"\n{trace}" if trace else "")
         failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
         self._remember(step, agent_pb2.FromAgent(failure=failure))
+        self._asked.pop(step, None)
         self._spool.remove(step)
 
     def _remember(self, step: StepKey, answer: agent_pb2.FromAgent) -> None:
@@ -359,17 +360,6 @@ class Duties:
         if len(self._answers) > _ANSWERS_KEPT:
             self._answers.popitem(last=False)
         self._link.send(answer)
-
-    def _report(self, step: StepKey, activity: str, done: int, total: int, loss: float = math.nan) -> None:
-        now = time.monotonic()
-        self._observer.doing(step, activity)
-        if done and now - self._told.get(step, 0.0) < _PROGRESS_SECONDS:
-            return
-        self._told[step] = now
-        progress = agent_pb2.Progress(
-            step=step.message(), done=done, total=total, loss=loss, activity=activity
-        )
-        self._link.send(agent_pb2.FromAgent(progress=progress))
 
     def _spawn(
         self, group: dict[StepKey, asyncio.Task[None]], step: StepKey, work: Coroutine[Any, Any, None]
@@ -380,7 +370,7 @@ class Duties:
         def done(task: asyncio.Task[None]) -> None:
             if group.get(step) is task:
                 del group[step]
-            self._told.pop(step, None)
+            self._reporter.forget(step)
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.critical("%s: the agent itself failed", step, exc_info=error)
                 # The round need not wait for its deadline.

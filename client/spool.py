@@ -1,4 +1,7 @@
-"""Finished updates on disk until the coordinator has them: encoded bytes, and beside them what they are."""
+"""Finished updates on disk until the coordinator has them: encoded bytes, and beside them what they are.
+
+The bytes of a delivered one stay until its round is over: should they be damaged there, they are sent again.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,19 @@ class Spool:
         sync(self._description(step))
         sync(self._folder)
 
+    def keep(self, step: StepKey) -> None:
+        """The coordinator has it; the bytes stay until `forget`, `take_back`, or a restart."""
+        self._description(step).unlink(missing_ok=True)
+        self.bytes_of(step).replace(self._sent(step))
+
+    def take_back(self, step: StepKey) -> None:
+        """What was kept is to be delivered again; to be described anew."""
+        self._sent(step).replace(self.bytes_of(step))
+
+    def forget(self, step: StepKey) -> None:
+        """What was kept is of no use any more."""
+        self._sent(step).unlink(missing_ok=True)
+
     def remove(self, step: StepKey) -> None:
         """Forgets the update: the coordinator has it or does not want it."""
         self._description(step).unlink(missing_ok=True)
@@ -102,6 +118,9 @@ class Spool:
                 yield item
             else:
                 _log.warning("the finished update %s is damaged on disk and is dropped", path.stem)
+
+    def _sent(self, step: StepKey) -> Path:
+        return self._folder / f"{step.slug}.sent"
 
     def _description(self, step: StepKey) -> Path:
         return self._folder / f"{step.slug}.json"

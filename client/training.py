@@ -20,6 +20,7 @@ from roundtable.client.arrays import arrays_of, fit_result, state_of
 from roundtable.client.batches import Batch, count_examples, ordered_batches, training_batches
 from roundtable.client.borrowing import borrowed, isolated_randomness, outside
 from roundtable.client.metrics import Metrics, add, checked
+from roundtable.client.micro_batches import CannotSplit, backward_in_parts, check_splittable
 from roundtable.client.private_training import add_own_noise, fit_privately, only_parameters
 from roundtable.client.sgd import SGD
 from roundtable.client.silo_account import Protection
@@ -82,6 +83,7 @@ def train(
     progress: Progress | None = None,
     out: Tensor | None = None,
     protection: Protection | None = None,
+    micro_batch: int | None = None,
 ) -> LocalUpdate:
     """Trains from the global `vector` on the training data of one client.
 
@@ -90,16 +92,20 @@ def train(
     receives the delta: float32 on CPU of shape [layout.size]. The order of batches comes from the
     stream (job.seed, round, client, "batches"), everything else random from (…, "training"). `protection`
     serves where the silo itself makes the update private (levels example and client_local); such an
-    update tells neither loss nor metrics nor its number of examples.
+    update tells neither loss nor metrics nor its number of examples. With `micro_batch`, no more than so many
+    examples are in memory at once: the same batches, their gradients added up from parts.
 
     Raises NoExamples for an empty data set, InvalidUpdate for a loss or weights that are not
     finite, LayoutError for a model that is not the layout's, PrivacyError for a protection that is
-    asked of the silo and not there, and whatever the task raises.
+    asked of the silo and not there, CannotSplit where parts of batches would train another model, and
+    whatever the task raises.
     """
     level = check_privacy(job, protection is not None)
     device = torch.device(device)
     seed = derive_seed(job.seed, round, client, "training")
     with isolated_randomness(seed, device):
+        if micro_batch is not None and (isinstance(task, ArrayTask) or level == "example"):
+            raise CannotSplit("this training takes no batches that could be split")
         if isinstance(task, ArrayTask):
             if level == "example":
                 raise PrivacyError(
@@ -115,7 +121,8 @@ def train(
             parameters = [p for p in module.parameters() if p.requires_grad]
             correction = make_algorithm(job.algorithm).begin(parameters)
             # A loss on its way is as exact as one that arrives.
-            run = _Run(task, module, parameters, job, round, progress if level == "none" else None)
+            told = progress if level == "none" else None
+            run = _Run(task, module, parameters, job, round, told, micro_batch)
             module.train()
             if protection is not None and level == "example":
                 run.steps = fit_privately(
@@ -200,6 +207,7 @@ class _Run:
         job: JobConfig,
         round: int,
         progress: Progress | None,
+        micro_batch: int | None,
     ) -> None:
         self._task = task
         self._module = module
@@ -208,6 +216,7 @@ class _Run:
         self.optimizer = _make_optimizer(task, parameters, job, round)
         self._place = f"round {round}"
         self._progress = progress
+        self._micro_batch = micro_batch
         self._pending: list[tuple[Tensor, int, int]] = []
         self._loss_sum = 0.0
         self._seen = 0
@@ -218,10 +227,15 @@ class _Run:
         task, module, optimizer, pending = self._task, self._module, self.optimizer, self._pending
         for batch in batches:
             optimizer.zero_grad()
-            loss = task.loss(module, batch.data)
-            if self.steps == 0:
-                _check_loss(loss, task)
-            loss.backward()  # type: ignore[no-untyped-call]
+            if self._micro_batch is None:
+                loss = task.loss(module, batch.data)
+                if self.steps == 0:
+                    _check_loss(loss, task)
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                if self.steps == 0:
+                    check_splittable(task, module, batch, self._micro_batch)
+                loss = backward_in_parts(task, module, batch, self._micro_batch)
             if correction is not None:
                 correction()
             if self._max_norm is not None:

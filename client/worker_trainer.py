@@ -10,20 +10,22 @@ import os
 import signal
 import sys
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.config import AgentConfig
 from roundtable.client.failures import WorkFailed
+from roundtable.client.gpus import shown_gpus
 from roundtable.client.metrics import Metrics
 from roundtable.client.trainer import Progress, Trained, Work
-from roundtable.client.workshop import Order, Settings
+from roundtable.client.workshop import Order, Settings, part_of_batch
 from roundtable.core.certificates import SECRET_VARIABLES
 
 _log = logging.getLogger("roundtable.agent")
 _LINE_LIMIT = 16 << 20
 _STOP_SECONDS = 5.0
+_MOST_HALVINGS = 6
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
 
 
@@ -32,16 +34,18 @@ class WorkerTrainer:
 
     def __init__(self, config: AgentConfig, client: str, jobs: Path) -> None:
         self._config = config
+        _, device = shown_gpus(config.policy.max_gpus, config.device, os.environ)
         settings = Settings(
             client=client,
             folder=str(config.folder),
             jobs=str(jobs),
-            device=config.device,
+            device=device,
             threads=config.threads,
             data=dict(config.data),
             epsilon=config.policy.epsilon,
             delta=config.policy.delta,
             memory=config.policy.memory_bytes,
+            gpu_memory=config.policy.gpu_memory_bytes,
             data_of={
                 table.use: table.data for table in config.task_tables.values() if table.data is not None
             },
@@ -49,6 +53,8 @@ class WorkerTrainer:
         self._settings = asdict(settings)
         self._turn = asyncio.Lock()
         self._child: _Child | None = None
+        self._halvings: dict[tuple[str, str], int] = {}
+        self._whole: set[tuple[str, str]] = set()
 
     async def start(self) -> None:
         """Spawns the process; it imports torch while the agent connects."""
@@ -68,6 +74,9 @@ class WorkerTrainer:
 
     def release(self, job: str) -> None:
         """See Trainer; the process drops a job when it is given another one."""
+        for verb in ("train", "evaluate"):
+            self._halvings.pop((job, verb), None)
+            self._whole.discard((job, verb))
 
     async def close(self) -> None:
         """See Trainer."""
@@ -76,13 +85,48 @@ class WorkerTrainer:
             self._child = None
 
     async def _do(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
+        """Does the order. Out of memory, again with half as many examples at once, until that is enough."""
+        key = (work.step.job, verb)
+        first: WorkFailed | None = None
+        while True:
+            halvings = self._halvings.get(key, 0)
+            try:
+                return await self._order(verb, replace(order_of_work(work), halvings=halvings), progress)
+            except WorkFailed as failure:
+                if failure.kind != "out_of_memory":
+                    raise self._not_in_parts(key, first, failure) if first else failure from None
+                if halvings >= self._most_halvings(verb, work):
+                    raise
+                first = failure
+                self._halvings[key] = halvings + 1
+                count = part_of_batch(work.job, halvings + 1, evaluation=verb == "evaluate")
+                said = f"reduced the batch size: no more than {count} examples in memory at once, from now on"
+                work.trouble(failure.kind, failure.detail, said)
+
+    def _most_halvings(self, verb: str, work: Work) -> int:
+        """Of a batch, until it is one example; none where parts of a batch are not the same training."""
+        batch = part_of_batch(work.job, 0, evaluation=verb == "evaluate")
+        # The silo has paid for a round of DP-SGD when it begins, and DP-SGD takes parts of batches anyway.
+        paid = verb == "train" and work.job.privacy.get("level") == "example"
+        if paid or (work.step.job, verb) in self._whole:
+            return 0
+        return min(_MOST_HALVINGS, batch.bit_length() - 1)
+
+    def _not_in_parts(self, key: tuple[str, str], first: WorkFailed, failure: WorkFailed) -> WorkFailed:
+        """What the round is told where half a batch failed for another reason than the whole."""
+        del self._halvings[key]
+        self._whole.add(key)
+        detail = f"{first.detail}; with parts of a batch: {failure.detail}"
+        return WorkFailed("out_of_memory", detail, failure.trace)
+
+    async def _order(self, verb: str, order: Order, progress: Progress) -> dict[str, Any]:
         async with self._turn:
             if self._child is not None and await self._child.gone():
                 await self.close()
             if self._child is None:
                 await self.start()
             assert self._child is not None
-            return await self._child.do(verb, order_of_work(work), progress)
+            return await self._child.do(verb, order, progress)
 
 
 class _Child:
@@ -101,6 +145,7 @@ class _Child:
     async def spawn(cls, config: AgentConfig, settings: dict[str, Any]) -> _Child:
         # A task needs no secrets of the agent's.
         environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+        environment |= shown_gpus(config.policy.max_gpus, config.device, os.environ)[0]
         if config.threads is not None:
             environment["OMP_NUM_THREADS"] = str(config.threads)
         process = await asyncio.create_subprocess_exec(
@@ -176,7 +221,7 @@ class _Child:
     async def _withdraw(self) -> None:
         self._write({"do": "stop", "number": self._number})
         try:
-            await asyncio.wait_for(self._answer(lambda done, total, loss: None), _STOP_SECONDS)
+            await asyncio.wait_for(self._answer(lambda *seen: None), _STOP_SECONDS)
         except WorkFailed:
             pass
         except TimeoutError:

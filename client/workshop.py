@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roundtable.client.gpus import bound_gpu_memory
 from roundtable.client.metrics import Metrics
 from roundtable.client.silo_account import Protection, payment
 from roundtable.client.silo_state import SiloState
@@ -40,11 +41,13 @@ class Settings:
     delta: float | None = None
     data_of: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: int | None = None
+    gpu_memory: int | None = None
 
 
 @dataclass(frozen=True)
 class Order:
-    """One step to do: `Work` as it crosses the pipe."""
+    """One step to do: `Work` as it crosses the pipe. After running out of memory, with parts of batches,
+    halved so many times."""
 
     job: str
     round: int
@@ -55,6 +58,7 @@ class Order:
     layout: str
     output: str
     attempt: int = 1
+    halvings: int = 0
 
 
 @dataclass
@@ -79,6 +83,7 @@ class Workshop:
         self._data: dict[str, tuple[Any, Any]] = {}
         self._bench: _Bench | None = None
         self.device = choose_device(settings.device)
+        bound_gpu_memory(settings.gpu_memory, self.device)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
 
@@ -102,6 +107,7 @@ class Workshop:
             progress=progress,
             out=bench.out,
             protection=protection,
+            micro_batch=part_of_batch(bench.config, order.halvings) if order.halvings else None,
         )
         bench.mode = protection.mode
         digest, size = write_update(Path(order.output), update.delta, bench.config.transfer.encoding)
@@ -127,7 +133,7 @@ class Workshop:
             start.vector,
             device=self.device,
             local=start.local if local is None else local,
-            batch_size=EVALUATION_BATCHES * bench.config.algorithm.batch_size,
+            batch_size=part_of_batch(bench.config, order.halvings, evaluation=True),
         )
 
     def _prepare(self, order: Order) -> tuple[_Bench, Model]:
@@ -150,6 +156,12 @@ class Workshop:
             site = Site(self._settings.client, options=options)
             self._data = {reference: split_data(task, site)}
         return self._data[reference]
+
+
+def part_of_batch(job: JobConfig, halvings: int, *, evaluation: bool = False) -> int:
+    """Examples that are in memory at once, after so many halvings."""
+    whole = job.algorithm.batch_size * (EVALUATION_BATCHES if evaluation else 1)
+    return max(1, whole >> halvings)
 
 
 def choose_device(name: str) -> torch.device:

@@ -170,11 +170,9 @@ class BufferedPhases(Phases):
         attempt = self._context.attempt()
         attempt.phase, attempt.deadline = m.TRAIN, None
         for failure in self.take_out(damaged):
-            name, asked = (
-                failure.site,
-                attempt.lost.pop(failure.site).asked or (attempt.round, attempt.number),
-            )
-            failure = replace(failure, round=asked[0], attempt=asked[1])
+            name, lost = failure.site, attempt.lost.pop(failure.site)
+            if lost.asked is not None:
+                failure = replace(failure, round=lost.asked[0], attempt=lost.asked[1])
             attempt.failures[name] = failure
             detail = {"kind": failure.kind, "phase": failure.phase}
             self._context.note("client_failed", str(failure), name, detail)

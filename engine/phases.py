@@ -151,11 +151,8 @@ class Phases:
     def _give_up_on_awaited(self, detail: str, now: float) -> None:
         attempt = self._context.attempt()
         for name in list(attempt.awaited):
-            kind, said, action = (
-                "slow_node" if self._population.is_online(name) else "node_failure",
-                detail,
-                "",
-            )
+            kind = "slow_node" if self._population.is_online(name) else "node_failure"
+            said, action = detail, ""
             if name in attempt.lost:
                 kind, said = "data_corruption", f"its update is damaged and was not sent again: {detail}"
                 action = "asked the silo to send it again, then excluded the update"

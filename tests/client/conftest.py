@@ -99,6 +99,8 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
         self.cut_download: int | None = None
         self.cut_upload: int | None = None
         self.cut_again = False
+        self.damaged = 0
+        self.when_damaged: Callable[[], None] = lambda: None
         self.uploads: dict[tuple[Any, ...], Upload] = {}
         self.receipts: dict[tuple[Any, ...], agent_pb2.UploadReceipt] = {}
         self.statuses: list[agent_pb2.UploadHeader] = []
@@ -179,6 +181,11 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
                 del upload.data[cut:]
                 await self._note()
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut by the test")
+        if self.damaged:
+            self.damaged -= 1
+            upload.data.clear()
+            self.when_damaged()
+            await context.abort(grpc.StatusCode.DATA_LOSS, "damaged by the test")
         assert blake3(upload.data).hexdigest() == header.content.digest
         accepted = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED)
         receipt = self.receipts.setdefault(key, accepted)

@@ -349,3 +349,41 @@ async def test_a_mistake_of_the_agents_own_is_reported_at_once(silo, log, monkey
     assert failure.kind == "node_failure"
     assert "its log says why" in failure.detail
     assert "nobody" not in failure.detail
+
+
+async def test_what_was_delivered_is_sent_again_when_it_is_asked_for_again(silo, log) -> None:
+    coordinator, trainer = silo.coordinator, silo.inline()
+    async with silo.agent(trainer):
+        coordinator.say(instruction=silo.instruction())
+        await log.until("delivered")
+        first = bytes(coordinator.uploads[KEY].data)
+        coordinator.receipts.clear()
+        coordinator.say(instruction=silo.instruction())
+        await coordinator.until(lambda: coordinator.receipts)
+        assert bytes(coordinator.uploads[KEY].data) == first
+        assert coordinator.uploads[KEY].offsets == [0, 0]
+        await log.until("delivered before, and asked for again")
+        await coordinator.until(lambda: silo.spooled == [])
+        coordinator.say(instruction=silo.instruction(phase="evaluate"))
+        await coordinator.hear("evaluated")
+        assert list((silo.config.state / "spool").iterdir()) == []
+    assert [step.phase for step in trainer.done] == ["train", "evaluate"]
+
+
+async def test_an_update_that_is_damaged_on_the_silos_disk_is_made_again(silo, log) -> None:
+    coordinator, trainer = silo.coordinator, silo.inline()
+    coordinator.damaged = 2
+
+    def spoil() -> None:
+        (silo.config.state / "spool" / "job-1.1.1.train.update").write_bytes(b"rotten")
+
+    coordinator.when_damaged = spoil
+    async with silo.agent(trainer):
+        coordinator.say(instruction=silo.instruction())
+        trouble = await coordinator.hear("trouble")
+        coordinator.when_damaged = lambda: None
+        await coordinator.until(lambda: coordinator.receipts)
+    assert (trouble.kind, trouble.action) == ("data_corruption", "trains again")
+    assert trouble.detail == "the finished update was damaged on the silo's own disk"
+    assert torch.equal(silo.delta(), expected_delta(silo))
+    assert len(trainer.done) == 2

@@ -1,4 +1,4 @@
-"""An update that rots at the coordinator after it was accepted is asked for again; only the same one counts."""
+"""An update that rots at the coordinator after it was accepted is asked for again; only the same counts."""
 
 from __future__ import annotations
 
