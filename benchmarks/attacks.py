@@ -17,7 +17,7 @@ keeps each training that ends as a line of JSON and runs none again that the fil
 hours, and processes can share it.
 
 With `--simulate` the same cells run through `roundtable.simulation.simulate` instead, as a job with
-`[simulation.attack]` would: the whole round engine, slower, with hostile silos drawn by the seed. Of the tuned
+`[simulation.attack]` would: the whole round engine, slower, with hostile silos drawn by the seed. Of tuned
 attackers, those that try the most are among them.
 """
 
