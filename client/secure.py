@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from roundtable.client.config import AgentConfig
 from roundtable.client.failures import WorkFailed
 from roundtable.client.files import replace_synced, write_file
 from roundtable.client.metrics import Metrics
+from roundtable.client.peers import KnownPeers
 from roundtable.client.revocations import Revocations
 from roundtable.client.steps import StepKey
 from roundtable.core.config import JobConfig
@@ -123,6 +124,7 @@ class SecureAttempts:
         self._attempts: dict[StepKey, SecureAttempt] = {}
         self._releases: FileReleases | None = None
         self._revocations = Revocations(config.credentials, config.state)
+        self._peers = KnownPeers(config.state)
 
     def check(self, job: JobConfig) -> None:
         """Raises WorkFailed for a job that asks for less than this silo's policy demands."""
@@ -264,22 +266,19 @@ class SecureAttempts:
     def _directory(self, identities: Iterable[bytes]) -> dict[str, bytes]:
         """Names and keys of the peers, each vouched for by this silo's own authority and nobody else."""
         authority = load_credentials(self._config.credentials).ca
-        found: dict[str, bytes] = {}
-        for name, key in self._verified(identities, authority, self._config.policy.identities == "root"):
-            if found.setdefault(name, key) != key:
-                raise WorkFailed("refused", f"the coordinator announces two identities for {name}")
-        return found
-
-    def _verified(
-        self, identities: Iterable[bytes], authority: bytes, from_root: bool
-    ) -> Iterator[tuple[str, bytes]]:
-        for certificate in identities:
-            try:
+        from_root = self._config.policy.identities == "root"
+        found: dict[str, tuple[bytes, bytes]] = {}
+        try:
+            for certificate in identities:
                 name, key = verify_identity(certificate, authority, from_root=from_root)
                 self._revocations.check(certificate, f"the silo {name!r}")
-                yield name, key
-            except IdentityError as error:
-                raise WorkFailed("refused", f"a peer cannot be trusted: {error}") from error
+                if found.setdefault(name, (key, certificate))[0] != key:
+                    raise WorkFailed("refused", f"the coordinator announces two identities for {name}")
+            if not from_root:
+                self._peers.meet(found, authority)
+        except IdentityError as error:
+            raise WorkFailed("refused", f"a peer cannot be trusted: {error}") from error
+        return {name: key for name, (key, _) in found.items()}
 
     def _memory(self) -> FileReleases:
         if self._releases is None:

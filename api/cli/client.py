@@ -10,7 +10,7 @@ from roundtable.cli.cluster import plan, profile, verify_cluster
 from roundtable.cli.doctor import client_doctor
 from roundtable.cli.install import install
 from roundtable.cli.server import service_logs
-from roundtable.cli.silo import approve, enroll, explain, hash_task, jobs
+from roundtable.cli.silo import approve, enroll, explain, forget, hash_task, jobs
 from roundtable.cli.trust import revoke
 
 
@@ -44,6 +44,7 @@ for command in (
     client_doctor,
     enroll,
     explain,
+    forget,
     hash_task,
     jobs,
     plan,

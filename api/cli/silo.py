@@ -123,6 +123,22 @@ def explain(context: click.Context, file: Path, submitter: str | None) -> int:
     return 1 if reasons else 0
 
 
+@click.command("forget")
+@click.argument("silo")
+@click.pass_context
+def forget(context: click.Context, silo: str) -> None:
+    """Forget the key that SILO has been known by in secure aggregation; its next one is taken as its own.
+
+    For a silo that enrolled again with new keys. Ask its people first: a key that is not theirs is the
+    sign of a coordinator that invents silos.
+    """
+    from roundtable.client.peers import KnownPeers
+
+    config, _ = _silo(context)
+    KnownPeers(config.state).forget(silo)
+    click.echo(f"Forgotten: the next key that {silo} shows is taken as its own.")
+
+
 @click.command("hash")
 @click.argument("task")
 @click.pass_context

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from roundtable.client.config import AgentConfig, PolicyTable, load_agent_config
 from roundtable.client.failures import WorkFailed
+from roundtable.client.peers import KnownPeers
 from roundtable.client.secure import FileReleases, SecureAttempts, certificate_of
 from roundtable.client.steps import StepKey
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ProtocolError
+from roundtable.core.errors import ConfigError, ProtocolError
 from roundtable.core.identity import Authority, create_ca, issue
 from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import SecAggServer
@@ -95,6 +97,41 @@ def test_a_substituted_identity_is_refused(folder: Path) -> None:
     shown = [*certificates(folder, "alder", "birch"), certificate_of(folder / "false")]
     with pytest.raises(WorkFailed, match=r"a peer cannot be trusted.*not issued by the authority"):
         SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, shown)
+
+
+def test_a_known_silo_keeps_the_key_that_it_showed_first(folder: Path) -> None:
+    """Whoever has the issuing key makes a second cedar; a person, or the root, says which one is true."""
+    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, certificates(folder))
+
+    def online() -> bytes:
+        key = Ed25519PrivateKey.generate().public_key()
+        return Authority.issuing(folder / "ca").certify(key, "cedar", "agent")
+
+    others, false = certificates(folder, "alder", "birch"), online()
+    with pytest.raises(WorkFailed, match=r"'cedar' shows another key .*: roundtable client forget cedar"):
+        # Also after a restart.
+        SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, [*others, false])
+    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, certificates(folder))
+    KnownPeers(config(folder, "alder").state).forget("cedar")
+    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, [*others, false])
+    # A certificate that was renewed for the same key is no other silo; one of the root's own needs no person.
+    public = x509.load_pem_x509_certificates(false)[0].public_key()
+    assert isinstance(public, Ed25519PublicKey)
+    renewed = Authority.issuing(folder / "ca").certify(public, "cedar", "agent")
+    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, [*others, renewed])
+    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, certificates(folder))
+    with pytest.raises(WorkFailed, match="shows another key"):
+        SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, [*others, false])
+    with pytest.raises(ConfigError, match="'oak' is not known here; this silo has met alder, birch, cedar"):
+        KnownPeers(config(folder, "alder").state).forget("oak")
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]", '{"cedar": 3}', '{"cedar": {"key": 1}}', "[" * 100_000])
+def test_a_damaged_memory_of_peers_is_no_empty_one(folder: Path, text: str) -> None:
+    silo = SecureAttempts(config(folder, "alder"), "alder")
+    (config(folder, "alder").state / "peers.json").write_text(text)
+    with pytest.raises(WorkFailed, match=r"peers\.json is damaged"):
+        silo.begin(STEP, job(), COLUMNS, certificates(folder))
 
 
 def test_two_identities_of_one_silo_are_refused(folder: Path) -> None:
