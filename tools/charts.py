@@ -5,7 +5,7 @@
     python tools/charts.py CHART [VALUES.json]    # print one chart's manifests with other values
 
 Helm is no Python package, but its library is inside one (helm-sdkpy, Linux on x86-64), fetched once to
-build/helm. That library installs and cannot only print, so it is given a stand-in for a cluster, which
+build/. That library installs and cannot only print, so it is given a stand-in for a cluster, which
 refuses the release and keeps what it was made of.
 """
 
@@ -17,18 +17,15 @@ import gzip
 import json
 import platform
 import re
-import subprocess
 import sys
 import threading
-import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from environments import ROOT
+from environments import ROOT, from_wheel
 
 PIN = "helm-sdkpy==0.1.32"
-LIBRARY = ROOT / "build" / "helm" / PIN / "libhelm_sdkpy.so"
 HELM, KEPT = ROOT / "deploy" / "helm", ROOT / "deploy" / "kubernetes"
 KUBERNETES = "v1.31.0"
 NAMESPACE = "roundtable"
@@ -45,17 +42,8 @@ def library() -> Path | None:
     """Helm's library, fetched if need be; None on a machine that there is none for."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
-    if not LIBRARY.exists():
-        folder = LIBRARY.parent
-        # Its bindings want Python 3.12; the library, called here without them, does not.
-        options = ("--quiet", "--no-deps", "--only-binary=:all:", "--python-version", "3.12")
-        words = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), PIN]
-        subprocess.run(words, check=True)
-        wheel = next(folder.glob("*.whl"))
-        with zipfile.ZipFile(wheel) as archive:
-            LIBRARY.write_bytes(archive.read("helm_sdkpy/_lib/linux-amd64/libhelm_sdkpy.so"))
-        wheel.unlink()
-    return LIBRARY
+    # Its bindings want Python 3.12; the library, called here without them, does not.
+    return from_wheel(PIN, "helm_sdkpy/_lib/linux-amd64/libhelm_sdkpy.so", "--python-version", "3.12")
 
 
 def discovery(path: str) -> dict[str, Any] | None:

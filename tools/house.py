@@ -7,7 +7,7 @@ lint     ruff's rules and format
 types    mypy, strict
 layers   which folder may import which (contracts in setup.cfg)
 proto    generated code against the .proto files
-charts   lints the Helm charts; fails when the manifests kept beside them are others
+deploy   the compose file's schema, the Helm charts, the manifests kept beside them
 compat   generated code on the oldest and on the newest protobuf and grpcio
 wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
 pins     writes constraints.txt from what is installed
@@ -96,8 +96,9 @@ def proto() -> None:
         print("skipped: the generator has no wheel for this Python; CI checks on 3.11")
 
 
-def charts() -> None:
-    """What deploy/helm renders against deploy/kubernetes."""
+def deploy() -> None:
+    """What can be checked of deploy/ without a container engine or a cluster."""
+    run(BIN / "python", "tools/compose.py")
     run(BIN / "python", "tools/charts.py", "--check")
 
 
@@ -177,7 +178,7 @@ def pins() -> None:
 def test() -> None:
     """Every check, cheap ones first."""
     dev()
-    for check in (lint, types, layers, proto, charts, compat, wheel):
+    for check in (lint, types, layers, proto, deploy, compat, wheel):
         start = time.monotonic()
         print(f"\n== {check.__name__}", flush=True)
         check()
@@ -185,7 +186,7 @@ def test() -> None:
     print("\nall checks passed")
 
 
-COMMANDS = (dev, demo, test, lint, types, layers, proto, charts, compat, wheel, pins)
+COMMANDS = (dev, demo, test, lint, types, layers, proto, deploy, compat, wheel, pins)
 
 
 def main() -> int:

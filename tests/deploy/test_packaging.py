@@ -64,6 +64,14 @@ def test_compose_names_files_and_settings_that_exist() -> None:
         assert agent.credentials.name == silo
 
 
+def test_compose_is_what_its_specification_takes() -> None:
+    if not list((ROOT / "build" / "wheels").glob("docker-compose*")):
+        pytest.skip("the schema is not here: python tools/compose.py fetches it")
+    words = [sys.executable, ROOT / "tools" / "compose.py"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_each_service_has_its_unit() -> None:
     assert [unit.stem for unit in UNITS] == ["roundtable-agent", "roundtable-coordinator"]
 
