@@ -160,6 +160,23 @@ def test_updates_at_infinity_are_rejected(rule: str, drawn: tuple[torch.Tensor, 
     assert float((far - centre).norm()) <= 1.001 * radius
 
 
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "mean_around_median"])
+@settings(max_examples=25, deadline=None)
+@given(drawn=draws(), seed=st.integers(0, 1000), size=st.sampled_from([1e6, 1e12, 1e300]))
+def test_every_coordinate_stays_among_the_honest_ones(
+    rule: str, drawn: tuple[torch.Tensor, int], seed: int, size: float
+) -> None:
+    values, f = drawn
+    f = min(f, largest_f(rule, len(values)))
+    honest = values[: len(values) - f]
+    generator = torch.Generator().manual_seed(seed)
+    hostile = torch.randn(f, values.shape[1], generator=generator).sign().double() * size
+    result = run(rule, torch.cat([honest, hostile]), f)
+    slack = 1e-12 * honest.abs().amax(dim=0)
+    assert (result >= honest.amin(dim=0) - slack).all()
+    assert (result <= honest.amax(dim=0) + slack).all()
+
+
 @settings(max_examples=50, deadline=None)
 @given(drawn=draws(), tau=st.floats(0.01, 10), iterations=st.integers(1, 4), size=st.floats(1, 1e12))
 def test_centred_clipping_moves_at_most_tau_a_step(
