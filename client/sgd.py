@@ -26,7 +26,7 @@ class SGD:
         self._learning_rate = learning_rate
         self._momentum = momentum
         self._weight_decay = weight_decay
-        self._velocity: dict[nn.Parameter, Tensor] = {}
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
@@ -49,9 +49,9 @@ class SGD:
 
     def _accelerated(self, pairs: list[tuple[nn.Parameter, Tensor]]) -> list[Tensor]:
         for parameter, gradient in pairs:
-            if parameter not in self._velocity:
-                self._velocity[parameter] = torch.zeros_like(gradient)
-        velocities = [self._velocity[parameter] for parameter, _ in pairs]
+            if parameter not in self.state:
+                self.state[parameter] = {"momentum_buffer": torch.zeros_like(gradient)}
+        velocities = [self.state[parameter]["momentum_buffer"] for parameter, _ in pairs]
         torch._foreach_mul_(velocities, self._momentum)
         torch._foreach_add_(velocities, [gradient for _, gradient in pairs])
         return velocities

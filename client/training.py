@@ -21,6 +21,7 @@ from roundtable.client.batches import Batch, count_examples, ordered_batches, tr
 from roundtable.client.borrowing import borrowed, isolated_randomness, outside
 from roundtable.client.metrics import Metrics, add, checked
 from roundtable.client.micro_batches import CannotSplit, backward_in_parts, check_splittable
+from roundtable.client.optimizer_state import restore_state, state_tensors
 from roundtable.client.private_training import add_own_noise, fit_privately, only_parameters
 from roundtable.client.sgd import SGD
 from roundtable.client.silo_account import Protection
@@ -112,6 +113,8 @@ def train(
                     'privacy.level = "example" bounds the gradient of every example, and an ArrayTask gives '
                     'none: write a Task with a model and a loss, or use level "client_local"'
                 )
+            if job.algorithm.optimizer_state == "keep":
+                raise TaskError("optimizer_state = 'keep': an ArrayTask has no optimizer here; set 'drop'")
             local = {**_local_of(model, layout), **(local or {})}
             update = _fit_arrays(task, data, job, layout, vector, round, seed, local, out)
             return _protected(update, job, level, protection)
@@ -123,6 +126,9 @@ def train(
             # A loss on its way is as exact as one that arrives.
             told = progress if level == "none" else None
             run = _Run(task, module, parameters, job, round, told, micro_batch)
+            keep = job.algorithm.optimizer_state == "keep"
+            if keep:
+                restore_state(run.optimizer, module, local or {})
             module.train()
             if protection is not None and level == "example":
                 run.steps = fit_privately(
@@ -143,6 +149,8 @@ def train(
             if level == "example":
                 only_parameters(delta, module, layout)
             mine = outside(module, layout, "local")
+            if keep:
+                mine |= state_tensors(run.optimizer, module)
     _check_finite(delta, job)
     if level == "example":
         return LocalUpdate(delta, 1, run.steps, math.nan, {}, mine)

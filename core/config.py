@@ -159,6 +159,9 @@ class AlgorithmTable(Table):
     )
     mu: Finite = Field(0.0, ge=0, description="fedprox: weight of the proximal term")
     max_gradient_norm: Finite | None = Field(None, gt=0, description="clip each step's gradient to this norm")
+    optimizer_state: Literal["drop", "keep"] = Field(
+        "drop", description="of a silo's optimizer between rounds: each starts afresh, or goes on with it"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmTable:
@@ -273,7 +276,7 @@ class SimulationTable(Table):
         description="how a data set is split among them, as a table with a name",
     )
     data: Open = Field(default_factory=dict, description="what a silo's [data] table would hold")
-    backend: Literal["auto", "sequential", "vectorised", "processes", "ray"] = Field(
+    backend: Literal["auto", "sequential", "vectorised", "stacked", "processes", "ray"] = Field(
         "auto", description="how clients run"
     )
     workers: int | None = Field(None, ge=1, description="processes; default: the cores there are")

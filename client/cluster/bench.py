@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,17 @@ from roundtable.client.cluster.optimizing import (
     make_optimizer,
     set_decay,
 )
+from roundtable.client.cluster.prefetch import Prefetched
 from roundtable.client.cluster.replica import Replica
 from roundtable.client.cluster.sampling import CollectiveSampler
 from roundtable.client.cluster.shards import Places, local_of
+from roundtable.client.cluster.soundness import Steadiness, refuse_step
 from roundtable.client.cluster.strategy import Strategy
 from roundtable.client.cluster.streams import StreamedBatches
 from roundtable.client.cluster.tensor_parallel import TensorParallel
 from roundtable.client.cluster.work import Work
 from roundtable.client.metrics import Metrics, add, checked
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import InvalidUpdate
 from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import Task
@@ -110,7 +112,7 @@ class Bench:
             plain=is_example_level(self.job),
         )
         self.places = Places(self.layout)
-        self.sampler = CollectiveSampler(self.device)
+        self.sampler = CollectiveSampler(self.device, wanted=dist.get_rank() == 0)
 
     def load(self, vector: Tensor, others: Mapping[str, Tensor]) -> None:
         """Puts a model in, each rank its own parts; `others` are tensors that do not travel."""
@@ -146,29 +148,39 @@ class Bench:
             self.optimizer = make_optimizer(self.task, parameters, self.job, self.strategy, self.meshes)
         return set_decay(self.optimizer, self.job, round)
 
-    def fit(self, batches: SharedBatches | StreamedBatches, round: int, done: Progress, watch: Watch) -> None:
+    def fit(
+        self,
+        batches: SharedBatches | StreamedBatches,
+        round: int,
+        done: Progress,
+        watch: Watch,
+        alarm: Callable[[int], None] | None = None,
+    ) -> None:
         """Takes the steps that are left; `watch` is called after each, on every rank, and may raise.
 
-        Raises InvalidUpdate, on every rank, for a loss that is not finite.
+        `alarm` is called, on every rank, when a loss jumps: with the steps taken, before the one that it
+        would lead to. Raises InvalidUpdate, on every rank, for a loss or a gradient that is not finite; the
+        step is not taken then.
         """
         rate = self.begin(round)
         correction = make_correction(self.job, self.replica.parameters())
         outer = self._outer()
         self.replica.train()
+        steadiness, step = Steadiness(), batches.position
+        arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
         ended = time.perf_counter()
-        for share in batches:
+        while (share := arriving.take()) is not None:
+            step += 1
             arrived = time.perf_counter()
-            with self._randomness(round, batches.position), self.sampler.step():
-                loss, norm = self._step(share, correction)
-            if not math.isfinite(loss):
-                raise InvalidUpdate(
-                    "non_finite",
-                    f"the training loss is {loss} at step {batches.position} of round {round}; lower "
-                    "[algorithm] learning_rate, set max_gradient_norm, or look for bad values in the data",
-                )
-            if outer and (
-                batches.position % self.strategy.local_steps == 0 or batches.position == batches.steps
-            ):
+            with self._randomness(round, "training", step), self.sampler.step():
+                loss, norm, own = self._gradients(share, correction, arriving)
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    raise refuse_step(loss, norm, own.tolist(), step, round)
+                if alarm is not None and steadiness.jumped(loss):
+                    alarm(step - 1)
+                assert self.optimizer is not None
+                self.optimizer.step()
+            if outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
                 outer.meet()
             done.seen += share.total
             done.loss_sum += loss * share.total
@@ -176,7 +188,7 @@ class Bench:
             done.steps += 1
             done.norm_sum += norm
             done.seconds += now - ended
-            place = (batches.position, batches.steps, share.total)
+            place = (step, batches.steps, share.total)
             watch(self._report(place, loss, norm, rate, now - ended, arrived - ended))
             ended = time.perf_counter()
         self.finish()
@@ -252,15 +264,18 @@ class Bench:
         dist.all_reduce(table)
         return {name: (float(row[0]), int(row[1])) for name, row in zip(names, table.tolist(), strict=True)}
 
-    def _step(self, share: Share, correction: Callable[[], None] | None) -> tuple[float, float]:
+    def _gradients(
+        self, share: Share, correction: Callable[[], None] | None, arriving: Prefetched
+    ) -> tuple[float, float, Tensor]:
+        """A step's gradients, clipped: (loss, norm before) of the whole batch, and this rank's own losses."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         # Ranks average their gradients, so each weighs its examples by how many ranks there are.
         mesh = self.strategy.mesh
         near = mesh.fsdp if self.strategy.local_steps else mesh.data
         weights = [size * near / share.together for size in share.sizes]
-        moved = [_moved(batch, self.device) for batch in share.batches]
-        losses = self.replica.backward(moved, weights)
+        losses = self.replica.backward(share.batches, weights)
+        arriving.ahead()
         parameters, limit = self.replica.parameters(), self.job.algorithm.max_gradient_norm
         align_gradients(parameters)
         if correction is not None:
@@ -269,21 +284,23 @@ class Bench:
             norm = clip_gradients(parameters, limit, self.meshes, self.device)
         else:
             norm = gradient_norm(parameters, self.meshes, self.device)
-        self.optimizer.step()
-        return self._mean(losses, share), float(norm)
+        loss, worst = self._over_ranks(losses, norm, share)
+        return loss, worst, losses if losses is not None else torch.zeros(0)
 
-    def _mean(self, losses: Tensor | None, share: Share) -> float:
-        """The batch's mean loss over all ranks."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _over_ranks(self, losses: Tensor | None, norm: Tensor, share: Share) -> tuple[float, float]:
+        """The batch's mean loss over all ranks, and the norm, on all of them infinite if it is on one."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         if losses is not None and self.meshes.place("tp") == 0:
             sizes = torch.tensor(share.sizes, dtype=torch.float64, device=self.device)
-            total = (losses.double() * sizes).nan_to_num(math.inf, math.inf, math.inf).sum()
-        dist.all_reduce(total)
-        return float(total) / share.total
+            sums[0] = (losses.double() * sizes).nan_to_num(math.inf, math.inf, math.inf).sum()
+        sums[1] = (~torch.isfinite(norm)).double()
+        dist.all_reduce(sums)
+        total, bad, value = torch.cat([sums, norm.double().view(1)]).tolist()
+        return total / share.total, math.inf if bad else value
 
-    def _randomness(self, round: int, step: int) -> Any:
+    def _randomness(self, round: int, purpose: str, step: int) -> Any:
         """Ranks with the same examples draw the same numbers; a step that is done again draws them again."""
-        path: Sequence[str | int] = (round, self.client, "training", step, self.meshes.data_rank)
+        path: Sequence[str | int] = (round, self.client, purpose, step, self.meshes.data_rank)
         return isolated_randomness(derive_seed(self.job.seed, *path), self.device)
 
     @torch.no_grad()
@@ -311,13 +328,3 @@ def gathered_names(names: list[str]) -> list[list[str]]:
     from roundtable.client.cluster.talk import gather_text
 
     return [text.split("\n") if text else [] for text in gather_text("\n".join(names))]
-
-
-def _moved(data: Any, device: torch.device) -> Any:
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: _moved(value, device) for key, value in data.items()}
-    if isinstance(data, (tuple, list)):
-        return type(data)(_moved(value, device) for value in data)
-    return data

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from roundtable.client.cluster.shards import plain_name
 from roundtable.client.cluster.talk import broadcast_text
 from roundtable.client.files import digest_of, replace_synced
 
-_STATE = "state.json"
+_STATE, _END = "state.json", "end"
+_ENDS_KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Checkpoints:
     def save(self, replica: Replica, optimizer: torch.optim.Optimizer, position: Position) -> None:
         """Starts to save; returns once the tensors are copied, so that training may go on."""
         self.finish()
-        folder = self._folders[0] / f"round-{position.round:06d}-step-{position.step:08d}"
+        place = _END if position.final else f"step-{position.step:08d}"
+        folder = self._folders[0] / f"round-{position.round:06d}-{place}"
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -81,17 +83,20 @@ class Checkpoints:
                 _prune(place, self._keep)
 
     def newest(self, round: int, model: str) -> tuple[Path, Position] | None:
-        """The newest whole checkpoint of this round from this model, or of an earlier round's end.
+        """The newest whole checkpoint within this round from this model."""
+        return self._find(
+            lambda position: position.round == round and position.model == model and not position.final
+        )
 
-        Every rank gets what rank 0 finds.
-        """
+    def end(self, before: int) -> tuple[Path, Position] | None:
+        """The whole checkpoint of the newest round's end below the round `before`."""
+        return self._find(lambda position: position.final and position.round < before)
+
+    def _find(self, wanted: Callable[[Position], bool]) -> tuple[Path, Position] | None:
+        """Every rank gets what rank 0 finds."""
         text = ""
-        if dist.get_rank() == 0:
-            for path, position in self._whole():
-                same = position.round == round and position.model == model and not position.final
-                if same or (position.final and position.round < round):
-                    text = json.dumps([str(path), position.__dict__])
-                    break
+        if dist.get_rank() == 0 and (found := next(self._whole(wanted), None)) is not None:
+            text = json.dumps([str(found[0]), found[1].__dict__])
         text = broadcast_text(text, self._group)
         if not text:
             return None
@@ -107,15 +112,16 @@ class Checkpoints:
         reader = HuggingFaceStorageReader(str(path))
         load(state, storage_reader=reader, process_group=self._group)
 
-    def _whole(self) -> Iterator[tuple[Path, Position]]:
-        """Checkpoints whose files are what their description says, newest first, from any place."""
+    def _whole(self, wanted: Callable[[Position], bool]) -> Iterator[tuple[Path, Position]]:
+        """Those wanted whose files are what their description says, newest first, from any place."""
         paths = [path for place in self._folders for path in place.glob(f"*/{_STATE}")]
         for path in sorted(paths, key=lambda path: path.parent.name, reverse=True):
             try:
                 document = json.loads(path.read_text())
                 files: Mapping[str, str] = document["files"]
-                if all(digest_of(path.parent / name) == digest for name, digest in files.items()):
-                    yield path.parent, Position(**document["position"])
+                position = Position(**document["position"])
+                if wanted(position) and all(digest_of(path.parent / name) == files[name] for name in files):
+                    yield path.parent, position
             except (OSError, ValueError, KeyError, TypeError):
                 continue
 
@@ -147,5 +153,9 @@ def _copy(folder: Path, to: Path) -> None:
 
 
 def _prune(place: Path, keep: int) -> None:
-    for path in sorted(path for path in place.iterdir() if path.is_dir())[:-keep]:
+    """Of ends of rounds two stay, since a round may be done again from the one before it."""
+    folders = sorted(path for path in place.iterdir() if path.is_dir())
+    ends = [path for path in folders if path.name.endswith(_END)]
+    within = [path for path in folders if path not in ends]
+    for path in [*ends[:-_ENDS_KEPT], *within[:-keep]]:
         shutil.rmtree(path, ignore_errors=True)

@@ -65,6 +65,7 @@ class GroupWorkshop:
         self._group = group
         self._state = SiloState(Path(group.settings.jobs))
         self._job = ""
+        self._ended = 0
         self._bench: Bench | None = None
         self._data: tuple[Any, Any] = (None, None)
         self._site, self._bench_task = Site(group.settings.client), Task()
@@ -74,25 +75,30 @@ class GroupWorkshop:
         bench, start, digest = self._prepare(order)
         level = check_privacy(bench.job, protected=True)
         bench.load(start.vector, self._others(order, start, before=order.round))
-        if self._group.table.optimizer_state == "drop":
-            bench.optimizer = None
-        bench.begin(order.round)
         checkpoints = self._checkpoints(order.job)
+        self._begin(bench, checkpoints, order)
         if level == "example":
             return self._train_on_noise(bench, checkpoints, order, start, digest, watch)
         done, batches = Progress(), bench.batches(self._data[0], order.round)
-        self._resume(bench, checkpoints, order, digest, done, batches)
+        saved = self._resume(bench, checkpoints, order, digest, done, batches)
         every = self._group.table.checkpoint_steps
+
+        def save(step: int) -> None:
+            nonlocal saved
+            position = Position(order.round, digest, step, done.seen, done.loss_sum)
+            saved = self._save(bench, checkpoints, position)
 
         def note(report: StepReport) -> None:
             watch(report)
             if every and report.step % every == 0 and report.step < report.steps:
-                self._save(bench, checkpoints, order, digest, done, report.step, False)
+                save(report.step)
 
-        bench.fit(batches, order.round, done, note)
-        if self._group.table.optimizer_state == "keep":
-            self._save(bench, checkpoints, order, digest, done, batches.position, True)
-        checkpoints.finish()
+        try:
+            bench.fit(batches, order.round, done, note, save if every else None)
+        except InvalidUpdate as error:
+            checkpoints.finish()
+            raise InvalidUpdate(error.reason, f"{error}; {_last_sound(saved)}") from error
+        self._end(bench, checkpoints, order, Position(order.round, digest, batches.position, 0, 0.0, True))
         if level == "client_local":
             till = self._till(order)
             noise = noise_on_parts(bench, start.vector, till)
@@ -111,13 +117,30 @@ class GroupWorkshop:
         watch: Watch,
     ) -> Trained:
         """DP-SGD. No checkpoints within a round: one that breaks begins anew, with new samples and noise."""
-        self._resume(bench, checkpoints, order, digest, Progress(), None)
         till = self._till(order)
         fit_examples_privately(bench, self._data[0], order.round, till, watch)
-        if self._group.table.optimizer_state == "keep":
-            self._save(bench, checkpoints, order, digest, Progress(), 0, True)
-            checkpoints.finish()
+        self._end(bench, checkpoints, order, Position(order.round, digest, 0, 0, 0.0, True))
         return self._deliver_privately(bench, order, start, till)
+
+    def _begin(self, bench: Bench, checkpoints: Checkpoints, order: Order) -> None:
+        """A fresh optimizer, or with the state that the round before left, whoever trained that."""
+        keep = bench.job.algorithm.optimizer_state == "keep"
+        fresh = not (keep and 0 < self._ended < order.round)
+        if fresh:
+            bench.optimizer = None
+        # Until this round has ended the state is of no round's end.
+        self._ended = 0
+        bench.begin(order.round)
+        assert bench.optimizer is not None
+        if keep and fresh and (found := checkpoints.end(before=order.round)) is not None:
+            checkpoints.load(found[0], bench.replica, bench.optimizer, weights=False)
+
+    def _end(self, bench: Bench, checkpoints: Checkpoints, order: Order, position: Position) -> None:
+        """Keeps the optimizer's state, where the job says so, for whichever ranks train next."""
+        if bench.job.algorithm.optimizer_state == "keep":
+            self._save(bench, checkpoints, position)
+            self._ended = order.round
+        checkpoints.finish()
 
     def _till(self, order: Order) -> Till:
         """The silo's account, as it is for a silo with one device."""
@@ -155,7 +178,7 @@ class GroupWorkshop:
         start = open_model(Path(order.model))
         digest = Path(order.model).stem
         if self._bench is None or self._job != order.job:
-            self._bench = None
+            self._bench, self._ended = None, 0
             self._bench, self._job = self._set_up(order, start), order.job
         if not self._bench.layout.fingerprint == start.layout.fingerprint == order.layout:
             raise LayoutError("the job announces another layout than its model has")
@@ -210,7 +233,10 @@ class GroupWorkshop:
 
     def _checkpoints(self, job: str) -> Checkpoints:
         table = self._group.table
-        places = [self._group.folder / "checkpoints", *(Path(place) / job for place in table.checkpoints)]
+        places = [
+            self._group.folder / "checkpoints" / job,
+            *(Path(place) / job for place in table.checkpoints),
+        ]
         if dist.get_rank() == 0:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)
@@ -218,32 +244,22 @@ class GroupWorkshop:
 
     def _resume(
         self, bench: Bench, checkpoints: Checkpoints, order: Order, digest: str, done: Progress, batches: Any
-    ) -> None:
-        """Goes on from the newest checkpoint of this round, or with the optimizer of an earlier one."""
+    ) -> int:
+        """Goes on from the newest checkpoint of this round; gives its step, 0 for none."""
         found = checkpoints.newest(order.round, digest)
-        if found is None or bench.optimizer is None:
-            return
+        if found is None:
+            return 0
         path, position = found
-        if not position.final:
-            checkpoints.load(path, bench.replica, bench.optimizer)
-            batches.load_state_dict({"position": position.step})
-            done.seen, done.loss_sum = position.seen, position.loss_sum
-        elif self._group.table.optimizer_state == "keep" and not bench.optimizer.state:
-            checkpoints.load(path, bench.replica, bench.optimizer, weights=False)
-
-    def _save(
-        self,
-        bench: Bench,
-        checkpoints: Checkpoints,
-        order: Order,
-        digest: str,
-        done: Progress,
-        step: int,
-        final: bool,
-    ) -> None:
         assert bench.optimizer is not None
-        position = Position(order.round, digest, step, done.seen, done.loss_sum, final)
+        checkpoints.load(path, bench.replica, bench.optimizer)
+        batches.load_state_dict({"position": position.step})
+        done.seen, done.loss_sum = position.seen, position.loss_sum
+        return position.step
+
+    def _save(self, bench: Bench, checkpoints: Checkpoints, position: Position) -> int:
+        assert bench.optimizer is not None
         checkpoints.save(bench.replica, bench.optimizer, position)
+        return position.step
 
     def _deliver(
         self,
@@ -271,6 +287,12 @@ class GroupWorkshop:
 
 def _learns(each: tuple[str, Tensor]) -> bool:
     return isinstance(each[1], nn.Parameter) and each[1].requires_grad
+
+
+def _last_sound(step: int) -> str:
+    if step:
+        return f"the round's last sound checkpoint is that of step {step}, in the silo's state folder"
+    return "the round has no checkpoint, so it would begin anew ([cluster] checkpoint_steps keeps some)"
 
 
 def _check_weights(bench: Bench) -> None:

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,26 @@ class Report:
 class Advice:
     """What earlier failures taught, for the next start of the group.
 
-    `halvings` of the micro-batch after running out of memory; `lost` devices of this node that failed.
+    `halvings` of the micro-batch after running out of memory; `lost` devices of this node that failed, and
+    those `tried` again before a later round: one that fails once more stays out for the rest of the job.
     """
 
     halvings: int = 0
     lost: tuple[int, ...] = ()
+    tried: tuple[int, ...] = ()
+
+    def usable(self, devices: int) -> list[int]:
+        """Those of so many devices that have not failed."""
+        return [device for device in range(devices) if device not in self.lost]
+
+    def to_ask(self) -> list[int]:
+        """Lost devices that may be back."""
+        return [device for device in self.lost if device not in self.tried]
+
+    def take_back(self, devices: Sequence[int]) -> None:
+        """They answered."""
+        self.lost = tuple(device for device in self.lost if device not in devices)
+        self.tried = (*self.tried, *devices)
 
     @classmethod
     def read(cls, folder: Path) -> Advice:
@@ -50,7 +66,7 @@ class Advice:
         if not path.exists():
             return cls()
         values = json.loads(path.read_text())
-        return cls(values["halvings"], tuple(values["lost"]))
+        return cls(values["halvings"], tuple(values["lost"]), tuple(values["tried"]))
 
     def write(self, folder: Path) -> None:
         """Keeps it."""

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import time
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -22,16 +23,18 @@ import torch.distributed as dist
 
 from roundtable.client.cluster.bench import StepReport
 from roundtable.client.cluster.group import Group, GroupWorkshop
-from roundtable.client.cluster.orders import Calls, leave_report, order_of
+from roundtable.client.cluster.orders import SOCKET, Calls, leave_report, order_of
 from roundtable.client.cluster.resources import ClusterTable, Resources
 from roundtable.client.cluster.talk import broadcast_text, gather_text
 from roundtable.client.failures import WorkFailed
+from roundtable.client.gpus import bound_gpu_memory
 from roundtable.client.worker import Stopped, die_with_parent
 from roundtable.client.workshop import Settings
 from roundtable.core.errors import ConfigError
 from roundtable.core.memory import tune_for_transfers
 
 SETTINGS = "settings.json"
+_AGENT_SECONDS = 300.0
 _IDLE = timedelta(days=30)
 _PEERS = re.compile(
     r"[Cc]onnection (closed|reset|refused|was)|[Tt]imed out|[Gg]loo|NCCL|ProcessGroup|TCPStore|Broken pipe"
@@ -57,10 +60,12 @@ def main() -> None:
 
 
 def _serve(folder: Path, rank: int) -> None:
+    _await_agent(folder)
     values = json.loads((folder / SETTINGS).read_text())
     table = ClusterTable.model_validate_json(json.dumps(values["cluster"]))
     settings = Settings(**values["settings"])
     device = _device(values["device"])
+    bound_gpu_memory(settings.gpu_memory, device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -69,13 +74,25 @@ def _serve(folder: Path, rank: int) -> None:
     saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=table.timeout))
     assert isinstance(control, dist.ProcessGroup)
     assert isinstance(saving, dist.ProcessGroup)
-    _check_versions(control)
+    check_versions(control)
     resources = Resources(**values["resources"]).with_world(dist.get_world_size())
     workshop = GroupWorkshop(Group(settings, table, resources, folder, device, control, saving))
     calls = Calls(folder) if rank == 0 else None
     while True:
         command = json.loads(broadcast_text(json.dumps(calls.next()) if calls else None, control))
         _do(workshop, command, calls, control)
+
+
+def _await_agent(folder: Path) -> None:
+    """Ranks that a scheduler starts may be there before the agent is."""
+    patience = time.monotonic() + _AGENT_SECONDS
+    while not ((folder / SETTINGS).exists() and (folder / SOCKET).exists()):
+        if time.monotonic() > patience:
+            raise ConfigError(
+                f"no agent has listened in {folder} for {_AGENT_SECONDS:.0f} s; start it first, with "
+                '[cluster] launch = "external" and its state in a folder that all nodes share'
+            )
+        time.sleep(0.2)
 
 
 def _do(
@@ -110,7 +127,7 @@ def _device(kind: str) -> torch.device:
     return device
 
 
-def _check_versions(control: dist.ProcessGroup) -> None:
+def check_versions(control: dist.ProcessGroup) -> None:
     """Ranks of different software would train different models, or hang."""
     said = gather_text(f"roundtable {version('roundtable')}, torch {torch.__version__}", control)
     odd = [f"rank {rank} has {text}" for rank, text in enumerate(said) if text != said[0]]

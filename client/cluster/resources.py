@@ -72,8 +72,8 @@ class StrategyTable(Table):
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = Field(None, description="of the pipeline")
     virtual_stages: int | None = Field(None, ge=1, description="stages of a rank, interleaved")
     sequence_parallel: bool | None = Field(None, description="shard norms and residuals over tp too")
-    checkpointing: Literal["none", "every", "selective"] | None = Field(
-        None, description="of activations: recompute blocks, or all but their matrix products"
+    checkpointing: Literal["none", "every", "sqrt", "selective"] | None = Field(
+        None, description="of activations: recompute blocks, runs of them, or all but matrix products"
     )
     checkpoint_every: int | None = Field(None, ge=1, description="every: which blocks; 1 for each")
     offload: bool | None = Field(None, description="parameters and optimizer wait in CPU memory")
@@ -104,9 +104,6 @@ class ClusterTable(Table):
     restarts: int = Field(3, ge=0, description="of the group in a round, before the silo reports a failure")
     checkpoint_steps: int = Field(0, ge=0, description="steps between checkpoints in a round; 0: none")
     checkpoints: Names = Field((), description="up to two more folders that get a copy of each checkpoint")
-    optimizer_state: Literal["drop", "keep"] = Field(
-        "drop", description="between rounds; kept in a checkpoint too"
-    )
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
     strategy: StrategyTable = Field(default_factory=StrategyTable)
 

@@ -18,9 +18,9 @@ _NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
 class CollectiveSampler:
     """`share` is that of the newest sampled step in which a collective was under way, overlapped or not."""
 
-    def __init__(self, device: torch.device, *, always: bool = False) -> None:
+    def __init__(self, device: torch.device, *, wanted: bool = True) -> None:
         self.share: float | None = None
-        self._device, self._always = device, always
+        self._device, self._wanted = device, wanted
         self._steps, self._due = 0, 0.0
 
     @contextmanager
@@ -28,7 +28,7 @@ class CollectiveSampler:
         """Around one step; measures it where it is time."""
         self._steps += 1
         now = time.monotonic()
-        if not self._always and (self._steps < _FIRST or now < self._due):
+        if not self._wanted or self._steps < _FIRST or now < self._due:
             yield
             return
         self._due = now + _EVERY_SECONDS

@@ -7,17 +7,21 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.cluster.launcher import Launcher
 from roundtable.client.cluster.orders import SOCKET, Advice, Report, take_reports
+from roundtable.client.cluster.preflight import check_interface
+from roundtable.client.cluster.presence import answers
 from roundtable.client.cluster.rank import SETTINGS
-from roundtable.client.cluster.resources import Resources, find_resources
+from roundtable.client.cluster.resources import Resources
 from roundtable.client.config import AgentConfig
 from roundtable.client.failures import WorkFailed
 from roundtable.client.files import write_file
+from roundtable.client.gpus import allowed_resources
 from roundtable.client.metrics import Metrics
 from roundtable.client.trainer import Progress, Trained, Work
 from roundtable.client.worker_trainer import order_of_work
@@ -37,8 +41,17 @@ class _Lost(Exception):
 class ClusterTrainer:
     """Gives orders to rank 0; a rank that dies takes the group with it, which starts again and goes on."""
 
-    def __init__(self, config: AgentConfig, client: str, jobs: Path) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        client: str,
+        jobs: Path,
+        find: Callable[[], Resources] | None = None,
+    ) -> None:
+        """`find` says what the silo has, each time that it is asked; by default this machine is looked at."""
         assert config.cluster is not None
+        table = config.cluster
+        self._find = find or (lambda: allowed_resources(table, config.policy))
         self._config, self._table = config, config.cluster
         self._folder = config.state / "cluster"
         self._settings = Settings(
@@ -50,6 +63,7 @@ class ClusterTrainer:
             data=dict(config.data),
             epsilon=config.policy.epsilon,
             delta=config.policy.delta,
+            gpu_memory=config.policy.gpu_memory_bytes,
             data_of={
                 table.use: table.data for table in config.task_tables.values() if table.data is not None
             },
@@ -68,7 +82,10 @@ class ClusterTrainer:
 
     async def start(self) -> None:
         """Listens for rank 0; the ranks start with the first order, when there is something to plan for."""
+        check_interface(self._table.interface)
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._table.launch == "external":
+            self._leave_settings(await asyncio.to_thread(self._find))
         path = self._folder / SOCKET
         path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._called, str(path), limit=_LINE_LIMIT)
@@ -93,7 +110,8 @@ class ClusterTrainer:
     async def _release(self, job: str) -> None:
         async with self._turn:
             if job == self._job:
-                await self._end()
+                if self._table.launch == "torchrun":
+                    await self._end()
                 self._job = ""
                 shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
 
@@ -110,6 +128,8 @@ class ClusterTrainer:
         async with self._turn:
             if work.step.job != self._job:
                 await self._new_job(work.step.job)
+            if verb == "train":
+                await self._look_around()
             failures: list[Report] = []
             for attempt in range(self._table.restarts + 1):
                 try:
@@ -119,7 +139,8 @@ class ClusterTrainer:
             raise _given_up(failures)
 
     async def _new_job(self, job: str) -> None:
-        await self._end()
+        if self._table.launch == "torchrun":
+            await self._end()
         self._job = job
         Advice().write(self._folder)
         take_reports(self._folder)
@@ -186,23 +207,41 @@ class ClusterTrainer:
             raise _Lost(f"the ranks could not start: {self._launcher.said() if self._launcher else ''}")
         raise _Lost(f"no rank called within {_START_SECONDS:.0f} s")
 
+    async def _look_around(self) -> None:
+        """Before a round: with other devices than the ranks have, they start anew and plan for those."""
+        if self._launcher is None:
+            return
+        resources = await asyncio.to_thread(self._find)
+        advice = Advice.read(self._folder)
+        back = [one for one in advice.to_ask() if await answers(resources.device, one)]
+        if back:
+            advice.take_back(back)
+            advice.write(self._folder)
+        devices = advice.usable(resources.devices)
+        if devices and devices != self._devices:
+            _log.info("cluster: %d devices in the place of %d", len(devices), len(self._devices))
+            await self._end()
+
     async def _launch(self) -> Launcher:
-        lost = Advice.read(self._folder).lost
-        resources = await asyncio.to_thread(find_resources, self._table)
-        devices = [device for device in range(resources.devices) if device not in lost]
+        resources = await asyncio.to_thread(self._find)
+        devices = Advice.read(self._folder).usable(resources.devices)
         if not devices:
             raise WorkFailed("gpu_error", "every device of this silo has failed")
         here = Resources(resources.nodes, len(devices), resources.memory, resources.device)
-        values = {
-            "settings": asdict(self._settings),
-            "cluster": self._table.model_dump(mode="json"),
-            "resources": asdict(here),
-            "device": here.device,
-        }
-        write_file(self._folder / SETTINGS, [json.dumps(values).encode()])
+        self._leave_settings(here)
         self.launches += 1
         self._devices = devices
         return await Launcher.start(self._config.folder, self._folder, self._table, here, devices)
+
+    def _leave_settings(self, resources: Resources) -> None:
+        """What every rank reads when it starts."""
+        values = {
+            "settings": asdict(self._settings),
+            "cluster": self._table.model_dump(mode="json"),
+            "resources": asdict(resources),
+            "device": resources.device,
+        }
+        write_file(self._folder / SETTINGS, [json.dumps(values).encode()])
 
     async def _learn(self, lost: _Lost, attempt: int) -> Report:
         """What the ranks' reports say of a failure; WorkFailed where trying again cannot help."""

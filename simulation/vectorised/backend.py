@@ -42,6 +42,8 @@ def why_not(world: World) -> str | None:
         return "an ArrayTask trains with code of its own, not with torch"
     if (level := world.job.privacy.get("level")) in SILO_LEVELS:
         return f"at privacy.level = {level!r} each client makes its update private itself"
+    if world.job.algorithm.optimizer_state == "keep":
+        return "each client's optimizer keeps its state between rounds"
     if getattr(type(task), "optimizer", Task.optimizer) is not Task.optimizer:
         return f"{type(task).__name__} brings an optimizer of its own"
     for spec in world.layout.tensors:
@@ -130,10 +132,7 @@ class Vectorised:
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
         torch.sub(steps.weights.to(row.device), vector.to(row.device), out=row)
         if not math.isfinite(row.sum().item()) and not bool(torch.isfinite(row).all()):
-            raise InvalidUpdate(
-                "non_finite",
-                "training ended with weights that are not finite; lower [algorithm] learning_rate",
-            )
+            raise weights_not_finite()
         seen = sum(sizes)
         examples = count_examples(data)
         metrics = {"loss": (loss_sum, seen)}
@@ -162,10 +161,23 @@ def _checked_sum(losses: Tensor, sizes: Sequence[int], place: str) -> float:
     total = 0.0
     for number, (loss, size) in enumerate(zip(losses.tolist(), sizes, strict=True), 1):
         if not math.isfinite(loss):
-            raise InvalidUpdate(
-                "non_finite",
-                f"the training loss is {loss} at step {number} of {place}; lower [algorithm] learning_rate, "
-                "set max_gradient_norm, or look for bad values in the data",
-            )
+            raise loss_not_finite(loss, number, place)
         total += loss * size
     return total
+
+
+def loss_not_finite(loss: float, step: int, place: str) -> InvalidUpdate:
+    """The error of a client whose loss is infinite or no number at `step`, from 1."""
+    return InvalidUpdate(
+        "non_finite",
+        f"the training loss is {loss} at step {step} of {place}; lower [algorithm] learning_rate, "
+        "set max_gradient_norm, or look for bad values in the data",
+    )
+
+
+def weights_not_finite() -> InvalidUpdate:
+    """The error of a client whose last step made such weights."""
+    return InvalidUpdate(
+        "non_finite",
+        "training ended with weights that are not finite; lower [algorithm] learning_rate",
+    )

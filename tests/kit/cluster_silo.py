@@ -10,14 +10,14 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from roundtable.client.cluster.resources import ClusterTable
+from roundtable.client.cluster.resources import ClusterTable, Resources
 from roundtable.client.cluster.trainer import ClusterTrainer
 from roundtable.client.config import AgentConfig
 from roundtable.client.policy import PolicyTable
 from roundtable.client.steps import StepKey
 from roundtable.client.trainer import Work
 from roundtable.client.training import train
-from roundtable.core import JobConfig, Layout, load_task, open_model, save_model
+from roundtable.core import JobConfig, Layout, Model, load_task, open_model, save_model
 from roundtable.core.initial import initial_model
 from roundtable.core.task import Site, initial_state
 
@@ -91,8 +91,16 @@ class Silo:
         safetensors.torch.save_file({}, folder / "empty.safetensors")
 
     @asynccontextmanager
-    async def trainer(self) -> AsyncIterator[ClusterTrainer]:
+    async def trainer(self, devices: list[int] | None = None) -> AsyncIterator[ClusterTrainer]:
+        """`devices`, if given, says in its last entry how many there are now."""
         made = ClusterTrainer(self.config, "alder", self.config.state / "jobs")
+        if devices is not None:
+            made = ClusterTrainer(
+                self.config,
+                "alder",
+                self.config.state / "jobs",
+                lambda: Resources(1, devices[-1], 1 << 30, "cpu"),
+            )
         await made.start()
         try:
             yield made
@@ -111,12 +119,25 @@ class Silo:
             output=self.folder / output,
         )
 
-    def alone(self, round: int = 1) -> torch.Tensor:
+    def go_on(self, output: str = "update") -> None:
+        """The next round starts from this one's weights."""
+        model = open_model(self.path)
+        vector = model.vector + self.update(output)
+        self.path = self.folder / f"after-{output}.safetensors"
+        save_model(self.path, Model(model.layout, vector, dict(model.local), dict(model.metadata)))
+
+    def alone(self, round: int = 1, local: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """What one process gives; `local` is what an earlier round left, and gets what this one leaves."""
         task = load_task("toy.py", self.folder)
         data, _ = task.data(Site("alder", options={}))
         model = initial_state(task, self.job.seed)
         layout, vector = Layout.of(model, self.job.model.rules()), open_model(self.path).vector
-        return train(task, model, data, self.job, layout, vector, round=round, client="alder").delta
+        update = train(
+            task, model, data, self.job, layout, vector, round=round, client="alder", local=local or None
+        )
+        if local is not None:
+            local.update(update.local)
+        return update.delta
 
     def update(self, output: str = "update") -> torch.Tensor:
         return torch.from_file(str(self.folder / output), size=self.model.layout.size).clone()

@@ -54,6 +54,31 @@ async def test_a_broken_device_is_left_out_and_the_round_goes_on(tmp_path: Path)
         assert Advice.read(silo.config.state / "cluster").lost == (1,)
         assert trainer.launches == 2
         assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+        # Before the next round it is asked again, and answers.
+        await trainer.train(silo.work(round=2, output="second"), watched([]))
+        assert Advice.read(silo.config.state / "cluster").lost == ()
+        assert trainer.launches == 3
+        assert torch.allclose(silo.update("second"), silo.alone(round=2), atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["keep", "drop"])
+async def test_devices_that_come_train_from_the_next_round_on(state: str, tmp_path: Path) -> None:
+    silo = Silo(tmp_path, {"algorithm": {**ALGORITHM, "optimizer_state": state}})
+    devices, left = [2], dict[str, torch.Tensor]()
+    async with silo.trainer(devices) as trainer:
+        for round, count in enumerate([2, 2, 3], 1):
+            devices.append(count)
+            await trainer.train(silo.work(round=round, output=f"round-{round}"), watched([]))
+            expected = silo.alone(round, left)
+            assert torch.allclose(silo.update(f"round-{round}"), expected, atol=2e-6), round
+            silo.go_on(f"round-{round}")
+        assert trainer.launches == 2
+        # A round that is done again starts from what the one before it left, not from its own end.
+        silo.path = tmp_path / "after-round-2.safetensors"
+        await trainer.train(silo.work(round=3, output="again"), watched([]))
+    assert torch.allclose(silo.update("again"), silo.update("round-3"), atol=2e-6)
+    assert bool(left) == (state == "keep")
 
 
 @pytest.mark.slow

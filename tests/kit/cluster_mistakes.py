@@ -1,0 +1,73 @@
+"""What goes wrong on the ranks of a group, on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from cluster_cases import Case, bench_of
+from cluster_models import Language
+from torch import Tensor, nn
+
+from roundtable.client.cluster.bench import Progress
+from roundtable.client.cluster.meshes import Meshes
+from roundtable.client.cluster.rank import check_versions
+from roundtable.core import Layout
+from roundtable.core.errors import ConfigError, InvalidUpdate
+from roundtable.core.task import Site, initial_state
+
+
+class Disturbed(Language):
+    """Its loss on one rank, at one call, is another."""
+
+    def __init__(self, rank: int, call: int, factor: float) -> None:
+        super().__init__(dtype=torch.float64)
+        self._rank, self._call, self._factor, self._calls = rank, call, factor, 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        if isinstance(loss, Tensor) and model.training:
+            self._calls += 1
+            if self._calls == self._call and dist.is_initialized() and dist.get_rank() == self._rank:
+                return loss * self._factor
+        return loss
+
+
+def disturbed_round(rank: int, case: Case, folder: Path) -> dict[str, Any]:
+    """What was said, at which steps the alarm rang, and whether the weights are those of the step before."""
+    torch.manual_seed(0)
+    start = Layout.of(model := initial_state(case.task, 7)).flatten(model).clone()  # type: ignore[arg-type]
+    bench = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    bench.load(start, {})
+    data, _ = case.task.data(Site("silo"))
+    alarms: list[int] = []
+    after: list[list[Tensor]] = [[]]
+
+    def watch(report: Any) -> None:
+        after[0] = [local.detach().clone() for _, local in bench.replica.tensors()]
+
+    said = ""
+    try:
+        bench.fit(bench.batches(data, 1), 1, Progress(), watch, alarms.append)
+    except InvalidUpdate as error:
+        said = str(error)
+    same = all(
+        torch.equal(old, tensor) for old, (_, tensor) in zip(after[0], bench.replica.tensors(), strict=True)
+    )
+    return {"said": said, "alarms": alarms, "same": same}
+
+
+def other_versions(rank: int) -> str:
+    """What ranks say to one of another version."""
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    version = "2.12.0" if rank == 1 else torch.__version__
+    try:
+        with mock.patch.object(torch, "__version__", version):
+            check_versions(group)
+    except ConfigError as error:
+        return str(error)
+    return ""
