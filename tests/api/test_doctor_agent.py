@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
@@ -169,6 +170,20 @@ async def test_a_coordinator_of_another_authority(
     assert said.returncode == 1
     (line,) = errors_of(said.stderr)
     assert "is from another authority" in line
+
+
+async def test_a_page_of_metrics_whose_port_is_taken(silo: Silo, coordinator: Coordinator) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        metrics = f"127.0.0.1:{other.getsockname()[1]}"
+        file = silo.write(f"127.0.0.1:{coordinator.port}", f'metrics = "{metrics}"')
+        check = (await checks_of(file))["metrics"]
+        assert (check.state, f"{metrics} cannot be taken" in check.message) == ("warn", True)
+        said = await asyncio.to_thread(powerless, "client", "--config", file)
+    assert said.returncode == 1
+    (line,) = errors_of(said.stderr)
+    assert metrics in line
 
 
 def test_a_gpu_that_is_not_there(silo: Silo, roundtable: Command) -> None:

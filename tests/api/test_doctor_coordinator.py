@@ -110,6 +110,18 @@ def test_a_port_that_another_program_has(site: Path, roundtable: Command) -> Non
         assert f"cannot listen on {listen}" in refused(roundtable, file)
 
 
+def test_a_page_of_metrics_whose_port_is_taken(site: Path, roundtable: Command) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        metrics = f"127.0.0.1:{other.getsockname()[1]}"
+        file = write(site, metrics=metrics)
+        (check,) = [check for check in examine_coordinator(file) if check.name == "metrics"]
+        assert (check.state, f"{metrics} cannot be taken" in check.message) == ("warn", True)
+        assert "another port" in check.remedy
+        assert metrics in refused(roundtable, file)
+
+
 def test_enrolment_without_the_issuing_key(site: Path) -> None:
     (site / "credentials" / "issuing.key").unlink()
     check = found(write(site, enrolment=f"127.0.0.1:{free_port()}"), "enrolment")
