@@ -56,12 +56,20 @@ class Steps:
         views = layout.unflatten(self.weights)
         self._names = [name for name in views if name in trained]
         self.parameters = [views[name] for name in self._names]
+        own = self.model.state_dict(keep_vars=True)
+        self._resting = [
+            (own[spec.name].detach(), slice(spec.offset, spec.offset + spec.size))
+            for spec in layout.averaged
+            if spec.name not in trained
+        ]
         self._programs: dict[tuple[Any, ...], StepProgram] = {}
         self.random = False
 
     def begin(self, vector: Tensor, update: Update) -> None:
         """A client starts from the global vector; what its update does not look at is left as it is."""
         self.weights.copy_(vector)
+        for tensor, span in self._resting:
+            tensor.copy_(vector[span].view(tensor.shape))
         if update.mu:
             self.anchor.copy_(vector)
         if update.momentum:
@@ -106,7 +114,14 @@ class Steps:
             leaves = [value.detach().requires_grad_() for value in inputs[:count]]
             state = {f"model.{name}": leaf for name, leaf in zip(self._names, leaves, strict=True)}
             loss = functional_call(self._loss, state, (tree_unflatten(list(inputs[count:]), spec),))
-            return [loss.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True)]
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+            if update.mu and update.weight_decay:
+                # The proximal term reaches everything, and with it decay.
+                gradients = tuple(
+                    torch.zeros_like(leaf) if gradient is None else gradient
+                    for leaf, gradient in zip(leaves, gradients, strict=True)
+                )
+            return [loss.detach(), *gradients]
 
         recording = _recorded_twice(step, [*self.parameters, *tensors], len(self.parameters))
         self.random = self.random or recording.random
