@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +95,10 @@ def training_batches(
         return _streamed(dataset, batch_size, steps, device)
     if examples == 0:
         raise NoExamples("the training data set is empty: there are zero examples to learn from")
-    return _shuffled(dataset, examples, batch_size, generator, epochs, steps, device)
+    orders = epoch_orders(examples, batch_size=batch_size, generator=generator, epochs=epochs, steps=steps)
+    return chain.from_iterable(
+        _epoch(dataset, order, epoch, batch_size, device) for epoch, order in enumerate(orders, 1)
+    )
 
 
 def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None = None) -> Iterator[Batch]:
@@ -106,23 +110,16 @@ def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None =
         yield from _epoch(dataset, torch.arange(examples), 1, batch_size, device)
 
 
-def _shuffled(
-    dataset: Any,
-    examples: int,
-    batch_size: int,
-    generator: torch.Generator,
-    epochs: int,
-    steps: int | None,
-    device: torch.device | None,
-) -> Iterator[Batch]:
+def epoch_orders(
+    examples: int, *, batch_size: int, generator: torch.Generator, epochs: int = 1, steps: int | None = None
+) -> Iterator[Tensor]:
+    """The order of rows in each epoch that `training_batches` makes, int64; the last may end early."""
     left = steps if steps is not None else epochs * -(-examples // batch_size)
-    epoch = 0
     while left > 0:
-        epoch += 1
         order = torch.randperm(examples, generator=generator)
         if left * batch_size < examples:
             order = order[: left * batch_size]
-        yield from _epoch(dataset, order, epoch, batch_size, device)
+        yield order
         left -= -(-len(order) // batch_size)
 
 

@@ -136,3 +136,17 @@ class Summing(Protocol):
 
     def total(self, weights: Mapping[int, float]) -> Tensor:
         """Σ weight · update over clients by number that have trained since `rows`: float32 [layout.size]."""
+
+
+def can_sum(job: JobConfig) -> bool:
+    """Whether the aggregate is a weighted mean that nobody has to see single updates for."""
+    table, attack = job.aggregation, job.simulation.attack
+    return (
+        table.rule == "mean"
+        and not table.pre
+        and table.weighting in ("examples", "uniform")
+        and table.validation.max_norm is None
+        and not job.privacy
+        and job.round.mode == "synchronous"
+        and attack.get("name", "label_flip") == "label_flip"
+    )

@@ -26,23 +26,23 @@ def make_backend(world: World) -> tuple[Backend, str]:
         return Processes(world, workers or cores(), device=_device(world)), "asked for"
     if wanted == "ray":
         return RayCluster(world), "asked for"
+    device = _device(world)
+    if wanted == "stacked":
+        return _spread(world, "stacked", workers, "asked for", device)
     refusal = why_not(world)
-    inner = "vectorised" if wanted == "vectorised" or refusal is None else "sequential"
-    why = "asked for" if wanted == "vectorised" else _reason(refusal)
-    return _spread(world, inner, workers, why)
+    if wanted == "vectorised" or refusal is None:
+        inner = "stacked" if device == "cuda" else "vectorised"
+        why = "asked for" if wanted == "vectorised" else "the task allows it"
+        return _spread(world, inner, workers, why, device)
+    return _spread(world, "sequential", workers, f"not vectorised because {refusal}", device)
 
 
-def _reason(refusal: str | None) -> str:
-    return "the task allows it" if refusal is None else f"not vectorised because {refusal}"
-
-
-def _spread(world: World, inner: str, workers: int | None, why: str) -> tuple[Backend, str]:
+def _spread(world: World, inner: str, workers: int | None, why: str, device: str) -> tuple[Backend, str]:
     """The backend `inner` in as many processes as were asked for, or as there are cores.
 
     One process feeds a GPU best: there the work of many clients is one call.
     """
-    device = _device(world)
-    count = workers or (1 if device == "cuda" and inner == "vectorised" else cores())
+    count = workers or (1 if inner == "stacked" else cores())
     if count == 1:
         return make_local(inner, world, device=device), why
     if world.reference is None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from roundtable.simulation.backend import Backend, World
 from roundtable.simulation.clients import Clients
 from roundtable.simulation.sequential import Sequential
+from roundtable.simulation.stacked import Stacked
 from roundtable.simulation.vectorised import Vectorised
 
 
 def make_local(name: str, world: World, clients: Clients | None = None, device: str = "cpu") -> Backend:
-    """The backend `name`, sequential or vectorised, in this process."""
-    kinds: dict[str, type[Sequential] | type[Vectorised]] = {
+    """The backend `name`, sequential, vectorised or stacked, in this process."""
+    kinds: dict[str, type[Sequential] | type[Vectorised] | type[Stacked]] = {
         "sequential": Sequential,
         "vectorised": Vectorised,
+        "stacked": Stacked,
     }
     return kinds[name](world, clients, device)

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.config import job_from_json
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import ConfigError, ResourceError
 from roundtable.core.initial import initial_model
 from roundtable.core.task import load_task
-from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
+from roundtable.simulation.backend import Failed, Measured, Trained, Work, World, can_sum
 from roundtable.simulation.clients import DATA_BUDGET, Clients
 from roundtable.simulation.local import make_local
 from roundtable.simulation.sequential import allocate_rows
@@ -288,20 +288,6 @@ class RayCluster:
     def _on(self, node: str) -> Any:
         """On this node if it is there, else anywhere."""
         return self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
-
-
-def can_sum(job: JobConfig) -> bool:
-    """Whether the aggregate is a weighted mean that nobody has to see single updates for."""
-    table, attack = job.aggregation, job.simulation.attack
-    return (
-        table.rule == "mean"
-        and not table.pre
-        and table.weighting in ("examples", "uniform")
-        and table.validation.max_norm is None
-        and not job.privacy
-        and job.round.mode == "synchronous"
-        and attack.get("name", "label_flip") == "label_flip"
-    )
 
 
 def _add(*parts: np.ndarray) -> np.ndarray:

@@ -78,7 +78,7 @@ def test_who_is_too_old_is_given_up_and_the_record_says_so(buffered):
     assert all(age <= 1 for record in result.history.records for age in record.staleness.values())
 
 
-@pytest.mark.parametrize("backend", ["processes", "vectorised"])
+@pytest.mark.parametrize("backend", ["processes", "vectorised", "stacked"])
 def test_other_backends_agree(buffered, backend):
     reference = buffered(simulation__backend="sequential").model.vector
     other = buffered(simulation__backend=backend, simulation__workers=2).model.vector

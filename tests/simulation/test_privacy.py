@@ -29,7 +29,7 @@ def test_central_noise_is_added_and_charged(run):
     assert charge["guarantee"] is False
 
 
-@pytest.mark.parametrize("backend", ["vectorised", "processes"])
+@pytest.mark.parametrize("backend", ["vectorised", "stacked", "processes"])
 def test_backends_agree_under_clipping_and_noise(run, backend):
     settings = {**UNIFORM, "privacy": {**CENTRAL, "noise_multiplier": 0.5}}
     settings |= {"cohort__minimum": 1, "simulation__faults": {"dropout": 0.2}}
