@@ -56,7 +56,10 @@ class PolicyTable(Table):
     )
     delta: float | None = Field(None, gt=0, lt=1, description="of epsilon; default: each job's")
     minimum_cohort: int = Field(
-        MINIMUM_COHORT, ge=MINIMUM_COHORT, description="secure aggregation: silos among which this one hides"
+        MINIMUM_COHORT,
+        ge=MINIMUM_COHORT,
+        description="fewest silos of a job's cohort; in secure aggregation also by default, and checked "
+        "against the peers themselves",
     )
     identities: Literal["issuing", "root"] = Field(
         "issuing",
@@ -226,11 +229,12 @@ class Rules:
                 "this silo takes part only with secure aggregation ([policy] secure_aggregation = true); "
                 "set privacy.secure_aggregation = true in the job"
             )
-        known = job.cohort.size
-        if privacy.secure_aggregation and known is not None and known < policy.minimum_cohort:
+        known, least = job.cohort.size, policy.minimum_cohort
+        masked = privacy.secure_aggregation
+        if known is not None and known < least and (masked or "minimum_cohort" in policy.model_fields_set):
             yield (
-                f"the job's cohort is {known} silos, and this one hides only among at least "
-                f"{policy.minimum_cohort} ([policy] minimum_cohort)"
+                f"the job's cohort is {known} silos, and this one {'hides only' if masked else 'takes part'} "
+                f"among at least {least} ([policy] minimum_cohort)"
             )
         yield from _to_level(privacy, "client_level_epsilon", policy.client_level_epsilon, _SILO_LEVELS)
         yield from _to_level(privacy, "example_level_epsilon", policy.example_level_epsilon, ("example",))

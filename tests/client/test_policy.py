@@ -71,6 +71,11 @@ def said(
             '[privacy]\nlevel = "client"\nepsilon = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
             "asks for 'example'",
         ),
+        (
+            {"minimum_cohort": 5},
+            "[cohort]\nsize = 4",
+            "is 4 silos, and this one takes part among at least 5",
+        ),
         ({"submitters": ["ada"]}, "", "not signed by its submitter"),
         ({"hours": "20:00-06:00"}, "", "works from 20:00 to 06:00"),
     ],
@@ -92,6 +97,12 @@ def test_what_the_rules_allow_is_allowed() -> None:
     private = '[privacy]\nlevel = "client"\nepsilon = 8.0\ndelta = 1e-5\nclip_norm = 1.0'
     assert said(policy, job(private), "ada") == ""
     assert "'eve' may not submit" in said(policy, job(private), "eve")
+
+
+def test_secure_aggregation_has_a_least_cohort_of_its_own() -> None:
+    masked = "[cohort]\nsize = 2\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0"
+    assert "hides only among at least 3" in said({}, job(masked))
+    assert said({}, job("[cohort]\nsize = 2")) == ""
 
 
 def test_every_reason_is_given_at_once() -> None:
