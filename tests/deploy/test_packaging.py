@@ -146,3 +146,16 @@ def test_what_install_cannot_do_is_said_in_one_line(words: tuple[str, ...], tmp_
         )
         assert done.returncode == 2
         assert said in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_scripts_of_the_cluster_parse_and_are_where_they_are_looked_for() -> None:
+    folder = ROOT / "deploy" / "cluster"
+    for shell, name in (("sh", "torchrun.sh"), ("bash", "slurm.sbatch")):
+        subprocess.run([shell, "-n", folder / name], check=True)
+    job = next(m for m in yaml.safe_load_all((folder / "kubernetes.yaml").read_text()) if m["kind"] == "Job")
+    (ranks,) = job["spec"]["template"]["spec"]["containers"]
+    copied = re.search(
+        r"^COPY deploy/cluster/(\S+) (\S+)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE
+    )
+    assert copied
+    assert ranks["command"] == ["sh", f"{copied[2]}{copied[1]}"]
