@@ -78,7 +78,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
         self._active: dict[str, set[asyncio.Task[Any]]] = {}
         self._cut: set[asyncio.Task[Any]] = set()
-        self.refusals: Counter[str] = Counter()
+        self.refusals: Counter[tuple[str, str]] = Counter()
 
     async def intercept_service(
         self,
@@ -181,7 +181,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, who: Principal, name: str, code: grpc.StatusCode, error: errors.RoundtableError, address: str
     ) -> None:
         log.info("%s refused to %s: %s", name, who.name, error, extra={"code": code.name})
-        self.refusals[f"{name} {code.name}"] += 1
+        self.refusals[name, code.name] += 1
         denied = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
         if code in denied or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             self._audit.refused(who.name, name, str(error), address)

@@ -147,7 +147,7 @@ class Coordinator:
         self._server = self._serve(services, credentials)
         await self.jobs.start()
         await self._server.start()
-        self._page.opened(self.jobs, self._sessions, self._database)
+        self._page.opened(self.jobs, self._sessions, self._database, self.security.access.refusals)
         loop = asyncio.get_running_loop()
         work = (
             self._sessions.watch(),

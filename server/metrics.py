@@ -43,6 +43,7 @@ class CoordinatorPage:
         self._config, self._credentials = config, credentials
         self._observer, self._clock = observer, clock
         self._parts: tuple[Jobs, Sessions, Database] | None = None
+        self._refusals: Counter[tuple[str, str]] = Counter()
         self._turn, self._interval = asyncio.Lock(), Interval(REFRESH_SECONDS)
         self._silos: list[ClientRow] = []
         self._statuses: Counter[str] = Counter()
@@ -50,9 +51,11 @@ class CoordinatorPage:
         self._known: dict[str, Books] = {}
         self._answers = False
 
-    def opened(self, jobs: Jobs, sessions: Sessions, database: Database) -> None:
-        """The coordinator is active."""
-        self._parts = jobs, sessions, database
+    def opened(
+        self, jobs: Jobs, sessions: Sessions, database: Database, refusals: Counter[tuple[str, str]]
+    ) -> None:
+        """The coordinator is active. `refusals` counts the gate's, by call and status."""
+        self._parts, self._refusals = (jobs, sessions, database), refusals
 
     def closed(self) -> None:
         """It is active no longer."""
@@ -100,6 +103,9 @@ class CoordinatorPage:
             shown = "updates_refused" if name == "refused" else name
             found = {key: float(count) for key, count in tally.of(name).items()}
             page.counter(f"roundtable_{shown}", text, found, labels)
+        text, labels = "calls that the gate or the service refused", ("call", "status")
+        refused = {key: float(count) for key, count in self._refusals.items()}
+        page.counter("roundtable_calls_refused", text, refused, labels)
         page.histogram(
             "roundtable_round_seconds", "from a round's start to its commit", tally.spreads_of("round")
         )

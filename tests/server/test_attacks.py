@@ -163,7 +163,7 @@ async def test_a_flood_of_calls_slows_only_its_sender(
                 codes.append(error.code())
     assert codes[:50] == [grpc.StatusCode.OK] * 50
     assert set(codes[50:]) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert access.refusals["Operators/Status RESOURCE_EXHAUSTED"] == 250
+    assert access.refusals["Operators/Status", "RESOURCE_EXHAUSTED"] == 250
     await operator.stub.Status(operator_pb2.StatusRequest())
 
 

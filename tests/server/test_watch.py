@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from postgresql import PostgreSQL
@@ -96,12 +97,16 @@ async def test_a_running_job_shows_who_is_there_and_who_is_needed(
         ScriptedAgent(coordinator.port, certificates / "alder"),
     ):
         job = await operator.submit("[cohort]\nsize = 3\nminimum = 2", rounds=1)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await operator.job("no such job")
         found = await figures(coordinator.metrics_port)
     labels = {"job_id": job.id, "name": job.name}
     assert value(found, "roundtable_job_silos_online", **labels) == 1
     assert value(found, "roundtable_job_silos_needed", **labels) == 2
     assert value(found, "roundtable_job_rounds_wanted", **labels) == 1
     assert value(found, "roundtable_job_rounds_done", **labels) == 0
+    refused = {"call": "Operators/GetJob", "status": "NOT_FOUND"}
+    assert value(found, "roundtable_calls_refused_total", **refused) == 1
 
 
 async def test_the_newest_step_of_a_silos_cluster_is_shown(
