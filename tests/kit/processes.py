@@ -42,7 +42,7 @@ class Toy(Task):
         return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
 """
 SILOS = ("elm", "birch", "poplar")
-PATIENCE = 90.0
+PATIENCE = 180.0
 _COORDINATOR = """
 import logging, sys
 from pathlib import Path
