@@ -2,9 +2,11 @@
 
     python benchmarks/simulation.py [--quick] [--cases S1,S2,S3] [--rounds 60] [--repeat 3] [--json]
         [--mnist FILE.npz] [--flower PYTHON] [--pfl PYTHON] [--fedjax PYTHON]
+    python benchmarks/simulation.py --gpu
 
 MNIST, B = 10, E = 1, SGD 0.1. S1: MLP 784-200-200-10, 100 clients × 600 samples, 10 a round. S2: the
-same, 1,000 × 60, 100 a round. S3: McMahan's CNN (1,663,370 parameters), S1's clients, 2 rounds. Every
+same, 1,000 × 60, 100 a round. S3: McMahan's CNN (1,663,370 parameters), S1's clients, 2 rounds.
+`--gpu`: S2 with all 1,000 clients in a round, on a CUDA device, against the plain loop there. Every
 contestant is a process of its own that prints a line when a round is done; here the lines are
 timed, so that all are measured alike: seconds per round (median of the second half), seconds
 from the command to the end of round 1, and the largest memory of all its processes together
@@ -24,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from contestants import Measured, measure
-from simulation_cases import CASES, MNIST, images, make_cnn, make_perceptron, say
+from simulation_cases import CASES, MNIST, device_of, images, make_cnn, make_perceptron, say
 
 HERE = Path(__file__).resolve().parent
 TARGETS = {
     "S1": {"flower": 8.0, "pfl": 3.5, "fedjax": 2.5, "plain": 5.0},
     "S2": {"flower": 25.0, "pfl": 3.5, "fedjax": 2.5},
     "S3": {"plain": 1.0, "pfl": 1.0},
+    "S2-GPU": {"plain": 20.0},
 }
 FIRST_ROUND_TARGET, MEMORY_TARGET = 4.0, 900.0
 
@@ -71,7 +74,7 @@ def run_ours(case: str, rounds: int) -> None:
     job = parse_job(
         f'task = "simulation.py:{task}"\nrounds = {rounds}\n[cohort]\nsize = {cohort}\n'
         "[algorithm]\nlearning_rate = 0.1\nbatch_size = 10\n[evaluation]\nevery = 0\n"
-        f'clients = "cohort"\n[simulation]\nclients = {clients}\n'
+        f'clients = "cohort"\n[simulation]\nclients = {clients}\ndevice = "{device_of(case)}"\n'
     )
     result = simulate(
         job, folder=HERE, progress=lambda said: say(said.round) if said.kind == "round" else None
@@ -87,12 +90,14 @@ def run_plain(case: str, rounds: int) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    device = torch.device(device_of(case))
     clients, cohort, task = CASES[case]
     chance = np.random.default_rng(0)
     pictures, labels = images()
-    inputs, targets = torch.from_numpy(pictures).float().div_(255.0), torch.from_numpy(labels).long()
-    shards = torch.from_numpy(chance.permutation(60000)).view(clients, -1)
-    model = make_perceptron() if task == "Perceptron" else make_cnn()
+    inputs = torch.from_numpy(pictures).float().div_(255.0).to(device)
+    targets = torch.from_numpy(labels).long().to(device)
+    shards = torch.from_numpy(chance.permutation(60000)).view(clients, -1).to(device)
+    model = (make_perceptron() if task == "Perceptron" else make_cnn()).to(device)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     for number in range(1, rounds + 1):
         total = {name: torch.zeros_like(value) for name, value in weights.items()}
@@ -100,13 +105,15 @@ def run_plain(case: str, rounds: int) -> None:
             model.load_state_dict(weights)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             own = shards[client]
-            for rows in own[torch.randperm(len(own))].split(10):
+            for rows in own[torch.randperm(len(own), device=device)].split(10):
                 optimizer.zero_grad()
                 cross_entropy(model(inputs[rows]), targets[rows]).backward()
                 optimizer.step()
             for name, value in model.state_dict().items():
                 total[name] += value
         weights = {name: value / cohort for name, value in total.items()}
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         say(number)
 
 
@@ -116,14 +123,15 @@ def contestants(arguments: argparse.Namespace, case: str, rounds: int) -> dict[s
     commands = {"ours": [*own, "ours", case, str(rounds)], "plain": [*own, "plain", case, str(rounds)]}
     for peer in ("flower", "pfl", "fedjax"):
         python = getattr(arguments, peer)
-        if python is not None and not (peer == "flower" and case == "S3"):
+        takes_part = case != "S2-GPU" and (peer, case) != ("flower", "S3")
+        if python is not None and takes_part:
             commands[peer] = [python, str(HERE / f"simulation_{peer}.py"), case, str(rounds)]
     return commands
 
 
 def compete(arguments: argparse.Namespace, case: str) -> dict[str, Any]:
     """All contestants in turn, `--repeat` times; medians over the repetitions."""
-    rounds = min(arguments.rounds, 3) if case == "S3" else arguments.rounds
+    rounds = min(arguments.rounds, {"S3": 3, "S2-GPU": 8}.get(case, arguments.rounds))
     environment = {"OMP_NUM_THREADS": "1"}
     if arguments.mnist:
         environment[MNIST] = str(Path(arguments.mnist).resolve())
@@ -156,6 +164,12 @@ def show(case: str, table: dict[str, Any]) -> None:
         )
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -168,6 +182,7 @@ def main() -> None:
     parser.add_argument("--pfl")
     parser.add_argument("--fedjax")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gpu", action="store_true", help="S2 with 1,000 clients a round, on a GPU")
     parser.add_argument("--quick", action="store_true", help="S1 and S2, 40 rounds, once")
     parser.add_argument("--run", nargs=3, metavar=("WHO", "CASE", "ROUNDS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -177,6 +192,11 @@ def main() -> None:
         return
     if arguments.quick:
         arguments.cases, arguments.rounds, arguments.repeat = "S1,S2", 40, 1
+    if arguments.gpu:
+        arguments.cases = "S2-GPU"
+        if not has_gpu():
+            print("S2-GPU: not measured, for torch sees no CUDA device here")
+            return
     results = {}
     for case in arguments.cases.split(","):
         results[case] = compete(arguments, case)

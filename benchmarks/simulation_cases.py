@@ -15,7 +15,13 @@ CASES: dict[str, tuple[int, int, str]] = {
     "S1": (100, 10, "Perceptron"),
     "S2": (1000, 100, "Perceptron"),
     "S3": (100, 10, "Cnn"),
+    "S2-GPU": (1000, 1000, "Perceptron"),
 }
+
+
+def device_of(case: str) -> str:
+    """What a case runs on, for all contestants."""
+    return "cuda" if case.endswith("-GPU") else "cpu"
 
 
 @cache

@@ -52,8 +52,8 @@ class Stacked:
     """The backend `stacked` in one process, on one device.
 
     `budget` is the memory for a stack and `data_budget` that for training data on the device, in
-    bytes; unless given they follow from what the device has. Updates stay on the device where only
-    their mean is wanted.
+    bytes; unless given they follow from what the device has. Where only the mean of the updates is
+    wanted, the rows that it gives are empty, and updates stay on the device.
     """
 
     name = "stacked"
@@ -102,7 +102,7 @@ class Stacked:
     def train(
         self, round: int, vector: Tensor, work: Sequence[Work], rows: Sequence[Tensor]
     ) -> Iterator[Trained | Failed]:
-        if self.sums_updates:
+        if rows and not len(rows[0]):
             slots = [self._slots.setdefault(item.index, len(self._slots)) for item in work]
             rows = [self._kept[slot] for slot in slots]
         alone: list[tuple[Work, Tensor]] = []

@@ -29,17 +29,14 @@ from torch import Tensor, nn
 from roundtable.core import Site
 from roundtable.simulation.backend import Failed, Trained, Work, World
 from roundtable.simulation.choose import make_backend
-from roundtable.simulation.sequential import Sequential
+from roundtable.simulation.sequential import Sequential, one_thread
 from roundtable.simulation.stacked import Stacked
 from roundtable.simulation.stacked.schedule import turns
 from roundtable.simulation.stacked.stack import Stack
 
 
 def stacked(place: World, device: str = "cpu", **budgets: int) -> Stacked:
-    """With rows to look at, which a backend that only sums does not give."""
-    backend = Stacked(place, device=device, **budgets)
-    backend.sums_updates = False
-    return backend
+    return Stacked(place, device=device, **budgets)
 
 
 def check(backend: Stacked, place: World, rtol: float = 2e-4, atol: float = 2e-6) -> None:
@@ -122,8 +119,11 @@ def test_updates_are_summed_where_they_are() -> None:
     place = world(Perceptron())
     backend = Stacked(place, device="cpu")
     assert backend.sums_updates
-    assert backend.rows(len(SIZES)).shape == (len(SIZES), 0)
-    run(backend, place)
+    rows = backend.rows(len(SIZES))
+    assert rows.shape == (len(SIZES), 0)
+    work = [Work(place.names[index], index) for index in (3, 0, 1, 2)]
+    with one_thread():
+        list(backend.train(2, place.initial.vector, work, rows.unbind()))
     wanted = run(Sequential(place), place)[1]
     total = backend.total({0: 0.5, 3: 0.25, 1: 0.25})
     torch.testing.assert_close(total, torch.tensor([0.5, 0.25, 0, 0.25]) @ wanted, rtol=1e-4, atol=1e-6)
@@ -336,12 +336,14 @@ def test_a_gpu_gets_stacks(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert backend.device.type == "cuda"
 
 
-@pytest.mark.parametrize("task", ["Perceptron", "Convolution", "Text"])
-def test_a_simulation_ends_with_the_same_model(run: Any, task: str) -> None:
-    """Means of updates that stay where they are, with clients that drop out."""
+@pytest.mark.parametrize(
+    ("task", "workers"), [("Perceptron", 1), ("Perceptron", 2), ("Convolution", 1), ("Text", 1)]
+)
+def test_a_simulation_ends_with_the_same_model(run: Any, task: str, workers: int) -> None:
+    """Means of updates that stay where they are, in one process, with clients that drop out."""
     settings = {"simulation__faults": {"dropout": 0.2}, "cohort__minimum": 1}
     reference = run(task, **settings)
-    found = run(task, **settings, simulation__backend="stacked")
+    found = run(task, **settings, simulation__backend="stacked", simulation__workers=workers)
     torch.testing.assert_close(found.model.vector, reference.model.vector, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(
         torch.tensor(found.history["train_loss"]), torch.tensor(reference.history["train_loss"])
