@@ -28,6 +28,10 @@ from roundtable.client.worker_trainer import order_of_work
 from roundtable.client.workshop import Settings
 
 _log = logging.getLogger("roundtable.agent")
+_DONE = {
+    "out_of_memory": "reduced the batch size: halved the micro-batch and started the ranks again",
+    "gpu_error": "left the device out and started the ranks again",
+}
 _AGAIN = {"node_failure", "gpu_error", "out_of_memory", "network_partition"}
 _STOP_SECONDS = 5.0
 _START_SECONDS = 300.0
@@ -136,6 +140,9 @@ class ClusterTrainer:
                     return await self._ask(verb, work, progress)
                 except _Lost as lost:
                     failures.append(await self._learn(lost, attempt))
+                    if attempt < self._table.restarts:
+                        last = failures[-1]
+                        work.trouble(last.kind, last.detail, _DONE.get(last.kind, "started the ranks again"))
             raise _given_up(failures)
 
     async def _new_job(self, job: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,16 @@ async def test_rounds_on_warm_ranks_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trouble", ["kill", "hang", "memory"])
 async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> None:
     silo = Silo(tmp_path, trouble=trouble, table={"timeout": 6.0, "checkpoint_steps": 2})
+    told: list[tuple[str, str, str]] = []
     async with silo.trainer() as trainer:
-        trained = await trainer.train(silo.work(), watched([]))
+        work = replace(silo.work(), trouble=lambda *fault: told.append(fault))
+        trained = await trainer.train(work, watched([]))
         assert (tmp_path / "mark").exists()
+        if trouble == "memory":
+            action = "reduced the batch size: halved the micro-batch and started the ranks again"
+            assert [(kind, done) for kind, _, done in told] == [("out_of_memory", action)]
+        else:
+            assert told[0][2] == "started the ranks again"
         assert trained.metrics["loss"][1] == 128
         assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
 
