@@ -1,4 +1,4 @@
-"""The compose file's service as a container engine starts it: read-only root, user 10001, no capability."""
+"""What compose file and chart start, as an engine would: read-only root, an ordinary user, no capability."""
 
 from __future__ import annotations
 
@@ -12,32 +12,38 @@ from pathlib import Path
 
 import pytest
 import yaml
-from containers import Engine, image_of, need_namespaces, volumes_of
+from containers import Engine, image_of, installed, need_namespaces, volumes_of
 from postgresql import PostgreSQL
 
 from roundtable.core.identity import create_ca, issue
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
+DOCKERFILE = DOCKER / "Dockerfile"
 PATIENCE = 240.0
+# Two environments with torch are installed first.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def build(folder: Path) -> Path:
-    """The wheel under test, unpacked; built from a copy, so that nobody else's build is disturbed."""
-    if site := os.environ.get("ROUNDTABLE_WHEEL"):
-        return Path(site)
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By target, what the image's own commands install of a wheel that is built from a copy of the source."""
+    need_namespaces()
+    folder = tmp_path_factory.mktemp("images")
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", "runs")
     shutil.copytree(ROOT, folder / "source", ignore=ignored, symlinks=True)
     words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, folder / "source"]
     subprocess.run([sys.executable, *map(str, words)], check=True)
-    shutil.unpack_archive(next(folder.glob("*.whl")), folder / "wheel", "zip")
-    return folder / "wheel"
+    (wheel,) = folder.glob("*.whl")
+    return {
+        target: installed(image_of(DOCKERFILE, target), folder / target, wheel, ROOT / "constraints.txt")
+        for target in ("coordinator", "agent")
+    }
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    need_namespaces()
-    engine = Engine(tmp_path, build(tmp_path))
+def engine(tmp_path: Path, packages: dict[str, Path]) -> Iterator[Engine]:
+    engine = Engine(tmp_path, packages["coordinator"])
     yield engine
     engine.close()
 
@@ -61,9 +67,9 @@ def ends(engine: Engine, name: str, process: subprocess.Popen[bytes]) -> None:
     assert process.wait(PATIENCE) == 0, engine.log(name)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_demo_of_compose_runs_hardened(engine: Engine, database: PostgreSQL, tmp_path: Path) -> None:
+def test_the_demo_of_compose_runs_hardened(
+    engine: Engine, packages: dict[str, Path], database: PostgreSQL, tmp_path: Path
+) -> None:
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
     address, socket = by_socket(database)
     named = tmp_path / "volumes"
@@ -74,7 +80,8 @@ def test_the_demo_of_compose_runs_hardened(engine: Engine, database: PostgreSQL,
 
     def start(name: str) -> subprocess.Popen[bytes]:
         service = services[name]
-        image = image_of(DOCKER / "Dockerfile", service["build"]["target"])
+        target = service["build"]["target"]
+        image = image_of(DOCKERFILE, target)
         words = [*service.get("entrypoint", image.entrypoint), *service.get("command", image.command)]
         volumes = volumes_of(service, DOCKER, named)
         variables = {**image.variables, **service.get("environment", {})}
@@ -83,10 +90,10 @@ def test_the_demo_of_compose_runs_hardened(engine: Engine, database: PostgreSQL,
             volumes["/run/database"] = (socket, False)
         if name == "south":
             volumes["/etc/roundtable/agent.toml"] = (south, True)
-        return engine.run(name, words, volumes, variables)
+        return engine.run(name, words, volumes, variables, packages[target])
 
     def healthy(name: str) -> bool:
-        image = image_of(DOCKER / "Dockerfile", services[name]["build"]["target"])
+        image = image_of(DOCKERFILE, services[name]["build"]["target"])
         return engine.run("health", image.healthcheck, {}, image.variables).wait(60) == 0
 
     ends(engine, "prepare", start("prepare"))
@@ -105,7 +112,6 @@ def test_the_demo_of_compose_runs_hardened(engine: Engine, database: PostgreSQL,
         assert process.wait(60) == 0, [engine.log(name) for name in ("north", "south", "coordinator")]
 
 
-@pytest.mark.slow
 def test_nothing_outside_the_volumes_can_be_written(engine: Engine) -> None:
     (engine.folder / "volume").mkdir(mode=0o700)
     os.chown(engine.folder / "volume", 10001, 10001)
@@ -117,8 +123,6 @@ def test_nothing_outside_the_volumes_can_be_written(engine: Engine) -> None:
     assert said.splitlines()[-1] == "10001"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_of_two_pods_of_the_chart_one_is_active_and_the_other_takes_over(
     engine: Engine, database: PostgreSQL, tmp_path: Path
 ) -> None:
@@ -150,9 +154,9 @@ def test_of_two_pods_of_the_chart_one_is_active_and_the_other_takes_over(
         for name in ("settings", "credentials", "artifacts")
     }
     volumes["/run/database"] = (socket, False)
-    image = image_of(DOCKER / "Dockerfile", "coordinator")
+    image = image_of(DOCKERFILE, "coordinator")
     # Each pod has a network of its own.
-    engines = [engine, Engine(tmp_path / "second", engine.wheel)]
+    engines = [engine, Engine(tmp_path / "second", engine.packages)]
 
     def start(place: int) -> subprocess.Popen[bytes]:
         name = f"{pods['metadata']['name']}-{place}"
@@ -180,3 +184,11 @@ def test_of_two_pods_of_the_chart_one_is_active_and_the_other_takes_over(
         assert "takes over" in said(1)
     finally:
         engines[1].close()
+
+
+def test_an_image_holds_what_it_needs_and_no_more(packages: dict[str, Path]) -> None:
+    found = {target: {place.name for place in folder.iterdir()} for target, folder in packages.items()}
+    assert {"sqlalchemy", "alembic", "psycopg", "opentelemetry"} <= found["coordinator"]
+    assert "opacus" not in found["coordinator"]
+    assert {"opacus", "sklearn", "opentelemetry"} <= found["agent"]
+    assert not {"sqlalchemy", "alembic", "psycopg"} & found["agent"]

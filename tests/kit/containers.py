@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
+import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Image:
     command: list[str]
     healthcheck: list[str]
     variables: dict[str, str]
+    installs: list[list[str]]
 
 
 def image_of(dockerfile: Path, target: str) -> Image:
@@ -79,15 +80,35 @@ def image_of(dockerfile: Path, target: str) -> Image:
         words(r"^CMD (.*)$"),
         words(r"^    CMD (.*)$"),
         dict(word.split("=", 1) for word in variables.split()),
+        [shlex.split(line) for line in re.findall(r"pip (install .*?)(?=&&|$)", _joined(said), re.MULTILINE)],
     )
+
+
+def _joined(text: str) -> str:
+    """With continued lines in one, and what a shell would fill in."""
+    return re.sub(r"\\\n\s*", "", text).replace("$(ls /wheel/*.whl)", "/wheel")
+
+
+def installed(image: Image, folder: Path, wheel: Path, constraints: Path) -> Path:
+    """The packages of a clean environment, installed by the image's own commands; from the usual index."""
+    venv.create(folder, with_pip=True)
+    for words in image.installs:
+        line = iter(words)
+        kept = [word for word in line if word not in ("--index-url", "--extra-index-url") or not next(line)]
+        filled = [
+            word.replace("/constraints.txt", str(constraints)).replace("/wheel", str(wheel)) for word in kept
+        ]
+        subprocess.run([folder / "bin" / "python", "-m", "pip", *filled, "--quiet"], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    return packages
 
 
 @dataclass
 class Engine:
-    """Runs containers in one network namespace; `wheel` is the folder that `roundtable` is imported from."""
+    """Runs containers in one network namespace; `packages` is all that they can import."""
 
     folder: Path
-    wheel: Path
+    packages: Path
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,23 +124,23 @@ class Engine:
         self._hosts.write_text("127.0.0.1 localhost coordinator\n")
 
     def run(
-        self, name: str, words: list[str], volumes: dict[str, tuple[Path, bool]], variables: dict[str, str]
+        self,
+        name: str,
+        words: list[str],
+        volumes: dict[str, tuple[Path, bool]],
+        variables: dict[str, str],
+        packages: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Starts a container; `volumes` is target → (source, whether it is read only)."""
-        packages = Path(sysconfig.get_path("purelib"))
-        # What a wheel's own environment borrows, it borrows by a path file.
-        others = [Path(line) for file in packages.glob("others.pth") for line in file.read_text().split()]
         shared = {
             "/usr/local": (Path(sys.base_prefix), True),
-            "/opt/wheel": (self.wheel, True),
-            **{f"/opt/site{i}": (path, True) for i, path in enumerate([packages, *others])},
+            "/opt/packages": (packages or self.packages, True),
             "/opt/bin/roundtable": (self._script, True),
             "/etc/hosts": (self._hosts, True),
         }
-        paths = ":".join(target for target in shared if target.startswith(("/opt/wheel", "/opt/site")))
         environment = {
             "PATH": "/opt/bin:/usr/local/bin:/usr/bin:/bin",
-            "PYTHONPATH": paths,
+            "PYTHONPATH": "/opt/packages",
             "LD_LIBRARY_PATH": "/usr/local/lib",
             "OMP_NUM_THREADS": "1",
             **variables,
