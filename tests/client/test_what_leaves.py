@@ -26,6 +26,7 @@ PUBLIC = {
 JUDGED = {
     ("Progress", "done"): "steps and examples of a schedule; nothing is reported where a job is private",
     ("Progress", "total"): "the same",
+    ("Progress", "figures"): "the same",
     ("Progress", "loss"): "test_private_federation, test_private_training",
     ("Failure", "detail"): "fixed sentences; figures of budgets stay: test_private_federation",
     ("Trouble", "detail"): "the same sentences",
