@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import click
@@ -42,6 +43,10 @@ def plan(
     click.echo(f"a step        {found.micro_batches} micro-batches on each rank")
     click.echo("\nmemory of the fullest device")
     for line in found.estimate.lines():
+        click.echo(f"  {line}")
+    click.echo("\nlinks")
+    said = ["not measured yet: the first round measures them, and this plan assumes nothing of them"]
+    for line in found.links.lines(time.time()) if found.links is not None else said:
         click.echo(f"  {line}")
     click.echo("\nwhy")
     for reason in found.reasons:

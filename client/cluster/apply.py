@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -23,26 +21,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from roundtable.client.cluster.anatomy import find_blocks
+from roundtable.client.cluster.checkpointing import checkpoint_blocks
 from roundtable.client.cluster.empty import allocate
 from roundtable.client.cluster.experts import Experts, share_experts
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.strategy import Strategy
 from roundtable.client.cluster.tensor_parallel import TensorParallel
-
-_ATEN = torch.ops.aten
-_COSTLY = {
-    _ATEN.mm.default,
-    _ATEN.addmm.default,
-    _ATEN.bmm.default,
-    _ATEN.convolution.default,
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_cudnn_attention.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-}
 
 
 def apply_strategy(
@@ -118,25 +104,6 @@ def _spread_sequence(model: nn.Module, blocks: Sequence[str], plan: TensorParall
         parallelize_module(model, mesh, {blocks[0]: inputs(1, Replicate(), Shard(1))})
         gathered = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
         parallelize_module(model, mesh, {blocks[-1]: gathered})
-
-
-def checkpoint_blocks(model: nn.Module, blocks: Sequence[str], strategy: Strategy) -> None:
-    """Activation checkpointing of whole blocks, or of all in them but matrix products."""
-    if strategy.checkpointing == "none":
-        return
-    options: dict[str, Any] = {}
-    if strategy.checkpointing == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-    for index, name in enumerate(blocks):
-        if index % strategy.checkpoint_every == 0:
-            parent, _, key = name.rpartition(".")
-            owner = model.get_submodule(parent)
-            owner._modules[key] = checkpoint_wrapper(model.get_submodule(name), **options)
-
-
-def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = operation in _COSTLY
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: Meshes) -> None:

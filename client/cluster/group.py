@@ -18,6 +18,7 @@ from roundtable.client.cluster.bench import Bench, Progress, StepReport
 from roundtable.client.cluster.checkpoints import Checkpoints, Position
 from roundtable.client.cluster.composition import is_example_level
 from roundtable.client.cluster.devices import peak_flops
+from roundtable.client.cluster.links import Links
 from roundtable.client.cluster.local_state import save_local
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.orders import Advice
@@ -56,6 +57,7 @@ class Group:
     device: torch.device
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+    links: Links
 
 
 class GroupWorkshop:
@@ -212,7 +214,7 @@ class GroupWorkshop:
         )
         text = ""
         if dist.get_rank() == 0:
-            plan = make_plan(found, group.resources, job, group.table)
+            plan = make_plan(found, group.resources, job, group.table, group.links)
             strategy = plan.strategy
             for _ in range(Advice.read(group.folder).halvings):
                 strategy = strategy.halved()

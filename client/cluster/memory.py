@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from roundtable.client.cluster.activations import Pass, activations
 from roundtable.client.cluster.anatomy import Anatomy, Weight
 from roundtable.client.cluster.pipeline import partition
 from roundtable.client.cluster.resources import format_bytes
@@ -44,7 +45,8 @@ class Survey:
     """What is known of a task: anatomy, one traced pass, where its layers can be split.
 
     `state_factor` is the optimizer's state in bytes for each byte of parameters: 2 for Adam, 0 for plain SGD.
-    `cannot_pipeline` says why the model cannot be cut into stages; empty where it can.
+    `cannot_pipeline` says why the model cannot be cut into stages; empty where it can. In bfloat16 `trace` is
+    under autocast, and `half` the pass of a model that is in it itself, as shards are when they are gathered.
     """
 
     anatomy: Anatomy
@@ -55,6 +57,7 @@ class Survey:
     experts: tuple[str, ...]
     cannot_split: dict[int, str]
     cannot_pipeline: str
+    half: Trace | None = None
 
 
 def estimate(survey: Survey, strategy: Strategy, accumulated: int) -> Estimate:
@@ -80,23 +83,31 @@ def _rank(survey: Survey, strategy: Strategy, accumulated: int, units: Sequence[
     share = mesh.dp if strategy.data_parallel == "zero1" else 1
     optimizer = gradients * survey.state_factor / share
     temporaries = gradients * survey.optimizer_temporaries / share
-    activations, working = _activations(survey, strategy, units, rank)
+    half = strategy.precision == "bfloat16" and shards_weights(strategy)
+    traced = survey.half if half and survey.half is not None else survey.trace
+    run = activations(Pass(anatomy, traced, survey.tensor_parallel, strategy), units, rank, accumulated)
     groups = _groups(survey, strategy, here)
-    gathered, reducing = _communication(strategy, groups, split)
+    gathered, reducing, of_block = _communication(strategy, groups, split)
     fixed = held + anatomy.buffer_bytes + optimizer
     if strategy.offload:
         fixed = gradients = temporaries = 0
     blocks = max(1, len(groups) - 1)
-    buckets = strategy.data_parallel in ("ddp", "zero1")
-    standing = gradients if accumulated > 1 or buckets or mesh.pp > 1 else 0
+    standing = _standing(strategy, gradients, accumulated)
+    working = max(run.head, run.block)
+    # A checkpointed block, computed again at the beginning of the backward pass or at its end.
+    again = run.again + run.block + of_block if run.again else 0.0
+    block_held = max((size for key, size in groups.items() if key), default=0.0) / shards
     peak = fixed + max(
-        standing + activations + working + gathered,
+        standing + run.constant + run.kept + working + gathered,
         # The last block's gradients are reduced when its own activations are gone.
-        standing + activations * (blocks - 1) / blocks + working / 2 + reducing,
+        standing + run.constant + run.kept * (blocks - 1) / blocks + working / 2 + reducing,
+        standing + run.constant + run.kept + again,
+        (standing or gradients - block_held) + run.constant + run.first + again,
         gradients + max(temporaries, 0 if standing else working / 2),
     )
     communication = max(gathered, reducing)
-    numbers = (held + anatomy.buffer_bytes, gradients, optimizer, activations, working, communication, peak)
+    kept = run.kept + run.constant
+    numbers = (held + anatomy.buffer_bytes, gradients, optimizer, kept, run.working, communication, peak)
     return Estimate(*(int(number) for number in numbers))
 
 
@@ -116,76 +127,6 @@ def _part(survey: Survey, strategy: Strategy, weight: Weight, shards: int) -> fl
     return _split(survey, strategy, weight) / shards
 
 
-def _activations(survey: Survey, strategy: Strategy, units: Sequence[str], rank: int) -> tuple[float, float]:
-    """(kept for backward, largest temporaries), for all micro-batches under way at once."""
-    anatomy, mesh = survey.anatomy, strategy.mesh
-    scale = strategy.micro_batch / survey.trace.examples
-    by_block: dict[str, float] = dict.fromkeys(anatomy.blocks, 0.0)
-    rest = largest = 0.0
-    for kept in survey.trace.kept:
-        unit = anatomy.unit_of(kept.name)
-        if mesh.pp > 1 and unit not in units and not (unit is None and rank == mesh.pp - 1):
-            continue
-        size = kept.bytes * scale / _divisor(survey, strategy, kept.name, unit)
-        if unit in by_block:
-            by_block[unit] += size
-        else:
-            rest += size
-            largest = max(largest, size)
-    here = [block for block in anatomy.blocks if mesh.pp == 1 or block in units]
-    passed = _passed(survey, strategy) * scale
-    recomputed = 0.0
-    if strategy.checkpointing != "none":
-        for index, block in enumerate(here):
-            if index % strategy.checkpoint_every == 0:
-                whole = by_block[block]
-                recomputed = max(recomputed, whole)
-                by_block[block] = passed if strategy.checkpointing == "every" else 0.5 * whole
-    kept_bytes = sum(by_block[block] for block in here) + rest
-    # Gradients of the logits and of their logarithms.
-    head = 2.0 * survey.trace.output * scale if mesh.pp == 1 or rank == mesh.pp - 1 else 0.0
-    working = max(recomputed, max(head, largest), _widest(survey, strategy) * scale)
-    under_way = 1
-    if mesh.pp > 1:
-        under_way = mesh.pp - rank if strategy.schedule == "1f1b" else mesh.pp
-    return kept_bytes * under_way, working
-
-
-def _divisor(survey: Survey, strategy: Strategy, name: str, unit: str | None) -> int:
-    """How many ranks share what this module keeps."""
-    plan, degree = survey.tensor_parallel, strategy.mesh.tp
-    if degree == 1 or unit not in survey.anatomy.blocks:
-        return 1
-    if plan.styles.get(name) == "column":
-        return 1
-    inside = name in plan.inner or plan.styles.get(name) == "row"
-    return degree if inside or strategy.sequence_parallel else 1
-
-
-def _passed(survey: Survey, strategy: Strategy) -> float:
-    """Bytes that one block hands to the next, for the traced examples."""
-    outputs = [call.output for call in survey.trace.calls if call.name in survey.anatomy.blocks]
-    shape = next((shape for shape in outputs if shape), None)
-    if shape is None:
-        return 0.0
-    count = 1
-    for size in shape:
-        count *= size
-    item = 2 if strategy.precision == "bfloat16" else survey.anatomy.weights[0].itemsize
-    return count * item / (strategy.mesh.tp if strategy.sequence_parallel else 1)
-
-
-def _widest(survey: Survey, strategy: Strategy) -> float:
-    """Temporaries in the backward pass of a block: gradients of its two widest tensors."""
-    blocks = set(survey.anatomy.blocks[:1])
-    sizes = [
-        kept.bytes / _divisor(survey, strategy, kept.name, survey.anatomy.unit_of(kept.name))
-        for kept in survey.trace.kept
-        if survey.anatomy.unit_of(kept.name) in blocks
-    ]
-    return 2.0 * max(sizes, default=0.0)
-
-
 def _groups(survey: Survey, strategy: Strategy, here: Sequence[Weight]) -> dict[str, float]:
     """Bytes of the weights that are gathered together: each block, and under "" the rest."""
     groups: dict[str, float] = {"": 0.0}
@@ -197,14 +138,35 @@ def _groups(survey: Survey, strategy: Strategy, here: Sequence[Weight]) -> dict[
     return groups
 
 
-def _communication(strategy: Strategy, groups: dict[str, float], split: float) -> tuple[float, float]:
-    """(weights gathered for a pass, the same while gradients are reduced)."""
-    if strategy.data_parallel not in ("zero2", "zero3"):
-        return 0.0, 0.0
-    half = 0.5 if strategy.precision == "bfloat16" else 1.0
+def _standing(strategy: Strategy, gradients: float, accumulated: int) -> float:
+    """Gradients that are there while a backward pass goes on, whatever it has come to."""
+    buckets = strategy.data_parallel in ("ddp", "zero1")
+    if buckets and accumulated > 1:
+        # DDP's buckets stand beside the sums of the micro-batches before the last.
+        return 2 * gradients
+    return gradients if accumulated > 1 or buckets or strategy.mesh.pp > 1 else 0.0
+
+
+def _communication(strategy: Strategy, groups: dict[str, float], split: float) -> tuple[float, float, float]:
+    """(weights gathered for a pass, the same while gradients are reduced, while one block's are)."""
+    if not shards_weights(strategy):
+        return 0.0, 0.0, 0.0
+    # In bfloat16 a gradient is half as large, and is copied to float32 to be reduced.
+    half, copies = (0.5, 1.5) if strategy.precision == "bfloat16" else (1.0, 2.0)
     root = groups[""]
     largest = max((size for key, size in groups.items() if key), default=0.0)
     if strategy.data_parallel == "zero2" or strategy.mesh.pp > 1:
-        return half * split, half * split + 2.0 * max(largest, root)
-    # A block's weights, and those of the next on their way; then its gradients and their copy.
-    return half * (root + 2 * largest), half * (root + largest) + 2.0 * max(largest, root)
+        gathered, while_reducing = split, split
+    else:
+        # A block's weights, and those of the next on their way; then its gradients and their copy.
+        gathered, while_reducing = root + 2 * largest, root + largest
+    return (
+        half * gathered,
+        half * while_reducing + copies * max(largest, root),
+        half * while_reducing + copies * largest,
+    )
+
+
+def shards_weights(strategy: Strategy) -> bool:
+    """Whether weights lie in shards and are gathered to be used."""
+    return strategy.data_parallel in ("zero2", "zero3")

@@ -168,7 +168,8 @@ class Pipeline:
         joined = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
         arguments = joined if self._rank == 0 else []
         named = {"target": torch.arange(len(batches)), "losses": losses} if self.last else {}
-        (schedule.step if backward else schedule.eval)(*arguments, **named)
+        # Joining the outputs of all micro-batches would double the largest tensors that there are.
+        (schedule.step if backward else schedule.eval)(*arguments, **named, return_outputs=False)
 
     def _schedule(self, count: int, inputs: tuple[Any, ...], backward: bool) -> _Schedule:
         """One for each shape of micro-batches: stages remember the shapes that they exchange."""

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundtable.client.cluster.composition import is_example_level, narrowed, with_noisy_gradient
+from roundtable.client.cluster.links import Links, reduction_for
 from roundtable.client.cluster.memory import Estimate, Survey, estimate
 from roundtable.client.cluster.resources import ClusterTable, Resources, format_bytes
-from roundtable.client.cluster.strategy import Checkpointing, DataParallel, Mesh, Strategy
+from roundtable.client.cluster.strategy import Checkpointing, DataParallel, Mesh, Reduction, Strategy
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, ResourceError
 
 HEADROOM = 0.9
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "every", "sqrt")
 _KINDS: tuple[DataParallel, ...] = ("none", "ddp", "zero1", "zero2", "zero3")
 
 
@@ -27,6 +29,7 @@ class Plan:
     parameters: int
     micro_batches: int
     reasons: tuple[str, ...]
+    links: Links | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """JSON values."""
@@ -39,10 +42,13 @@ class Plan:
             "parameters": self.parameters,
             "micro_batches": self.micro_batches,
             "reasons": list(self.reasons),
+            "links": asdict(self.links) if self.links is not None else None,
         }
 
 
-def make_plan(survey: Survey, resources: Resources, job: JobConfig, table: ClusterTable) -> Plan:
+def make_plan(
+    survey: Survey, resources: Resources, job: JobConfig, table: ClusterTable, links: Links | None = None
+) -> Plan:
     """The first strategy that fits, from plain to elaborate; what `[cluster.strategy]` sets is kept.
 
     Raises ConfigError for a mesh that does not fit the devices, PrivacyError for privacy that does not
@@ -54,7 +60,9 @@ def make_plan(survey: Survey, resources: Resources, job: JobConfig, table: Clust
     tried: dict[tuple[Mesh, DataParallel, bool], tuple[int, Strategy]] = {}
     check_by_hand(resources, table)
     private, table = is_example_level(job), narrowed(job, resources, table)
-    for strategy in _candidates(survey, resources, job, table, reasons):
+    reduction, why = reduction_for(None if private else links)
+    reasons += [why] if why else []
+    for strategy in _candidates(survey, resources, job, table, reasons, reduction):
         share = -(-batch // strategy.mesh.data)
         found = estimate(survey, strategy, -(-share // strategy.micro_batch))
         found = with_noisy_gradient(found) if private else found
@@ -106,7 +114,12 @@ def check_by_hand(resources: Resources, table: ClusterTable) -> None:
 
 
 def _candidates(
-    survey: Survey, resources: Resources, job: JobConfig, table: ClusterTable, reasons: list[str]
+    survey: Survey,
+    resources: Resources,
+    job: JobConfig,
+    table: ClusterTable,
+    reasons: list[str],
+    reduction: Reduction,
 ) -> Iterator[Strategy]:
     """Strategies from plain to elaborate."""
     hand = table.strategy
@@ -117,7 +130,7 @@ def _candidates(
             for mesh, kind in _data_meshes(resources, tp, pp, data, table, offload):
                 if offload and kind not in ("zero2", "zero3"):
                     continue
-                yield from _variants(survey, job, table, mesh, kind, offload)
+                yield from _variants(survey, job, table, mesh, kind, offload, reduction)
 
 
 def _splits(
@@ -184,12 +197,18 @@ def _fixed(dp: int, fsdp: int, data: int, by_dp: int | None, by_fsdp: int | None
 
 
 def _variants(
-    survey: Survey, job: JobConfig, table: ClusterTable, mesh: Mesh, kind: DataParallel, offload: bool
+    survey: Survey,
+    job: JobConfig,
+    table: ClusterTable,
+    mesh: Mesh,
+    kind: DataParallel,
+    offload: bool,
+    reduction: Reduction,
 ) -> Iterator[Strategy]:
     """Without and with checkpointing, from large micro-batches to single examples."""
     hand = table.strategy
     share = max(1, -(-job.algorithm.batch_size // mesh.data))
-    ways: list[Checkpointing] = [hand.checkpointing] if hand.checkpointing else ["none", "selective", "every"]
+    ways: list[Checkpointing] = [hand.checkpointing] if hand.checkpointing else [*_CHECKPOINTING]
     sequence = mesh.tp > 1 and not survey.tensor_parallel.no_sequence
     shape = survey.trace.calls[-1].inputs if survey.trace.calls else ()
     if shape and shape[0] and len(shape[0]) > 1 and shape[0][1] % mesh.tp:
@@ -207,7 +226,7 @@ def _variants(
                 hand.checkpoint_every or 1,
                 offload,
                 table.precision,
-                hand.reduction or "exact",
+                hand.reduction or (reduction if kind == "ddp" else "exact"),
                 hand.local_steps or 0,
                 hand.outer_learning_rate or 1.0,
                 hand.outer_momentum or 0.0,

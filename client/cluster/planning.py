@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from roundtable.client.cluster.links import Links, read_links
 from roundtable.client.cluster.planner import Plan, make_plan
 from roundtable.client.cluster.resources import (
     ClusterTable,
@@ -37,6 +38,7 @@ def plan_job(
     Raises ConfigError, ResourceError or PrivacyError as `make_plan` does.
     """
     job = load_job(job_file, dict(overrides))
+    links: Links | None = None
     table, folder, options = ClusterTable(), job_file.resolve().parent, dict(job.simulation.data)
     policy = PolicyTable()
     name = reference or job.task
@@ -44,13 +46,15 @@ def plan_job(
         config = load_agent_config(agent)
         table, folder, options = config.cluster or ClusterTable(), config.folder, dict(config.data)
         name, policy = reference or config.reference_of(job.task) or job.task, config.policy
+        # What was measured counts for the silo's own devices.
+        links = read_links(config.state / "cluster") if world is None else None
     task = load_task(name, folder)
     if isinstance(task, ArrayTask):
         raise ConfigError(
             f"task {name!r} is an ArrayTask: only a Task with a PyTorch module is spread over ranks"
         )
     resources = resources_of(table, world, memory, policy)
-    return plan_task(task, job, table, resources, options)
+    return plan_task(task, job, table, resources, options, links)
 
 
 def resources_of(
@@ -71,13 +75,18 @@ def resources_of(
 
 
 def plan_task(
-    task: Task, job: JobConfig, table: ClusterTable, resources: Resources, options: Mapping[str, Any]
+    task: Task,
+    job: JobConfig,
+    table: ClusterTable,
+    resources: Resources,
+    options: Mapping[str, Any],
+    links: Links | None = None,
 ) -> Plan:
-    """The plan for a task with the silo's data."""
+    """The plan for a task with the silo's data, and with links as they were measured."""
     data, _ = split_data(task, Site("plan", options=options))
     half = table.precision == "bfloat16"
     found = survey(task, example_batch(data), device=resources.device, bfloat16=half)
-    return make_plan(found, resources, job, table)
+    return replace(make_plan(found, resources, job, table, links), links=links)
 
 
 def by_hand(strategy: Mapping[str, Any]) -> StrategyTable:

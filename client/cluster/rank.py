@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from roundtable.client.cluster.bench import StepReport
 from roundtable.client.cluster.group import Group, GroupWorkshop
+from roundtable.client.cluster.links import known_links
 from roundtable.client.cluster.orders import SOCKET, Calls, leave_report, order_of
 from roundtable.client.cluster.resources import ClusterTable, Resources
 from roundtable.client.cluster.talk import broadcast_text, gather_text
@@ -76,7 +77,8 @@ def _serve(folder: Path, rank: int) -> None:
     assert isinstance(saving, dist.ProcessGroup)
     check_versions(control)
     resources = Resources(**values["resources"]).with_world(dist.get_world_size())
-    workshop = GroupWorkshop(Group(settings, table, resources, folder, device, control, saving))
+    links = known_links(folder, device, min(resources.devices, resources.world), control)
+    workshop = GroupWorkshop(Group(settings, table, resources, folder, device, control, saving, links))
     calls = Calls(folder) if rank == 0 else None
     while True:
         command = json.loads(broadcast_text(json.dumps(calls.next()) if calls else None, control))

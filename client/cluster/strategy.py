@@ -9,7 +9,7 @@ from roundtable.core.errors import ConfigError
 
 DataParallel = Literal["none", "ddp", "zero1", "zero2", "zero3"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
-Checkpointing = Literal["none", "every", "selective"]
+Checkpointing = Literal["none", "every", "sqrt", "selective"]
 Precision = Literal["float32", "bfloat16"]
 Reduction = Literal["exact", "bfloat16", "powersgd", "topk"]
 
@@ -58,7 +58,8 @@ class Strategy:
     """Everything that decides what each rank holds and computes.
 
     `micro_batch` is the most examples a rank runs at once; what is left of its share of a batch is
-    accumulated. `checkpoint_every` counts blocks (1: each). `reduction` is how gradients travel under DDP;
+    accumulated. `checkpoint_every` counts blocks (1: each); `sqrt` keeps only what goes
+    into each of about √n runs of n blocks. `reduction` is how gradients travel under DDP;
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
     """

@@ -15,7 +15,7 @@ from roundtable.client.cluster.experts import Experts
 from roundtable.client.cluster.memory import Survey
 from roundtable.client.cluster.pipeline import Given, inputs_of, keep_only, partition
 from roundtable.client.cluster.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
-from roundtable.client.cluster.tracing import fake_model, trace
+from roundtable.client.cluster.tracing import Trace, fake_model, trace
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
 
@@ -42,7 +42,18 @@ def survey(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool = Fal
         tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
         {degree: cannot_split(task, plan, batch, degree) for degree in _DEGREES},
         cannot_pipeline(task, anatomy, batch),
+        in_half(task, batch) if bfloat16 else None,
     )
+
+
+def in_half(task: Task, batch: Any) -> Trace | None:
+    """A pass of the model in bfloat16; None where its own code mixes precisions."""
+    mode, model = fake_model(task, torch.bfloat16)
+    halves = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
+    try:
+        return trace(task, mode, model, halves)
+    except RuntimeError:
+        return None
 
 
 def example_batch(data: Any, examples: int = 1) -> Any:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from roundtable.client.cluster.checkpointing import COSTLY
 from roundtable.client.cluster.empty import without_weights
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
@@ -31,19 +33,27 @@ class Call:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor kept for the backward pass by the innermost module `name`."""
+    """A tensor kept for the backward pass by the innermost module `name`.
+
+    `weight`: it is a copy of a weight in another precision, and does not grow with the batch.
+    """
 
     name: str
     bytes: int
+    weight: bool = False
 
 
 @dataclass
 class Trace:
-    """What one forward pass of `examples` examples did; `output` is the model's own, in bytes."""
+    """What one forward pass of `examples` examples did; `output` is the model's own, in bytes.
+
+    `products` are the results of matrix products and attention: what selective checkpointing keeps.
+    """
 
     examples: int
     calls: list[Call] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+    products: list[Kept] = field(default_factory=list)
     output: int = 0
 
 
@@ -51,8 +61,15 @@ class NotTraceable(TaskError):
     """The task looks at values, which fake tensors do not have."""
 
 
-def fake_model(task: Task) -> tuple[FakeTensorMode, nn.Module]:
-    """The task's model with fake tensors on CPU, and the mode that they belong to."""
+def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensorMode, nn.Module]:
+    """The task's model with fake tensors on CPU, and the mode that they belong to.
+
+    With `dtype` parameters and buffers of floating point have that one.
+    """
+
+    def kind(tensor: Tensor) -> torch.dtype:
+        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with without_weights():
         model = task.model()
@@ -62,12 +79,12 @@ def fake_model(task: Task) -> tuple[FakeTensorMode, nn.Module]:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in made:
-                        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                        empty = torch.empty(parameter.shape, dtype=kind(parameter))
                         made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
                     module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = mode.from_tensor(buffer)
+                    module._buffers[name] = mode.from_tensor(buffer.to(kind(buffer)))
     return mode, model
 
 
@@ -84,16 +101,18 @@ def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat
     }
     holding: list[Tensor] = []
     stack = [""]
+    modules = dict(model.named_modules())
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             holding.append(tensor)
-            found.kept.append(Kept(stack[-1], storage.nbytes()))
+            found.kept.append(Kept(stack[-1], storage.nbytes(), _is_weight(modules[stack[-1]], tensor)))
         return tensor
 
-    with mode, _named(model, stack, found), torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+    half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
+    with mode, _Products(stack, found), _named(model, stack, found), half:
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = task.loss(model, fakes)
@@ -104,6 +123,27 @@ def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat
                 f"({error.func}), so its memory cannot be measured without running it"
             ) from error
     return found
+
+
+def _is_weight(module: nn.Module, tensor: Tensor) -> bool:
+    """Whether a tensor that is kept is one of the module's own weights, cast."""
+    shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
+    return tuple(tensor.shape) in shapes or (tensor.dim() == 2 and tuple(tensor.shape)[::-1] in shapes)
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what costly operations give."""
+
+    def __init__(self, stack: list[str], found: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stack, self._found = stack, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if func in COSTLY:
+            size = sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            self._found.products.append(Kept(self._stack[-1], size))
+        return given
 
 
 @contextmanager

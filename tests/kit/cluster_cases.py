@@ -18,6 +18,7 @@ from roundtable.client.cluster.anatomy import dissect
 from roundtable.client.cluster.bench import Bench, Progress, StepReport
 from roundtable.client.cluster.checkpoints import Checkpoints, Position
 from roundtable.client.cluster.hooks import TopK, topk_hook
+from roundtable.client.cluster.links import Links, known_links
 from roundtable.client.cluster.meshes import Meshes
 from roundtable.client.cluster.shards import plain_name, prepare_update, write_deltas
 from roundtable.client.cluster.strategy import Strategy
@@ -134,6 +135,12 @@ def fit_and_report(rank: int, case: Case, peak: float) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: found.append(asdict(report)))
     return found
+
+
+def probe_twice(rank: int, folder: Path, per_node: int) -> tuple[Links, Links]:
+    """The links of this rank's group, and what is kept of them."""
+    control, device = _cpu_group(), torch.device("cpu")
+    return known_links(folder, device, per_node, control), known_links(folder, device, per_node, control)
 
 
 def save_midway(rank: int, case: Case, folder: Path) -> None:

@@ -20,6 +20,12 @@ TWO = [
     case("zero3 fedprox", plan("zero3", fsdp=2), {"name": "fedprox", "mu": 0.1}),
     case("zero3 checkpointed", plan("zero3", fsdp=2, checkpointing="every")),
     case("zero3 selective", plan("zero3", fsdp=2, checkpointing="selective")),
+    case("one sqrt", plan("ddp", dp=2, checkpointing="sqrt")),
+    case("zero2 sqrt", plan("zero2", fsdp=2, checkpointing="sqrt")),
+    case("zero3 sqrt", plan("zero3", fsdp=2, checkpointing="sqrt"), layers=6),
+    case("zero3 sqrt accumulated", plan("zero3", micro=1, fsdp=2, checkpointing="sqrt"), layers=6),
+    case("tp sqrt", plan(tp=2, sequence_parallel=True, checkpointing="sqrt")),
+    case("1f1b sqrt", plan(pp=2, checkpointing="sqrt")),
     case("tp", plan(tp=2)),
     case("tp sequence", plan(tp=2, sequence_parallel=True)),
     case("tp tied", plan(tp=2, sequence_parallel=True), tied=True),
@@ -46,7 +52,16 @@ FOUR = [
     Case("ep whole", plan("zero2", fsdp=4, ep=4), experts(), STEPS),
 ]
 # What every run checks; the whole lists are slow.
-FAST = ["ddp ragged", "zero1", "zero3", "zero3 selective", "tp sequence", "1f1b ragged", "interleaved"]
+FAST = [
+    "ddp ragged",
+    "zero1",
+    "zero3",
+    "zero3 selective",
+    "zero3 sqrt",
+    "tp sequence",
+    "1f1b ragged",
+    "interleaved",
+]
 FAST += ["hsdp", "fsdp tp", "pp fsdp", "ep"]
 SHORT = {"steps": 2}
 EIGHT = [
