@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from roundtable.cli.options import json_option, set_option
+from roundtable.cli.output import print_table
 
 
 @click.command()
@@ -89,14 +91,57 @@ def verify_cluster(world: int | None, as_json: bool) -> int:
     show_default=True,
     help="The trace, for chrome://tracing or Perfetto.",
 )
+@click.option("--worlds", metavar="N,N", help="Time the steps on so many ranks each, and write no trace.")
+@json_option
 @set_option
 @click.pass_context
 def profile(
-    context: click.Context, job_file: Path, steps: int, output: Path, overrides: dict[str, object]
+    context: click.Context,
+    job_file: Path,
+    steps: int,
+    output: Path,
+    worlds: str | None,
+    as_json: bool,
+    overrides: dict[str, object],
 ) -> None:
-    """Run a few training steps of a job on one device under torch's profiler, and write the trace."""
+    """Run a few training steps of a job on one device under torch's profiler, and write the trace.
+
+    With --worlds 1,2,4 report how they speed up with the number of ranks on this machine.
+    """
+    if worlds is not None:
+        _scaling(context.obj, job_file, worlds, steps, as_json, overrides)
+        return
     from roundtable.client.cluster.profiling import profile_job
 
     found = profile_job(context.obj, job_file, overrides, steps, output)
     click.echo(found.table)
     click.echo(f"{found.examples_per_second:,.0f} examples a second on {found.device}; trace: {found.trace}")
+
+
+def _scaling(
+    agent: Path, job_file: Path, worlds: str, steps: int, as_json: bool, overrides: dict[str, object]
+) -> None:
+    from roundtable.client.cluster.scaling import scaling
+
+    try:
+        numbers = sorted({int(word) for word in worlds.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise click.BadParameter(f"--worlds {worlds!r}: write numbers of ranks with commas, 1,2,4")
+    found = scaling(agent, job_file, overrides, numbers, steps)
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    names = ("ranks", "examples/s", "efficiency", "communication", "strategy")
+    rows = [
+        (
+            one.world,
+            f"{one.examples_per_second:,.1f}",
+            f"{one.efficiency:.0%}",
+            f"{one.communication:.0%}",
+            one.strategy,
+        )
+        for one in found
+    ]
+    print_table(names, rows, "")

@@ -92,6 +92,11 @@ def make_plan(
 def check_by_hand(resources: Resources, table: ClusterTable) -> None:
     """Refuses what `[cluster.strategy]` asks for and the devices cannot give."""
     hand, world = table.strategy, resources.world
+    if (hand.cp or 1) > 1:
+        raise ConfigError(
+            f"[cluster.strategy] cp = {hand.cp}: context parallelism is not offered, as torch's has no CPU "
+            "kernel to be checked with; tp with sequence_parallel shards the sequence between the blocks"
+        )
     degrees = {key: getattr(hand, key) for key in ("pp", "dp", "fsdp", "tp") if getattr(hand, key)}
     product = 1
     for degree in degrees.values():

@@ -66,6 +66,7 @@ class StrategyTable(Table):
     dp: int | None = Field(None, ge=1, description="replicas")
     fsdp: int | None = Field(None, ge=1, description="shards of one replica")
     tp: int | None = Field(None, ge=1, description="parts of each layer; keep them within a node")
+    cp: int | None = Field(None, ge=1, description="parts of each sequence; above 1 is refused for now")
     ep: int | None = Field(None, ge=1, description="ranks that share out experts")
     data_parallel: Literal["none", "ddp", "zero1", "zero2", "zero3"] | None = Field(None, description="kind")
     micro_batch: int | None = Field(None, ge=1, description="examples at once on a rank")

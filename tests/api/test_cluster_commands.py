@@ -59,3 +59,18 @@ def test_a_profile_leaves_a_trace(job: Path, capsys: pytest.CaptureFixture[str])
     assert run(["client", "profile", str(job), "--steps", "2"]) == 0
     assert "examples a second" in capsys.readouterr().out
     assert json.loads((job.parent / "trace.json").read_text())["traceEvents"]
+
+
+def test_worlds_are_numbers(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["client", "profile", str(job), "--worlds", "one"]) == 2
+    assert "write numbers of ranks with commas" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_speed_over_worlds(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["client", "profile", str(job), "--worlds", "1,2", "--steps", "4", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert (one["world"], one["efficiency"]) == (1, 1.0)
+    assert (two["world"], two["strategy"]) == (2, "dp2, DDP, micro-batch 8, float32")
+    assert two["efficiency"] == pytest.approx(two["examples_per_second"] / one["examples_per_second"] / 2)
+    assert 0 < two["communication"] <= 1
