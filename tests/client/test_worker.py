@@ -89,6 +89,7 @@ async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, mo
         update={"algorithm": silo.job.algorithm.model_copy(update={"epochs": 100_000})}
     )
     silo.play("slow")
+    monkeypatch.setattr("roundtable.client.worker_trainer._STOP_SECONDS", 60.0)
     async with silo.agent():
         coordinator.say(instruction=silo.instruction(1))
         await coordinator.until(
