@@ -7,8 +7,8 @@ import torch
 from roundtable.client.cluster.resources import ClusterTable
 
 # (name as torch gives it, bfloat16 on tensor cores, float32 without them), dense, operations a second; the
-# first name that is part of the device's counts. NVIDIA's data sheets of each product; sheets that give
-# only figures "with sparsity" are halved.
+# first name that is part of the device's counts. Published figures; those given "with sparsity" are halved.
+# The NVL cards' have one source only.
 _PEAKS = (
     ("H200 NVL", 835e12, 60e12),
     ("H200", 989e12, 67e12),
