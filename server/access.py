@@ -39,6 +39,7 @@ _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _NAMES_OF_OBJECTS = ("job", "silo", "name", "population", "request_id")
 CALLS_A_SECOND, CALLS_AT_ONCE = 100.0, 1000.0
 STRANGERS_A_SECOND, STRANGERS_AT_ONCE = 2.0, 20.0
+LINES_A_SECOND, LINES_AT_ONCE = 1.0, 60.0
 FLUSH_SECONDS = 0.2
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
@@ -76,6 +77,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._trust, self._audit, self._lockout = trust, audit, lockout
         self._known = RateLimit(CALLS_A_SECOND, CALLS_AT_ONCE, clock)
         self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
+        self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, clock)
         self._active: dict[str, set[asyncio.Task[Any]]] = {}
         self._cut: set[asyncio.Task[Any]] = set()
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -109,7 +111,8 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def call(request: Any, context: Context) -> Any:
             who = NOBODY
             try:
-                who = await self._admit(context, name, permission)
+                who = await self._identify(context)
+                self._admit(who, address_of(context), name, permission)
                 if isinstance(request, _Malformed):
                     raise _unreadable(name)
                 if permission.noted:
@@ -135,23 +138,19 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         return call
 
-    async def _admit(self, context: Context, name: str, permission: Permission) -> Principal:
-        """Who calls, if they may call this now."""
-        address = address_of(context)
-        version = context.auth_context().get("ssl_tls_version", [b"TLSv1.3"])
-        if b"TLSv1.3" not in version:
-            raise errors.IdentityError("this coordinator speaks TLS 1.3 only; use a newer TLS library")
-        who = await self._identify(context, address)
+    def _admit(self, who: Principal, address: str, name: str, permission: Permission) -> None:
+        """Whether they may call this now; IdentityError or Refusal otherwise."""
         if who.role not in permission.callers:
             raise errors.IdentityError(_wrong_role(who, name, permission))
         limit, key = (self._strangers, address) if who is NOBODY else (self._known, who.name)
         if not limit.allows(key):
             said = "too many calls in a short time; wait a second, then go on"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
-        return who
 
-    async def _identify(self, context: Context, address: str) -> Principal:
-        known = context.auth_context()
+    async def _identify(self, context: Context) -> Principal:
+        address, known = address_of(context), context.auth_context()
+        if b"TLSv1.3" not in known.get("ssl_tls_version", [b"TLSv1.3"]):
+            raise errors.IdentityError("this coordinator speaks TLS 1.3 only; use a newer TLS library")
         if shown := known.get("x509_pem_cert"):
             # What it builds upon follows: the issuing authority may be revoked too.
             return self._trust.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
@@ -180,7 +179,8 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _refused(
         self, who: Principal, name: str, code: grpc.StatusCode, error: errors.RoundtableError, address: str
     ) -> None:
-        log.info("%s refused to %s: %s", name, who.name, error, extra={"code": code.name})
+        if self._lines.allows(address if who is NOBODY else who.name):
+            log.info("%s refused to %s: %s", name, who.name, error, extra={"code": code.name})
         self.refusals[name, code.name] += 1
         denied = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
         if code in denied or code is grpc.StatusCode.RESOURCE_EXHAUSTED:

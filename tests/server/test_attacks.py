@@ -149,10 +149,12 @@ def _silent(stack: contextlib.ExitStack, port: int, folder: Path, count: int) ->
 
 
 async def test_a_flood_of_calls_slows_only_its_sender(
-    coordinator: Coordinator, operator: Operator, certificates: Path
+    coordinator: Coordinator, operator: Operator, certificates: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     access = coordinator.security.access
     access._known = RateLimit(0.001, 50, time.monotonic)
+    access._lines = RateLimit(0.001, 10, time.monotonic)
+    caplog.set_level("INFO", "roundtable.server.access")
     codes = []
     async with Operator(coordinator.port, certificates / "oskar") as flooding:
         for _ in range(300):
@@ -164,6 +166,10 @@ async def test_a_flood_of_calls_slows_only_its_sender(
     assert codes[:50] == [grpc.StatusCode.OK] * 50
     assert set(codes[50:]) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert access.refusals["Operators/Status", "RESOURCE_EXHAUSTED"] == 250
+    # Nor can it fill the log.
+    assert [record.message for record in caplog.records if "refused to oskar" in record.message] == [
+        "Operators/Status refused to oskar: too many calls in a short time; wait a second, then go on"
+    ] * 10
     await operator.stub.Status(operator_pb2.StatusRequest())
 
 
