@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from become import become
 
 
 class PostgreSQL:
@@ -67,8 +68,7 @@ class PostgreSQL:
 
     def _run(self, *command: str) -> None:
         done = subprocess.run(
-            command,
-            user=self._user,
+            become(self._user, *command) if self._user else command,
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
