@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from postgresql import PostgreSQL
+from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, model_bytes, running
 
 from roundtable.core import Layout, Model
@@ -82,3 +83,11 @@ def saved_model() -> bytes:
     """A small model artifact."""
     layout = Layout.of({"w": torch.zeros(4)})
     return model_bytes(Model(layout, torch.zeros(4)))
+
+
+@pytest.fixture
+async def pair(coordinator: Coordinator, certificates: Path) -> AsyncIterator[list[ScriptedAgent]]:
+    """Two connected agents."""
+    agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS[:2]]
+    async with agents[0], agents[1]:
+        yield agents

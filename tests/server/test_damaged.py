@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,14 @@ import sqlalchemy as sa
 import torch
 from blake3 import blake3
 from scripted_agent import ScriptedAgent
-from service import AGENTS, Operator
+from service import Operator
 
 from roundtable.proto import agent_pb2
-from roundtable.server import Coordinator
 from roundtable.server.artifacts import LocalArtifacts
 
 Status = agent_pb2.UploadReceipt
 ONE = torch.ones(4)
 PAIR = '[cohort]\nsize = 2\nminimum = 1\nwait = "60s"\n[evaluation]\nevery = 0'
-
-
-@pytest.fixture
-async def pair(coordinator: Coordinator, certificates: Path) -> AsyncIterator[list[ScriptedAgent]]:
-    """Two connected agents."""
-    agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS[:2]]
-    async with agents[0], agents[1]:
-        yield agents
 
 
 def digest_of(vector: torch.Tensor) -> str:

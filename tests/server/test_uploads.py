@@ -12,22 +12,13 @@ import grpc
 import pytest
 import torch
 from scripted_agent import ScriptedAgent, header_for
-from service import AGENTS, Operator
+from service import Operator
 
 from roundtable.proto import agent_pb2, common_pb2
-from roundtable.server import Coordinator
 
 Status = agent_pb2.UploadReceipt
 ONE = torch.ones(4)
 PAIR = '[cohort]\nsize = 2\nminimum = 1\nwait = "60s"\n[evaluation]\nevery = 0'
-
-
-@pytest.fixture
-async def pair(coordinator: Coordinator, certificates: Path) -> AsyncIterator[list[ScriptedAgent]]:
-    """Two connected agents."""
-    agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS[:2]]
-    async with agents[0], agents[1]:
-        yield agents
 
 
 async def train(agent: ScriptedAgent) -> agent_pb2.Instruction:
