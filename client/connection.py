@@ -111,6 +111,9 @@ _PASSING = {
     grpc.StatusCode.OUT_OF_RANGE,
 }
 
+_UNTOLD = "Internal error from Core"
+"""What grpc.aio makes of every status that arrives in the moment of a write."""
+
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
@@ -172,6 +175,8 @@ async def explain(error: grpc.aio.AioRpcError, address: str, credentials: Path) 
         await asyncio.to_thread(check_connection, address, credentials)
     except RoundtableError as found:
         return found
+    if details == _UNTOLD:
+        details = "it ended while this agent was writing; the next attempt may learn why"
     return UnavailableError(f"the connection to {address} failed: {details} ({code.name})")
 
 

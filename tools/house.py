@@ -15,6 +15,7 @@ pins     writes constraints.txt from what is installed
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -31,6 +32,8 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST = ["protobuf==4.25.8", "grpcio==1.62.3"]
+# So many tests that fail among others may pass alone: they run real processes, sockets and signals.
+AGAIN = 3
 # The oldest grpcio has no wheel for newer Pythons, and building it takes many minutes.
 HAS_OLDEST = sys.version_info < (3, 13)
 
@@ -151,17 +154,23 @@ def wheel(*arguments: str) -> None:
             "--dist",
             "loadfile",
         )
-        run(
-            python,
-            "-P",
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            *tests,
-            OMP_NUM_THREADS="1",
-            ROUNDTABLE_WHEEL=str(site),
-        )
+        command = [python, "-P", "-m", "pytest", "-o", f"cache_dir={folder}/cache"]
+        environ = {"OMP_NUM_THREADS": "1", "ROUNDTABLE_WHEEL": str(site)}
+        try:
+            run(*command, *tests, **environ)
+        except SystemExit:
+            failed = _failed(Path(folder, "cache"))
+            if not 0 < len(failed) <= AGAIN:
+                raise
+            print(f"\n{len(failed)} failed; once more, alone: one that fails twice fails", flush=True)
+            run(*command, "-q", *failed, **environ)
+            print("UNSTEADY, failed and then passed; look into each:", *failed, sep="\n   ", flush=True)
+
+
+def _failed(cache: Path) -> list[str]:
+    """The tests that failed in the run before, as pytest names them."""
+    found = cache / "v" / "cache" / "lastfailed"
+    return sorted(json.loads(found.read_text())) if found.exists() else []
 
 
 def capture(python: Path, code: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import torch
 from blake3 import blake3
+from definite import definite
 
 from roundtable.core.identity import load_credentials
 from roundtable.proto import CHUNK_BYTES, PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
@@ -49,9 +50,13 @@ class ScriptedAgent:
         """Opens the control stream and returns the coordinator's first message."""
         hello = {"version": "test", "protocol": PROTOCOL_VERSION, "tasks": self.tasks, "clock": time.time()}
         message = agent_pb2.Hello(**{**hello, "metadata": self.metadata, **changes})
-        self.call = self.stub.Connect()
-        await self.call.write(agent_pb2.FromAgent(hello=message))
-        first = await self.next()
+
+        async def greet() -> Any:
+            self.call = self.stub.Connect()
+            await self.call.write(agent_pb2.FromAgent(hello=message))
+            return await self.next()
+
+        first = await definite(greet)
         self.welcome = first.welcome if first.WhichOneof("message") == "welcome" else None
         return first
 
@@ -98,7 +103,7 @@ class ScriptedAgent:
                 piece = common_pb2.Chunk(offset=place, data=data[place : place + chunk_bytes])
                 yield agent_pb2.UploadPart(chunk=piece)
 
-        return await self.stub.Upload(parts(), timeout=PATIENCE)
+        return await definite(lambda: self.stub.Upload(parts(), timeout=PATIENCE))
 
     async def answer(
         self, instruction: agent_pb2.Instruction, vector: torch.Tensor, examples: int = 10, **metrics: float

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from blake3 import blake3
+from definite import definite
 from scripted_agent import secure_channel
 
 from roundtable.core import Layout, Model, parse_job
@@ -53,7 +54,7 @@ class Operator:
         yields = [operator_pb2.PutPart(header=operator_pb2.PutHeader(content=content))]
         if len(data) > offset:
             yields.append(operator_pb2.PutPart(chunk=Chunk(offset=offset, data=data[offset:])))
-        return await self.stub.PutArtifact(iter(yields))
+        return await definite(lambda: self.stub.PutArtifact(iter(yields)))
 
     async def submit(
         self, text: str = "", rounds: int = 2, vector: torch.Tensor | None = None, request: str = "r1"
