@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
 from roundtable.client import Refused, train
 from roundtable.client.agent import Agent
+from roundtable.client.connection import explain
 from roundtable.core import Site, initial_state, load_task
-from roundtable.core.errors import ConfigError, IdentityError, ResourceError
+from roundtable.core.errors import ConfigError, IdentityError, ResourceError, UnavailableError
 from roundtable.core.identity import create_ca, issue
 from roundtable.proto import agent_pb2, common_pb2
 
@@ -263,6 +265,14 @@ async def test_a_refusal_ends_the_agent_with_its_reason(silo) -> None:
     silo.coordinator.refuse = "this coordinator speaks protocol 7"
     with pytest.raises(Refused, match="speaks protocol 7"):
         await Agent(silo.config, silo.inline()).run()
+
+
+async def test_an_end_that_grpc_cannot_tell_is_said_as_such(silo) -> None:
+    none = grpc.aio.Metadata()
+    untold = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, "Internal error from Core")
+    said = await explain(untold, silo.config.coordinator, silo.config.credentials)
+    assert isinstance(said, UnavailableError)
+    assert "it ended while this agent was writing; the next attempt may learn why" in str(said)
 
 
 async def test_two_agents_cannot_share_a_state_folder(silo) -> None:
