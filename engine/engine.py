@@ -89,7 +89,9 @@ class RoundEngine:
         population: Population | None = None,
     ) -> RoundEngine:
         """The engine of the snapshot; nobody counts as online until `ClientJoined` says so."""
-        state = from_plain(snapshot, list(history))
+        state = from_plain(snapshot)
+        for record in history:
+            state.chronicle.add(record, job.stop, state.separation)
         engine = cls(job, state.model, state.selection_seed)
         engine._assemble(job, state, population)
         return engine
@@ -293,6 +295,6 @@ class RoundEngine:
 
     def _on_resume(self, event: m.Resume, now: float) -> None:
         if self.state.status == "paused":
-            attempt, following = self.state.attempt, len(self.state.history) + 1
+            attempt, following = self.state.attempt, self.state.chronicle.done + 1
             number = attempt.number + 1 if attempt and attempt.round == following else 1
             self._phases.begin_attempt(following, number, now)

@@ -40,7 +40,7 @@ class Phases:
 
     def next_round(self, now: float) -> None:
         """Begins the next round, or ends the job after the last."""
-        done = len(self._state.history)
+        done = self._state.chronicle.done
         if done >= self._job.rounds:
             self._stop_now("finished", f"all {done} rounds are done")
         else:
@@ -51,7 +51,7 @@ class Phases:
         phase = m.AUTHORIZE if self._job.privacy else m.SELECT
         self._state.attempt = Attempt(number, attempt, phase, now)
         self._context.status(
-            "running" if self._state.history or attempt > 1 else "waiting", "selecting clients"
+            "running" if self._state.chronicle.done or attempt > 1 else "waiting", "selecting clients"
         )
         if phase == m.AUTHORIZE:
             self._context.out.append(m.Authorize(self._context.attempt().step))
@@ -284,7 +284,7 @@ class Phases:
         attempt = self._context.attempt()
         assert attempt.record is not None
         assert self._state.started is not None
-        self._state.history.append(attempt.record)
+        self._state.chronicle.add(attempt.record, self._job.stop, self._state.separation)
         figures = _figures(attempt.record)
         self._context.note("round_committed", f"round {attempt.round} is committed", detail=figures)
         if self._state.stopping is not None:
@@ -292,7 +292,7 @@ class Phases:
             self._state.stopping = None
             self._stop_now(status, reason)
             return
-        enough = stop_reason(self._job.stop, self._state.history, now - self._state.started)
+        enough = stop_reason(self._job.stop, self._state.chronicle.trend, now - self._state.started)
         if enough is not None:
             self._stop_now("finished", enough)
         else:

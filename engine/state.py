@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
+from roundtable.engine.chronicle import Chronicle
 from roundtable.engine.messages import TRAIN, Aggregated, ClientState, JobStatus, RoundRecord, Step, Update
 
 
@@ -103,12 +104,12 @@ class EngineState:
     at_work: dict[str, Assignment] = field(default_factory=dict)
     buffer: dict[str, Update] = field(default_factory=dict)
     draws: int = 0
-    history: list[RoundRecord] = field(default_factory=list)
+    chronicle: Chronicle = field(default_factory=Chronicle)
 
 
 def to_plain(state: EngineState) -> dict[str, Any]:
-    """A JSON-able form, without the history: each record is kept once, by the driver that committed it."""
-    return {name: _plain(getattr(state, name)) for name in _fields(EngineState) if name != "history"}
+    """A JSON-able form, without the chronicle: it follows from the records that the driver keeps."""
+    return {name: _plain(getattr(state, name)) for name in _fields(EngineState) if name != "chronicle"}
 
 
 @cache
@@ -129,15 +130,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def from_plain(plain: Mapping[str, Any], history: list[RoundRecord]) -> EngineState:
-    """The state that `to_plain` described."""
+def from_plain(plain: Mapping[str, Any]) -> EngineState:
+    """The state that `to_plain` described; its chronicle is still to be written."""
     values = dict(plain)
     values["attempt"] = _attempt(values["attempt"]) if values["attempt"] else None
     values["stopping"] = tuple(values["stopping"]) if values["stopping"] else None
     values["clients"] = {name: ClientRecord(**record) for name, record in values["clients"].items()}
     values["at_work"] = {name: Assignment(**given) for name, given in values.get("at_work", {}).items()}
     values["buffer"] = _updates(values.get("buffer", {}))
-    return EngineState(**values, history=list(history))
+    return EngineState(**values)
 
 
 def record_to_plain(record: RoundRecord) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""What committed rounds leave behind for those to come: as much after a million rounds as after one.
+
+The records themselves are kept by whoever makes them durable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from roundtable.core.config import StopTable
+from roundtable.engine.messages import RoundRecord
+from roundtable.engine.metrics import mean
+from roundtable.engine.stopping import Trend
+
+
+@dataclass
+class Chronicle:
+    """`done` rounds are committed. `recent` are the contributors of the newest of them, as many as a
+    client has to rest; the trends are of the metric that the job may stop by."""
+
+    done: int = 0
+    recent: list[tuple[str, ...]] = field(default_factory=list)
+    evaluated: Trend = field(default_factory=Trend)
+    trained: Trend = field(default_factory=Trend)
+
+    @property
+    def trend(self) -> Trend:
+        """Over the evaluated rounds; over training where no round has the metric from an evaluation."""
+        return self.evaluated if self.evaluated.last is not None else self.trained
+
+    def add(self, record: RoundRecord, stop: StopTable, separation: int) -> None:
+        """The next round is committed; `separation` rounds lie between two contributions of a client."""
+        self.done += 1
+        if separation > 1:
+            self.recent = [*self.recent, record.contributors][1 - separation :]
+        if stop.metric is not None:
+            for trend, sums in ((self.evaluated, record.evaluation), (self.trained, record.training)):
+                if (value := mean(sums, stop.metric)) is not None:
+                    trend.add(value, stop)
