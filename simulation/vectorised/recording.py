@@ -137,6 +137,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise Unrecordable("it reads a tensor's value into Python (item(), if, float())")
+        if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args):
+            raise Unrecordable(f"how many values {func} gives depends on the data (a boolean mask is one way)")
         arguments, options = tree_map(self._referred, (args, dict(kwargs)))
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -187,6 +189,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def _key(tensor: Tensor) -> tuple[Any, ...]:
         return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _by_numbers(func: Operator, args: tuple[Any, ...]) -> bool:
+    """Whether this is indexing by row numbers: its shape follows from theirs, unlike a mask's."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(part is None or part.dtype not in (torch.bool, torch.uint8) for part in args[1])
 
 
 def kind_of(tensor: Tensor) -> Kind:

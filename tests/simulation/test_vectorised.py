@@ -99,6 +99,20 @@ class PeeksAtData(Perceptron):
         return super().loss(model, batch) * weight
 
 
+class Masks(Perceptron):
+    """As a padded sequence does: only some of the batch's rows have a loss. How many, the shape does not tell."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        wanted = batch[1] != 3
+        return nn.functional.cross_entropy(model(batch[0])[wanted], batch[1][wanted], reduction="sum")
+
+
+class Chooses(Perceptron):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        rows = torch.nonzero(batch[1] != 3).flatten()
+        return nn.functional.cross_entropy(model(batch[0])[rows], batch[1][rows], reduction="sum")
+
+
 class OwnOptimizer(Perceptron):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.01)
@@ -112,6 +126,8 @@ class OwnOptimizer(Perceptron):
         (ReadsValues, "", "reads a tensor's value"),
         (RollsDice, "", "depend on the data or on chance"),
         (PeeksAtData, "", "differs between two runs"),
+        (Masks, "", "a boolean mask"),
+        (Chooses, "", "nonzero"),
         (OwnOptimizer, "", "optimizer of its own"),
     ],
 )
