@@ -22,6 +22,7 @@ from roundtable.aggregation import (
     UpdateMatrix,
     aggregate,
 )
+from roundtable.aggregation.reductions import is_finite
 from roundtable.core.errors import AggregationError, EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
@@ -250,8 +251,7 @@ def _noise_of_silos(plan: Plan, noise: NoiseSource | None) -> Mapping[str, Any]:
 
 
 def _finite(vector: Tensor) -> Tensor:
-    # In blocks: a temporary of the model's size would be a third of all the memory that a round takes.
-    if not all(bool(torch.isfinite(block).all()) for block in torch.split(vector, 1 << 20)):
+    if not is_finite(vector):
         raise AggregationError(
             "the new model is not finite although the aggregate is: lower the server's learning rate"
         )

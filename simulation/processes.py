@@ -178,13 +178,16 @@ class Processes:
             min(queues, key=len).append(place)
         return queues
 
-    def _take(self, number: int, order: _Order, most: int) -> list[int]:
+    def _take(self, number: int, order: _Order, most: int, busy: int = 0) -> list[int]:
         """The next places for a process: its own, or else up to half of the longest queue, from its end.
 
-        What a worker died of is never tried in this process.
+        Who still has `busy` clients to run leaves others what they will have begun by then. What a worker
+        died of is never tried in this process.
         """
         own = order.queues[number]
         queue = own or max(order.queues, key=len)
+        if not own and busy >= len(queue):
+            return []
         # Towards the end in small bites, so that all are done at the same time.
         left = sum(map(len, order.queues))
         most = min(most, len(own) or -(-len(queue) // 2), max(1, left // (2 * len(order.queues))))
@@ -228,7 +231,7 @@ class Processes:
     def _feed(self, worker: _Worker, order: _Order) -> None:
         """Gives a worker enough that it need not wait for the next message."""
         while worker.ready and len(worker.given) < _AHEAD:
-            places = self._take(worker.number, order, self._own.chunk)
+            places = self._take(worker.number, order, self._own.chunk, sum(map(len, worker.given)))
             if not places:
                 return
             worker.given.append(deque(places))

@@ -71,13 +71,17 @@ class Workshop:
         paid: bool = False,
     ) -> Iterator[tuple[int, Trained | Failed]]:
         """Trains clients; gives the place of each one's update, and its answer. Places are taken one after
-        the other unless they are given. `paid` is what a resumed run makes again: no account is charged."""
+        the other, in the order of names, unless they are given. `paid` is what a resumed run makes again: no
+        account is charged."""
         if self._rows is None:
             self._rows = self.backend.rows(self._capacity)
         if places is None:
             places = range(self._used, self._used + len(indices))
             self._used += len(indices)
-        place_of = {self.world.names[index]: place for index, place in zip(indices, places, strict=True)}
+            # As aggregation sorts them: rows that need not be put in order are not copied.
+            place_of = dict(zip(sorted(self.world.names[index] for index in indices), places, strict=True))
+        else:
+            place_of = {self.world.names[index]: place for index, place in zip(indices, places, strict=True)}
         if self._ledger.keeps_own and not paid:
             refused = self._refused(indices)
             yield from ((place_of[answer.client], answer) for answer in refused.values())

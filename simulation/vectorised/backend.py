@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roundtable.client.batches import Batch, count_examples, training_batches
+from roundtable.client.batches import as_tensors, count_examples, epoch_orders, training_batches
 from roundtable.client.borrowing import isolated_randomness
 from roundtable.client.training import SILO_LEVELS
 from roundtable.core.errors import InvalidUpdate
@@ -118,32 +119,53 @@ class Vectorised:
         steps, table = self._ready(), job.algorithm
         update = Update(table.momentum, table.weight_decay, table.mu, table.max_gradient_norm)
         rate = table.learning_rate * table.learning_rate_decay ** (round - 1)
-        batches = training_batches(
-            data,
-            batch_size=job.algorithm.batch_size,
-            generator=torch_generator(job.seed, round, item.client, "batches"),
-            epochs=job.algorithm.epochs,
-            steps=job.algorithm.steps,
-            device=self.device,
-        )
         steps.begin(vector, update)
-        seed = derive_seed(job.seed, round, item.client, "training")
-        losses, sizes = self._replay(steps, batches, update, rate, seed)
+        found = self._gathered(steps, data, update, rate, round, item.client)
+        losses, sizes = found or self._replayed(steps, data, update, rate, round, item.client)
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
-        torch.sub(steps.weights.to(row.device), vector.to(row.device), out=row)
-        if not math.isfinite(row.sum().item()) and not bool(torch.isfinite(row).all()):
+        if not steps.change(vector, row):
             raise weights_not_finite()
         seen = sum(sizes)
         examples = count_examples(data)
         metrics = {"loss": (loss_sum, seen)}
         return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics)
 
-    def _replay(
-        self, steps: Steps, batches: Iterator[Batch], update: Update, rate: float, seed: int
+    def _gathered(
+        self, steps: Steps, data: Any, update: Update, rate: float, round: int, client: str
+    ) -> tuple[Tensor, list[int]] | None:
+        """Training where the kernels can fetch the examples of each batch themselves; else None."""
+        job, examples = self.world.job, as_tensors(data)
+        if not examples or not len(examples[0]):
+            return None
+        table = job.algorithm
+        orders = epoch_orders(
+            len(examples[0]),
+            batch_size=table.batch_size,
+            generator=torch_generator(job.seed, round, client, "batches"),
+            epochs=table.epochs,
+            steps=table.steps,
+        )
+        first = next(orders)
+        if not steps.takes_rows(examples, first[: table.batch_size], update):
+            return None
+        return steps.take_rows(examples, chain([first], orders), table.batch_size, update, rate)
+
+    def _replayed(
+        self, steps: Steps, data: Any, update: Update, rate: float, round: int, client: str
     ) -> tuple[Tensor, list[int]]:
         """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
+        job = self.world.job
+        batches = training_batches(
+            data,
+            batch_size=job.algorithm.batch_size,
+            generator=torch_generator(job.seed, round, client, "batches"),
+            epochs=job.algorithm.epochs,
+            steps=job.algorithm.steps,
+            device=self.device,
+        )
         first = next(batches)
         steps.prepare(first.data, update)
+        seed = derive_seed(job.seed, round, client, "training")
         chance = isolated_randomness(seed, self.device) if steps.random else nullcontext()
         with chance:
             return steps.take_all(chain([first], batches), update, rate)

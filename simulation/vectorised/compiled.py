@@ -8,7 +8,7 @@ being stored before.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -142,26 +142,36 @@ class CompiledProgram(StepProgram):
         name = self._name(self._loss)
         return self._text_of_function(lines, f"{name}.clone()" if self._loss in self._fixed else name, {name})
 
-    def repeat(self, rate: float, tensors: Sequence[Tensor], count: int) -> Tensor:
-        """The step on `count` batches that lie one after the other, the first given; their losses, [count].
+    def repeat(self, rate: float, examples: Sequence[Tensor], order: Tensor) -> Tensor:
+        """The step on a batch of these examples for each row of `order`, int64; their losses.
 
-        Only where torch has no part in the step (`alone`).
+        Only where torch has no part in the step (`alone`) and examples are `whole`.
         """
         assert self._loss is not None
         self._set_rate(rate)
         rows, numbers = self._globals["rows"], self._globals["numbers"]
-        inputs = zip(self._batch, tensors, strict=True)
-        read = [(self._rows[ref], tensor) for ref, tensor in inputs if ref in self._rows]
-        for row, tensor in read:
+        read = [
+            (self._rows[ref], all_)
+            for ref, all_ in zip(self._batch, examples, strict=True)
+            if ref in self._rows
+        ]
+        count, size = order.shape
+        batch = [torch.empty(size, *all_.shape[1:], dtype=all_.dtype) for _, all_ in read]
+        for (row, _), tensor in zip(read, batch, strict=True):
             rows[row] = tensor.data_ptr()
-        moved = (ctypes.c_int64 * len(read))(*(row for row, _ in read))
-        steps = (ctypes.c_int64 * len(read))(*(tensor.nbytes for _, tensor in read))
         losses = torch.empty(count)
         end = ctypes.c_void_p(ctypes.addressof(self._code) + ctypes.sizeof(self._code))
         code = (ctypes.byref(self._code), end, rows, numbers)
-        sizes = (ctypes.c_int64(count), ctypes.c_int64(len(read)))
+        which = (ctypes.c_int64(count), ctypes.c_int64(size), ctypes.c_void_p(order.data_ptr()))
+        inputs = (
+            ctypes.c_int64(len(read)),
+            _integers(row for row, _ in read),
+            _integers(all_.data_ptr() for _, all_ in read),
+            _integers(all_.stride(0) * all_.element_size() for _, all_ in read),
+            _integers(all_[:1].nbytes for _, all_ in read),
+        )
         places = (ctypes.c_void_p(self._fixed[self._loss].data_ptr()), ctypes.c_void_p(losses.data_ptr()))
-        if not self._library.repeat(*code, *sizes, moved, steps, *places):
+        if not self._library.repeat(*code, *which, *inputs, *places):
             _refuse()
         return losses
 
@@ -256,6 +266,16 @@ class CompiledProgram(StepProgram):
         starts = [sum(map(len, chunks[:number])) for number in range(len(chunks) + 1)]
         ends = [ctypes.c_void_p(ctypes.addressof(self._code) + 8 * start) for start in starts]
         return [partial(self._library.run, first, last, rows, numbers) for first, last in pairwise(ends)]
+
+
+def whole(examples: Tensor) -> bool:
+    """Whether each example lies in one piece in the memory of the processor."""
+    return examples.device.type == "cpu" and len(examples) > 0 and examples[0].is_contiguous()
+
+
+def _integers(values: Iterable[int]) -> Any:
+    found = list(values)
+    return (ctypes.c_int64 * len(found))(*found)
 
 
 def _refuse() -> None:

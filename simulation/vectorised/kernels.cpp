@@ -212,14 +212,31 @@ int run(const int64_t* at, const int64_t* end, char* const* table, const double*
   return 1;
 }
 
-// The same for `count` batches that lie one after the other: each of the `inputs` in `rows` moves on by its `bytes`.
-int repeat(const int64_t* at, const int64_t* end, char** table, const double* numbers, int64_t count, int64_t inputs,
-           const int64_t* rows, const int64_t* bytes, const float* loss, float* losses) {
-  for (int64_t step = 0; step < count; step++) {
+// The same for `count` batches of `size` examples in the order that `order` gives. Each of the `inputs` is brought
+// to where its row of the table says, from examples of so many `bytes` that lie `strides` apart from `bases` on.
+int repeat(const int64_t* at, const int64_t* end, char* const* table, const double* numbers, int64_t count,
+           int64_t size, const int64_t* order, int64_t inputs, const int64_t* rows, const char* const* bases,
+           const int64_t* strides, const int64_t* bytes, const float* loss, float* losses) {
+  for (int64_t step = 0; step < count; step++, order += size) {
+    for (int64_t i = 0; i < inputs; i++)
+      for (int64_t k = 0; k < size; k++)
+        memcpy(table[rows[i]] + k * bytes[i], bases[i] + order[k] * strides[i], bytes[i]);
     if (!run(at, end, table, numbers)) return 0;
     losses[step] = *loss;
-    for (int64_t i = 0; i < inputs; i++) table[rows[i]] += bytes[i];
   }
   return 1;
+}
+
+// Writes a - b; gives the sum of it, which is finite only if all of it is.
+float difference(int64_t n, const float* a, const float* b, float* out) {
+  Vector total{};
+  each(n, [&](int64_t i, int count) {
+    Vector v = some(a, i, count) - some(b, i, count);
+    put(out, i, v, count);
+    if (count < WIDTH)
+      for (int k = count; k < WIDTH; k++) v[k] = 0.0f;
+    total += v;
+  });
+  return sum(total);
 }
 }

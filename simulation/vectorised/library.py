@@ -15,10 +15,12 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 
 @dataclass(frozen=True)
 class Library:
-    """`run` and `repeat` of kernels.cpp perform instructions; numbers of operations and maps by name."""
+    """`run` and `repeat` of kernels.cpp perform instructions, `difference` ends a training; numbers of
+    operations and maps by name."""
 
     run: Any
     repeat: Any
+    difference: Any
     operations: dict[str, int]
     maps: dict[str, int]
 
@@ -32,7 +34,9 @@ def load() -> Library | None:
     library = load_kernels(_SOURCE, sorted(_SOURCE.parent.glob("kernels_*.h")), "-O2")
     if library is None:
         return None
-    return Library(library.run, library.repeat, _names(library.operation_names), _names(library.map_names))
+    library.difference.restype = ctypes.c_float
+    functions = (library.run, library.repeat, library.difference)
+    return Library(*functions, _names(library.operation_names), _names(library.map_names))
 
 
 def _names(function: Any) -> dict[str, int]:

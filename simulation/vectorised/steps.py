@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from roundtable.client.batches import Batch
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
-from roundtable.simulation.vectorised.compiled import CompiledProgram
+from roundtable.simulation.vectorised.compiled import CompiledProgram, whole
 from roundtable.simulation.vectorised.instructions import Unsuitable
 from roundtable.simulation.vectorised.library import load
 from roundtable.simulation.vectorised.memory import Aliased
@@ -22,10 +24,10 @@ from roundtable.simulation.vectorised.program import StepProgram, Update
 from roundtable.simulation.vectorised.recording import Recording, Unrecordable, record
 
 log = logging.getLogger("roundtable.simulation")
-_Parts = tuple[Recording, Sequence[Tensor], Tensor, Tensor, Tensor, Update]
+Parts = Sequence[Tensor]
+_Program = tuple[Recording, Sequence[Tensor], Tensor, Tensor, Tensor, Update]
 _TOLERANCE = 1e-4
 _CHECKED_RATE = 0.125
-_MOST_NEIGHBOURS = 64
 
 
 class Loss(nn.Module):
@@ -82,17 +84,52 @@ class Steps:
         return program.run(rate, *tensors)
 
     def take_all(self, batches: Iterable[Batch], update: Update, rate: float) -> tuple[Tensor, list[int]]:
-        """A step on each batch; their losses and sizes. Batches that lie one after the other are one call."""
+        """A step on each batch; their losses and sizes."""
         losses: list[Tensor] = []
         sizes: list[int] = []
-        for group in neighbours(batches):
-            sizes += [batch.size for batch in group]
-            program = self.prepare(group[0].data, update)
-            if len(group) > 1 and isinstance(program, CompiledProgram) and program.alone:
-                losses.append(program.repeat(rate, group[0].data, len(group)))
-            else:
-                losses += [self.take(batch.data, update, rate).view(1) for batch in group]
+        for batch in batches:
+            losses.append(self.take(batch.data, update, rate).view(1))
+            sizes.append(batch.size)
         return torch.cat(losses), sizes
+
+    def take_rows(
+        self, examples: Parts, orders: Iterable[Tensor], batch_size: int, update: Update, rate: float
+    ) -> tuple[Tensor, list[int]]:
+        """The same for batches of these examples, epoch after epoch in the order given. Where the kernels are
+        alone, an epoch is one call, and each batch is gathered when its turn comes."""
+        losses: list[Tensor] = []
+        sizes: list[int] = []
+        for order in orders:
+            full = len(order) // batch_size * batch_size
+            for rows in (order[:full].view(-1, batch_size), order[full:].view(1, -1)):
+                if not rows.numel():
+                    continue
+                program = self.prepare(gathered(examples, rows[0]), update)
+                if isinstance(program, CompiledProgram) and program.alone:
+                    losses.append(program.repeat(rate, examples, rows))
+                else:
+                    losses += [program.run(rate, *gathered(examples, some)).view(1) for some in rows]
+                sizes += [rows.shape[1]] * len(rows)
+        return torch.cat(losses), sizes
+
+    def takes_rows(self, examples: Parts, rows: Tensor, update: Update) -> bool:
+        """Whether steps on batches such as these rows are the kernels' alone."""
+        if self.weights.device.type != "cpu" or not all(map(whole, examples)):
+            return False
+        program = self.prepare(gathered(examples, rows), update)
+        return isinstance(program, CompiledProgram) and program.alone
+
+    def change(self, vector: Tensor, out: Tensor) -> bool:
+        """Writes what has become of the weights since `vector` to `out`; whether all of that is finite."""
+        library = load() if self.weights.device.type == out.device.type == "cpu" else None
+        if library is not None and vector.is_contiguous() and out.is_contiguous():
+            pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.weights, vector, out))
+            total = float(library.difference(ctypes.c_int64(out.numel()), *pointers))
+        else:
+            torch.sub(self.weights.to(out.device), vector.to(out.device), out=out)
+            total = out.sum().item()
+        # A sum may be infinite where no value is.
+        return math.isfinite(total) or bool(torch.isfinite(out).all())
 
     def prepare(self, batch: Any, update: Update) -> StepProgram:
         """The program for batches of this shape; nothing is trained."""
@@ -134,7 +171,7 @@ class Steps:
             self._check(program, step, tensors, update)
         return program
 
-    def _compiled(self, parts: _Parts, step: Any, tensors: Sequence[Tensor]) -> CompiledProgram | None:
+    def _compiled(self, parts: _Program, step: Any, tensors: Sequence[Tensor]) -> CompiledProgram | None:
         """The step on compiled kernels; None where there are none, or where they err."""
         library = load() if self.weights.device.type == "cpu" else None
         if library is None:
@@ -169,22 +206,9 @@ class Steps:
             )
 
 
-def neighbours(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-    """Batches in groups of the same shape that lie one after the other in memory, as those of tensors do."""
-    group: list[Batch] = []
-    kinds: list[Any] = []
-    ends: list[int] = []
-    for batch in batches:
-        parts = batch.data if _plain(batch.data) and all(p.is_contiguous() for p in batch.data) else ()
-        here = [(p.shape, p.dtype) for p in parts]
-        follows = parts and here == kinds and [p.data_ptr() for p in parts] == ends
-        if group and not (follows and len(group) < _MOST_NEIGHBOURS):
-            yield group
-            group = []
-        group.append(batch)
-        kinds, ends = here, [p.data_ptr() + p.nbytes for p in parts]
-    if group:
-        yield group
+def gathered(examples: Parts, rows: Tensor) -> Parts:
+    """The batch of these rows."""
+    return tuple(part.index_select(0, rows) for part in examples)
 
 
 def _plain(batch: Any) -> bool:

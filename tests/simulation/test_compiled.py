@@ -19,7 +19,7 @@ from roundtable.simulation.vectorised.compiled import CompiledProgram
 from roundtable.simulation.vectorised.library import load
 from roundtable.simulation.vectorised.program import StepProgram, Update
 from roundtable.simulation.vectorised.recording import Kind
-from roundtable.simulation.vectorised.steps import Steps, neighbours
+from roundtable.simulation.vectorised.steps import Steps
 
 pytestmark = pytest.mark.skipif(load() is None, reason="there is no C++ compiler here")
 
@@ -238,33 +238,50 @@ def test_batches_that_lie_otherwise_get_a_program_of_their_own() -> None:
     assert len(steps._programs) == 2
 
 
-def test_batches_that_lie_one_after_the_other_are_grouped() -> None:
-    x, y = torch.zeros(23, 3), torch.zeros(23)
-    cut = list(zip(x.split(5), y.split(5), strict=True))
-    batches = [Batch(1, len(part[0]), part) for part in [*cut, cut[0], cut[1], cut[3]]]
-    groups = [[batch.size for batch in group] for group in neighbours(batches)]
-    assert groups == [[5, 5, 5, 5], [3], [5, 5], [5]]
-    others = [Batch(1, 5, {"x": part}) for part in x.split(5)] + [Batch(1, 3, (x.t()[:, :5],))] * 2
-    assert [len(group) for group in neighbours(others)] == [1] * 7
-
-
-def test_grouped_batches_give_what_single_ones_give() -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["side by side", "apart"])
+def test_batches_that_the_kernels_gather_give_what_single_ones_give(apart: bool) -> None:
     x, y = batch_of(23)
+    if apart:
+        x, y = (torch.stack([part, part], 1)[:, 1] for part in (x, y))
+    assert x.is_contiguous() != apart
     model = stack(nn.ReLU(), nn.LayerNorm(33))
     layout = Layout.of(model.state_dict())
     vector = layout.flatten(model.state_dict()).clone()
-    cut = [Batch(1, len(part[0]), part) for part in zip(x.split(5), y.split(5), strict=True)]
+    orders = [torch.randperm(23), torch.randperm(23)[:10]]
+    rows = [*orders[0].split(5), *orders[1].split(5)]
+    batches = [Batch(1, len(some), (x[some], y[some])) for some in rows]
     found = []
-    for batches in (cut, [batch._replace(data=tuple(p.clone() for p in batch.data)) for batch in cut]):
+    update = Update(mu=0.1)
+    for gathered in (True, False):
         steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-        steps.begin(vector, Update(mu=0.1))
-        losses, sizes = steps.take_all(batches, Update(mu=0.1), 0.05)
-        assert sizes == [5, 5, 5, 5, 3]
+        steps.begin(vector, update)
+        if gathered:
+            assert steps.takes_rows((x, y), rows[0], update)
+            losses, sizes = steps.take_rows((x, y), orders, 5, update, 0.05)
+        else:
+            losses, sizes = steps.take_all(batches, update, 0.05)
+        assert sizes == [5, 5, 5, 5, 3, 5, 5]
         found.append((losses, steps.weights))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     y[13] = 9
     with pytest.raises(IndexError, match="out of range"):
-        steps.take_all(cut, Update(mu=0.1), 0.05)
+        steps.take_rows((x, y), orders, 5, update, 0.05)
+
+
+def test_a_change_is_the_same_with_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stack(nn.ReLU())
+    layout = Layout.of(model.state_dict())
+    steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    vector, rows = torch.randn(layout.size), torch.empty(2, layout.size)
+    steps.weights.normal_()
+    for library in (load(), None):
+        monkeypatch.setattr(steps_module, "load", lambda found=library: found)
+        assert steps.change(vector, rows[0])
+        assert torch.equal(rows[0], steps.weights - vector)
+        for number, finite in ((3e38, True), (float("inf"), False), (float("nan"), False)):
+            steps.weights[-2:] = number
+            assert steps.change(vector, rows[1]) == finite, "a sum above the largest number is no error"
+            steps.weights[-2:] = 1.0
 
 
 def test_kernels_that_err_are_not_trusted(
