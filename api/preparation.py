@@ -16,6 +16,7 @@ from roundtable.core.initial import initial_model
 from roundtable.core.models import Model, open_model
 from roundtable.core.task import AnyTask, load_task
 from roundtable.engine.plan import make_plan, weak_signal_of
+from roundtable.privacy import PrivacyConfig
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,18 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
     if start is not None:
         model = _started(start, model, job.task)
     slices = tuple(place for _, place in model.layout.slices())
-    population = max(job.cohort.size or 1, job.simulation.clients)
+    population = likely_population(job)
     plan = make_plan(job, population, slices)
     check_task(task, job, model.layout)
     weak = weak_signal_of(job, plan, population, model.layout.size)
     return Prepared(job, task, model, (weak,) if weak else ())
+
+
+def likely_population(job: JobConfig) -> int:
+    """The silos that a job will have, as far as its file tells: what it states, else what it simulates."""
+    privacy = PrivacyConfig.from_table(job.privacy)
+    stated = privacy.population if privacy.unit == "client" else None
+    return stated or max(job.cohort.size or 1, job.simulation.clients)
 
 
 def _started(path: Path, own: Model, task: str) -> Model:

@@ -98,7 +98,6 @@ def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) 
         noise = plan.central.noise_multiplier
     if not privacy.private or dimension == 0 or noise is None:
         return None
-    population = max(population, privacy.population or 0) if privacy.unit == "client" else population
     cohort = _expected_cohort(job.cohort, population)
     if privacy.level == "example":
         batch, steps = (
@@ -117,8 +116,9 @@ def make_plan(
 ) -> Plan:
     """The plan of a job over a population of so many clients; `slices` are the layout's (per-layer clipping).
 
-    `spent` are the charges that the population bears already: where the job gives only a budget, the
-    noise is the least that keeps all of it within. Raises ConfigError or PrivacyError, naming the
+    `population` is how many there really are: amplification by sampling is theirs. `spent` are the charges
+    that they bear already: where the job gives only a budget, the noise is the least that keeps all of it
+    within. Raises ConfigError or PrivacyError, naming the
     table, for anything that cannot work.
     """
     aggregation = aggregation_config(job.aggregation)
@@ -181,8 +181,8 @@ def _central(
 ) -> PrivacyPlan:
     assert privacy.clip_norm is not None
     assert privacy.delta is not None
-    population = privacy.population or population
-    check_delta(privacy.delta, population)
+    # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
+    check_delta(privacy.delta, max(population, privacy.population or 0))
     cohort = _expected_cohort(job.cohort, population)
     sampling = accountant_for(job.cohort.strategy, population, cohort)
     adaptive = _adaptive(privacy, cohort)
@@ -205,8 +205,8 @@ def _correlated(
 ) -> PrivacyPlan:
     assert privacy.clip_norm is not None
     assert privacy.delta is not None
-    population = privacy.population or population
-    check_delta(privacy.delta, population)
+    # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
+    check_delta(privacy.delta, max(population, privacy.population or 0))
     cohort = _expected_cohort(job.cohort, population)
     separation = privacy.separation or max(1, int(population // cohort))
     if separation * cohort > population:
@@ -230,7 +230,7 @@ def _correlated(
 
 def _local(job: JobConfig, privacy: PrivacyConfig, population: int) -> float:
     assert privacy.delta is not None
-    check_delta(privacy.delta, privacy.population or population)
+    check_delta(privacy.delta, max(population, privacy.population or 0))
     # Each silo computes the same again: the sampling makes no difference to it.
     return noise_for(privacy, accountant_for("none", 1, 1), 1, max(1, job.rounds))
 

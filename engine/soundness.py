@@ -36,6 +36,11 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig, privacy: Pri
 
 
 def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
+    if privacy.population is not None and (job.cohort.size or 0) > privacy.population:
+        raise PrivacyError(
+            f"privacy.population = {privacy.population}: so many silos cannot give a cohort.size = "
+            f"{job.cohort.size}; lower one or raise the other"
+        )
     # Over groups, noise is in each group's sum, and whatever is done with the sums costs nothing more.
     if privacy.group_size is None and (aggregation.rule != "mean" or aggregation.pre):
         raise PrivacyError(

@@ -12,6 +12,7 @@ from roundtable.core.errors import PrivacyError
 LEVELS = ("none", "client", "client_local", "distributed", "example", "dp_ftrl")
 CLIPPINGS = ("flat", "adaptive", "per_layer")
 ACCOUNTANTS = ("pld", "rdp", "prv")
+_ASKS = ("epsilon", "delta", "noise_multiplier")
 DISTRIBUTED_MECHANISMS = ("skellam", "discrete_gaussian")
 
 
@@ -31,7 +32,8 @@ class PrivacyConfig:
 
     `epsilon` is the budget of the whole job; give it, or `noise_multiplier` (standard deviation of
     the noise over `clip_norm`), or both, where the budget then stops a job that would pass it.
-    `population` is the number of units that `delta` protects: silos, or examples of one silo.
+    `population` is the number of units that `delta` protects: silos, or examples of one silo. Of silos it
+    claims no amplification: that follows from how many there are when the job starts.
     `population_name` says whose privacy is spent: jobs of one name share one account (default: the task).
     `corruption` is the share of silos that secure aggregation assumes to collude with the coordinator, and
     `dropout_tolerance` the share that may drop out (default: a third of up to 50 silos, a fifth of more).
@@ -153,6 +155,12 @@ class PrivacyConfig:
             if key not in known:
                 raise PrivacyError(f"privacy.{key} is not a setting; known are {', '.join(sorted(known))}")
             _typed(key, value, known[key])
+        asked = [key for key in _ASKS if key in table]
+        if asked and "level" not in table:
+            raise PrivacyError(
+                f"privacy.{asked[0]} without privacy.level would protect nobody: choose one of "
+                f'{", ".join(LEVELS[1:])}; or state that there is to be no guarantee by level = "none"'
+            )
         return cls(**table)
 
 

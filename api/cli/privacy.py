@@ -34,15 +34,13 @@ for _command in (show, budget, export):
 @json_option
 def plan(file: Path, overrides: dict[str, Any], image: Path | None, as_json: bool) -> None:
     """Show the noise, epsilon over the rounds, and other mechanisms for the job that FILE describes."""
-    from roundtable.preparation import prepare
+    from roundtable.preparation import likely_population, prepare
     from roundtable.privacy import PrivacyConfig, plot, privacy_plan, render
 
     prepared = prepare(file, overrides)
     job = prepared.job
     config = PrivacyConfig.from_table(job.privacy)
-    population = max(job.cohort.size or 1, job.simulation.clients)
-    if config.unit == "client":
-        population = config.population or population
+    population = likely_population(job)
     cohort = min(job.cohort.size or population, population)
     if job.cohort.probability is not None:
         cohort = max(1, round(job.cohort.probability * population))

@@ -138,7 +138,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             raise Unrecordable("it reads a tensor's value into Python (item(), if, float())")
         if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args):
-            raise Unrecordable(f"how many values {func} gives depends on the data (a boolean mask is one way)")
+            raise Unrecordable(f"how many values {func} gives depends on the data (as with a boolean mask)")
         arguments, options = tree_map(self._referred, (args, dict(kwargs)))
         result = func(*args, **kwargs)
         if func._schema.is_mutable:

@@ -127,6 +127,20 @@ def test_solved_noise_spends_the_budget_and_no_more(strategy: str) -> None:
     assert ratio == pytest.approx(2.0 if strategy == "uniform" else 1.0)
 
 
+@pytest.mark.parametrize("strategy", ["poisson", "uniform"])
+def test_a_stated_population_amplifies_nothing(strategy: str) -> None:
+    """The draw is from the silos that there are: to state more of them must not make epsilon smaller."""
+    plain = make_plan(private(strategy, "noise_multiplier = 1.0"), population=1000).central
+    stated = private(strategy, "noise_multiplier = 1.0\npopulation = 50000")
+    found = make_plan(stated, population=1000).central
+    assert plain is not None
+    assert found is not None
+    assert found.charge == plain.charge
+    assert found.mechanism == plain.mechanism
+    with pytest.raises(PrivacyError, match="not below 1 / 200000"):
+        make_plan(private(strategy, "noise_multiplier = 1.0\npopulation = 200000"), population=1000)
+
+
 def test_central_noise_has_the_stated_spread_and_a_fixed_denominator() -> None:
     plan = make_plan(private(noise="noise_multiplier = 1.5"), population=1000)
     rows = torch.zeros(2, 40_000)

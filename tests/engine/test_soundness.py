@@ -68,6 +68,11 @@ def test_what_changes_the_sensitivity_or_the_sampling(
         plan(level, **tables)
 
 
+def test_a_cohort_larger_than_the_stated_population_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="so many silos cannot give a cohort"):
+        plan("client", more="population = 3")
+
+
 def test_correlated_noise_refuses_sampling_by_chance_of_size() -> None:
     with pytest.raises(PrivacyError, match="cohorts of a fixed size"):
         plan("dp_ftrl", cohort='strategy = "poisson"\nprobability = 0.1')

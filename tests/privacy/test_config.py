@@ -21,6 +21,14 @@ def test_no_table_is_no_privacy() -> None:
     assert not PrivacyConfig.from_table({}).private
 
 
+@pytest.mark.parametrize("key", ["epsilon", "delta", "noise_multiplier"])
+def test_asking_for_privacy_without_a_level_is_refused(key: str) -> None:
+    """Whoever writes a budget believes that it is kept; without a level nothing would be."""
+    with pytest.raises(PrivacyError, match=rf"privacy\.{key} without privacy\.level would protect nobody"):
+        PrivacyConfig.from_table({key: 1e-5, "clip_norm": 1.0})
+    assert not PrivacyConfig.from_table({key: 1e-5, "level": "none"}).private
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -100,7 +100,7 @@ class PeeksAtData(Perceptron):
 
 
 class Masks(Perceptron):
-    """As a padded sequence does: only some of the batch's rows have a loss. How many, the shape does not tell."""
+    """As padded sequences do: only some rows of a batch have a loss; its shape does not tell how many."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         wanted = batch[1] != 3
