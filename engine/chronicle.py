@@ -15,10 +15,14 @@ from roundtable.engine.stopping import Trend
 
 @dataclass
 class Chronicle:
-    """`done` rounds are committed. `recent` are the contributors of the newest of them, as many as a
+    """`done` rounds are committed, `closed` of them without a model, the last `on_end` one after the other.
+
+    `recent` are the contributors of the newest of them, as many as a
     client has to rest; the trends are of the metric that the job may stop by."""
 
     done: int = 0
+    closed: int = 0
+    on_end: int = 0
     recent: list[tuple[str, ...]] = field(default_factory=list)
     evaluated: Trend = field(default_factory=Trend)
     trained: Trend = field(default_factory=Trend)
@@ -31,6 +35,8 @@ class Chronicle:
     def add(self, record: RoundRecord, stop: StopTable, separation: int) -> None:
         """The next round is committed; `separation` rounds lie between two contributions of a client."""
         self.done += 1
+        self.closed += bool(record.closed)
+        self.on_end = self.on_end + 1 if record.closed else 0
         if separation > 1:
             self.recent = [*self.recent, record.contributors][1 - separation :]
         if stop.metric is not None:

@@ -58,6 +58,7 @@ class RoundEngine:
             m.ClientFailed: self._on_client_failed,
             m.Troubled: self._on_troubled,
             m.DeadlinePassed: self._on_deadline,
+            m.Unmasking: self._on_unmasking,
             m.Aggregated: self._on_aggregated,
             m.AggregationFailed: self._on_aggregation_failed,
             m.Committed: self._on_committed,
@@ -241,6 +242,12 @@ class RoundEngine:
         elif attempt.phase in (m.TRAIN, m.EVALUATE) and kind == "deadline":
             self._phases.deadline_of_phase(attempt, now)
 
+    def _on_unmasking(self, event: m.Unmasking, now: float) -> None:
+        attempt = self.state.attempt
+        if attempt is not None and event.step == attempt.step and attempt.phase == m.AGGREGATE:
+            attempt.spent = dict(event.charge)
+            self._context.out.append(m.Unmask(event.step))
+
     def _on_aggregated(self, event: m.Aggregated, now: float) -> None:
         attempt = self.state.attempt
         if attempt is None or event.step != attempt.step:
@@ -264,7 +271,7 @@ class RoundEngine:
         if attempt is None or event.step != attempt.step:
             return
         damaged = {name: said for name, said in event.damaged.items() if name in attempt.updates}
-        if damaged:
+        if damaged and attempt.spent is None:
             self._phases.replace_damaged(damaged, now)
         else:
             self._phases.fail_attempt(event.reason, now)
@@ -283,18 +290,20 @@ class RoundEngine:
     def _on_denied(self, event: m.Denied, now: float) -> None:
         if self.state.attempt is not None and event.step == self.state.attempt.step:
             self._context.note("budget_spent", event.reason)
-            self._phases.stop("finished", event.reason)
+            self._phases.stop("finished", event.reason, now)
 
     def _on_cancel(self, event: m.Cancel, now: float) -> None:
         if self.state.status not in m.FINAL:
-            self._phases.stop("cancelled", event.reason)
+            self._phases.stop("cancelled", event.reason, now)
 
     def _on_pause(self, event: m.Pause, now: float) -> None:
         if self.state.status in ("waiting", "running"):
-            self._phases.stop("paused", event.reason)
+            self._phases.stop("paused", event.reason, now)
 
     def _on_resume(self, event: m.Resume, now: float) -> None:
-        if self.state.status == "paused":
+        if self.state.status == "paused" and self.state.chronicle.done >= self.job.rounds:
+            self._phases.next_round(now)
+        elif self.state.status == "paused":
             attempt, following = self.state.attempt, self.state.chronicle.done + 1
             number = attempt.number + 1 if attempt and attempt.round == following else 1
             self._phases.begin_attempt(following, number, now)

@@ -129,6 +129,17 @@ class DeadlinePassed:
 
 
 @dataclass(frozen=True)
+class Unmasking:
+    """All is ready to ask clients for what unmasks the sum of these updates; wait for `Unmask`.
+
+    `charge` is what the round then costs in privacy, whatever comes of it.
+    """
+
+    step: Step
+    charge: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Aggregated:
     """The driver has combined the updates and stored the new model.
 
@@ -211,6 +222,7 @@ Event = (
     | ClientFailed
     | Troubled
     | DeadlinePassed
+    | Unmasking
     | Aggregated
     | AggregationFailed
     | Committed
@@ -275,10 +287,18 @@ class Aggregate:
 
 
 @dataclass(frozen=True)
+class Unmask:
+    """Clients may be asked now: no other sum of this round will ever be made."""
+
+    step: Step
+
+
+@dataclass(frozen=True)
 class RoundRecord:
     """All that is kept of a committed round. Metrics are named (sum, count) over the silos.
 
-    `staleness` tells of each update how many models old its own was, in buffered rounds.
+    `staleness` tells of each update how many models old its own was, in buffered rounds. `closed` says
+    why the round has made no model: `model` is the one before it.
     """
 
     round: int
@@ -298,6 +318,7 @@ class RoundRecord:
     started: float
     ended: float
     staleness: Mapping[str, int] = field(default_factory=dict)
+    closed: str = ""
 
 
 @dataclass(frozen=True)
@@ -331,4 +352,4 @@ class StatusChanged:
     reason: str
 
 
-Action = Authorize | Instruct | Withdraw | SetTimer | Aggregate | Commit | Note | StatusChanged
+Action = Authorize | Instruct | Withdraw | SetTimer | Aggregate | Unmask | Commit | Note | StatusChanged

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from roundtable.core.errors import SiteFailure
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
-from roundtable.engine.metrics import add_up, means
+from roundtable.engine.records import record_of, record_without_model, shown
 from roundtable.engine.secure import fewest, fewest_updates
 from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
 from roundtable.engine.state import Attempt
@@ -40,11 +39,15 @@ class Phases:
 
     def next_round(self, now: float) -> None:
         """Begins the next round, or ends the job after the last."""
-        done = self._state.chronicle.done
-        if done >= self._job.rounds:
-            self._stop_now("finished", f"all {done} rounds are done")
-        else:
+        chronicle = self._state.chronicle
+        done, closed = chronicle.done, chronicle.closed
+        if done < self._job.rounds:
             self.begin_attempt(done + 1, 1, now)
+        elif done and done == closed:
+            self._stop_now("failed", f"none of the {done} rounds has made a model; the history says why")
+        else:
+            without = f", {closed} of them without a model" if closed else ""
+            self._stop_now("finished", f"all {done} rounds are done{without}")
 
     def begin_attempt(self, number: int, attempt: int, now: float) -> None:
         """Begins an attempt at a round: with leave of the ledger first, where there is a budget."""
@@ -227,55 +230,41 @@ class Phases:
 
     def commit(self, now: float) -> None:
         """Writes the round's record and asks for it to be made durable."""
-        attempt, aggregated = self._context.attempt(), self._context.attempt().aggregated
-        assert aggregated is not None
+        record = record_of(self._context.attempt(), now, self._private)
+        self._state.model, self._state.optimizer = record.model, record.optimizer
+        self._close(record)
+
+    def close_round(self, reason: str, now: float) -> None:
+        """Ends a round without a model, because clients may have unmasked its sum and that is not to be had.
+
+        Another attempt would be a second sum over the same training of other clients.
+        """
+        attempt, state = self._context.attempt(), self._state
+        self._close(record_without_model(attempt, state.model, state.optimizer, reason, now))
+
+    def _close(self, record: m.RoundRecord) -> None:
+        attempt = self._context.attempt()
         attempt.phase, attempt.deadline, attempt.awaited = m.COMMIT, None, {}
-        contributors = tuple(n for n in sorted(attempt.updates) if n not in aggregated.excluded)
-        attempt.record = m.RoundRecord(
-            round=attempt.round,
-            attempt=attempt.number,
-            model=aggregated.model,
-            optimizer=aggregated.optimizer,
-            cohort=attempt.cohort,
-            contributors=contributors,
-            failures={name: failure.detail for name, failure in sorted(attempt.failures.items())},
-            excluded=dict(aggregated.excluded),
-            weights=dict(aggregated.weights),
-            training=self._training(attempt, aggregated, contributors),
-            evaluation=add_up(attempt.evaluations[name] for name in sorted(attempt.evaluations)),
-            client_metrics={name: attempt.evaluations[name] for name in sorted(attempt.evaluations)},
-            diagnosis=dict(aggregated.diagnosis),
-            charge=dict(aggregated.charge),
-            started=attempt.started,
-            ended=now,
-            staleness={n: u.staleness(attempt.round) for n, u in sorted(attempt.updates.items()) if u.asked},
-        )
-        self._state.model, self._state.optimizer = aggregated.model, aggregated.optimizer
-        self._context.out.append(self.commit_action(attempt.record))
+        attempt.record = record
+        self._context.out.append(self.commit_action(record))
 
     def commit_action(self, record: m.RoundRecord) -> m.Commit:
         """After a round no update of it is wanted: the next one has another model."""
         return m.Commit(record, settled=record.round)
 
-    def _training(
-        self, attempt: Attempt, aggregated: m.Aggregated, contributors: Sequence[str]
-    ) -> Mapping[str, tuple[float, int]]:
-        if self._private:
-            # Exact figures about private data would pass by the noise.
-            return {}
-        return aggregated.training or add_up(_training_sums(attempt.updates[n]) for n in contributors)
-
     def fail_attempt(self, reason: str, now: float) -> None:
         """Tries again with a new cohort, or pauses the job after so many tries."""
         attempt = self._context.attempt()
+        if attempt.spent is not None:
+            self.close_round(reason, now)
+            return
         self._context.withdraw_awaited("the attempt has failed")
         self._context.note(
             "attempt_failed", f"round {attempt.round}, attempt {attempt.number} failed: {reason}"
         )
         if attempt.number > self._job.cohort.retries:
-            self.stop(
-                "paused", f"round {attempt.round} failed {attempt.number} times; the last reason: {reason}"
-            )
+            said = f"round {attempt.round} failed {attempt.number} times; the last reason: {reason}"
+            self.stop("paused", said, now)
         else:
             self.begin_attempt(attempt.round, attempt.number + 1, now)
 
@@ -285,8 +274,13 @@ class Phases:
         assert attempt.record is not None
         assert self._state.started is not None
         self._state.chronicle.add(attempt.record, self._job.stop, self._state.separation)
-        figures = _figures(attempt.record)
-        self._context.note("round_committed", f"round {attempt.round} is committed", detail=figures)
+        closed, on_end = attempt.record.closed, self._state.chronicle.on_end
+        if closed:
+            said = f"round {attempt.round} is closed without a model, because its sum may be known: {closed}"
+            self._context.note("round_closed", said)
+        else:
+            said = f"round {attempt.round} is committed"
+            self._context.note("round_committed", said, detail=shown(attempt.record))
         if self._state.stopping is not None:
             status, reason = self._state.stopping
             self._state.stopping = None
@@ -295,12 +289,24 @@ class Phases:
         enough = stop_reason(self._job.stop, self._state.chronicle.trend, now - self._state.started)
         if enough is not None:
             self._stop_now("finished", enough)
+        elif closed and on_end > self._job.cohort.retries and attempt.round < self._job.rounds:
+            said = f"{on_end} rounds on end were closed without a model; the last reason: {closed}"
+            self._stop_now("paused", said)
         else:
             self.next_round(now)
 
-    def stop(self, status: m.JobStatus, reason: str) -> None:
-        """Ends or pauses the job; a commit that is under way is completed first."""
+    def stop(self, status: m.JobStatus, reason: str, now: float) -> None:
+        """Ends or pauses the job; a commit that is under way is completed first.
+
+        So is a round that cannot be repeated: with the model that it has made, or else without one.
+        """
         attempt = self._state.attempt
+        if attempt is not None and attempt.spent is not None:
+            if attempt.phase == m.EVALUATE:
+                self._context.withdraw_awaited(f"the job is {status}")
+                self.commit(now)
+            elif attempt.phase == m.AGGREGATE:
+                self.close_round(f"the job was {status} while it was unmasked: {reason}", now)
         if attempt is not None and attempt.phase == m.COMMIT:
             self._state.stopping = (status, reason)
             return
@@ -322,22 +328,3 @@ class Phases:
         return (
             f"{len(attempt.updates)} of at least {attempt.minimum} updates ({reasons or 'nobody answered'})"
         )
-
-
-def _training_sums(update: m.Update) -> dict[str, tuple[float, int]]:
-    sums = dict(update.metrics)
-    if update.loss is not None:
-        sums["loss"] = (update.loss * update.examples, update.examples)
-    return sums
-
-
-def _figures(record: m.RoundRecord) -> dict[str, Any]:
-    """What somebody who watches wants to see of a committed round."""
-    return {
-        "training": means(record.training),
-        "evaluation": means(record.evaluation),
-        "cohort": len(record.cohort),
-        "contributors": len(record.contributors),
-        "seconds": record.ended - record.started,
-        **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),
-    }

@@ -51,7 +51,8 @@ class Attempt:
 
     `awaited` holds who has neither answered nor failed in the phase that runs, in order: a dict
     without values, because cohorts can be large and every event looks a name up. `due` is the deadline of
-    training, also when that is over; `lost` are updates that were accepted and damaged since, until they
+    training, also when that is over; `spent` is what the round costs once clients may have been asked to
+    unmask its sum, None before; `lost` are updates that were accepted and damaged since, until they
     are sent again, `repeats` counts how often clients were asked to, and `troubles` what they have told
     of faults that they dealt with.
     """
@@ -75,6 +76,7 @@ class Attempt:
     lost: dict[str, Update] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
     troubles: dict[str, int] = field(default_factory=dict)
+    spent: dict[str, Any] | None = None
 
     @property
     def step(self) -> Step:

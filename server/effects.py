@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,6 +115,9 @@ class Effects:
                 self._set_timer(action)
             case m.Aggregate():
                 self._spawn(self._aggregate(action))
+            case m.Unmask(step):
+                if self.secure is not None:
+                    self.secure.permit(step)
             case m.Authorize():
                 self._spawn(self._authorize(action))
             case m.Commit(record, settled):
@@ -124,6 +126,9 @@ class Effects:
                 if self._tracking is not None:
                     self._tracking.committed(record)
                 self._spawn(self._retire(record, settled))
+            case m.StatusChanged(status):
+                if status == "paused" and self.secure is not None:
+                    self.secure.close(forget=True)
             case _:
                 raise AssertionError(f"{action} is no effect")
 
@@ -258,14 +263,19 @@ class Effects:
         loop, now = asyncio.get_running_loop(), self._services.clock()
         guarantee: Guarantee | None = None
         mean: SecureMean | GroupMeans | None = None
-        charge = None
         if self._account is not None:
-            charge = partial(self._patiently, lambda account: account.release(action.step))
             guarantee = await self._patiently(lambda account: account.guarantee(action.step))
+
+        async def pay() -> None:
+            """Charges the attempt, and has the engine close the round should no model come of it."""
+            if self._account is not None:
+                await self._patiently(lambda account: account.release(action.step))
+            await self._send(m.Unmasking(action.step, guarantee.figures if guarantee else {}))
+
         for pause in (*FULL_DISK_PAUSES, None):
             try:
                 if self.secure is not None and mean is None:
-                    mean = await self.secure.total(action, charge)
+                    mean = await self.secure.total(action, pay)
                 outcome = await loop.run_in_executor(
                     self._services.compute, self._combiner, action, now, guarantee, mean
                 )

@@ -93,6 +93,13 @@ def _fault_of(note: m.Note) -> Fault | None:
             advice = "the reasons of the silos are in the message; each has an event of its own"
             action = "gave the attempt up; a new cohort is drawn as often as cohort.retries says"
             return Fault("quorum_missed", "error", advice, action)
+        case "round_closed":
+            advice = "look after the silos that the reason names; a longer deadline may help"
+            action = "closed the round without a model, which stays charged, and went on with the next"
+            return Fault("quorum_missed", "error", advice, action)
+        case "job_failed":
+            advice = "mend what the reasons name and submit a new job; this one has spent its rounds"
+            return Fault("quorum_missed", "critical", advice, "ended the job without a model")
         case "job_paused" if not note.message.startswith("paused by "):
             advice = "mend what the reason names, then `roundtable job resume`"
             return Fault(_why(note.message), "critical", advice, "paused the job; nothing of it is lost")

@@ -82,7 +82,7 @@ class Observer:
         self._tracer.close()
 
     def _committed(self, job: str, record: dict[str, Any], now: float, stored: float) -> None:
-        self.tally.count("rounds", "committed")
+        self.tally.count("rounds", "failed" if record.get("closed") else "committed")
         self.tally.took("round", "", record["ended"] - record["started"])
         self.tally.took("phase", m.COMMIT, stored)
         at = (job, record["round"], record["attempt"])

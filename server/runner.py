@@ -211,7 +211,7 @@ class JobRunner:
                     self._add_event(batch, m.Note("job_running", f"the job is running: {reason}"))
                 case m.StatusChanged():
                     # Why a job has ended or is paused the engine has noted itself.
-                    pass
+                    batch.effects.append(action)
                 case m.Commit(record):
                     batch.records.append(record_to_plain(record))
                     batch.effects.append(action)

@@ -32,9 +32,9 @@ log = logging.getLogger("roundtable.server.secure")
 MASKED = "masked"
 SHARE_OF_DEADLINE = 0.1
 """Of the round's deadline: what an exchange of small messages may take. Unmasking may take all of it,
-because silos that have begun to give out shares will not do so for another attempt at the round."""
+because once silos have been asked for shares the round makes its model in this attempt or not at all."""
 Post = Callable[[m.Event], Coroutine[Any, Any, None]]
-Charge = Callable[[], Coroutine[Any, Any, None]]
+Pay = Callable[[], Coroutine[Any, Any, None]]
 
 
 class SecureRounds:
@@ -47,7 +47,7 @@ class SecureRounds:
         self._attempt: SecureAttempt | None = None
         self._changed = asyncio.Event()
         self._busy = False
-        self._charged = False
+        self._permitted = False
         self._exchange: asyncio.Task[None] | None = None
         self._post: Post
         self._spawn: Callable[[Coroutine[Any, Any, None]], None]
@@ -138,12 +138,16 @@ class SecureRounds:
             return ""
         return self._attempt.progress()
 
-    async def total(self, action: m.Aggregate, charge: Charge | None = None) -> SecureMean | GroupMeans:
+    def permit(self, step: m.Step) -> None:
+        """Silos may be asked: that no other attempt at the round will be unmasked is durable."""
+        self._permitted = (step.round, step.attempt) == self._key
+
+    async def total(self, action: m.Aggregate, pay: Pay) -> SecureMean | GroupMeans:
         """The mean of exactly the updates that the engine names, or the means of their groups.
 
-        `charge` makes it durable that the attempt is paid for, before anybody is asked for a share that
-        unmasks. Raises AggregationError where too few silos are left; nothing was revealed but at most
-        the sum.
+        `pay` makes it durable that the attempt is paid for and the round used up, and has `permit` called,
+        before anybody is asked for a share that unmasks. Raises AggregationError where too few silos are
+        left; nothing was revealed but at most the sum.
         """
         if (action.step.round, action.step.attempt) != self._key:
             self._open(action.step, ())
@@ -162,9 +166,8 @@ class SecureRounds:
             while attempt.phase is not ServerPhase.DONE:
                 share = SHARE_OF_DEADLINE
                 if attempt.phase is ServerPhase.UNMASK:
-                    if charge is not None:
-                        await charge()
-                    self._charged, share = True, 1.0
+                    await pay()
+                    share = 1.0
                 self._expect(attempt)
                 self._tell(attempt)
                 await self._collect(attempt, share * self._job.cohort.deadline)
@@ -188,12 +191,13 @@ class SecureRounds:
         if self._attempt is not None:
             self._attempt.close(forget=forget)
         self._attempt, self._exchange, self._key = None, None, (0, 0)
-        self._charged = False
+        self._permitted = False
         self._changed.set()
 
     def _expect(self, attempt: SecureAttempt) -> None:
         """AggregationError where the attempt was given up meanwhile: nobody must be asked for anything."""
-        if self._attempt is not attempt:
+        unasked = attempt.phase is ServerPhase.UNMASK and not self._permitted
+        if self._attempt is not attempt or unasked:
             raise AggregationError("secure aggregation: the attempt was given up before its sum was unmasked")
 
     def _current(self, step: m.Step) -> SecureAttempt | None:
@@ -284,7 +288,7 @@ class SecureRounds:
         self._notify()
 
     def _send(self, attempt: SecureAttempt, client: str) -> None:
-        if attempt.phase is ServerPhase.UNMASK and not self._charged:
+        if attempt.phase is ServerPhase.UNMASK and not self._permitted:
             return  # What is asked for now unmasks the sum: it is paid for first.
         session = attempt.server.session
         message = wire.exchange(self._id, session.round, session.attempt, attempt.told[client])

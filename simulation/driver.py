@@ -274,6 +274,8 @@ class Driver:
         step = action.step
         try:
             collected = self._workshop.collect(action, partial(self._tried, action))
+            if collected.secure is not None:
+                self._push(self.now, m.Unmasking(step, self._ledger.told(step)))
             combined = self._combine(step, collected)
         except (AggregationError, InvalidUpdate) as error:
             self._push(self.now, m.AggregationFailed(step, str(error)))

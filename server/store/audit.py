@@ -97,6 +97,7 @@ def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[
         "model": record["model"],
         "optimizer": record["optimizer"],
         "charge": json.loads(to_json(record["charge"])),
+        **({"closed": record["closed"]} if record.get("closed") else {}),
     }
 
 

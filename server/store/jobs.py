@@ -25,7 +25,9 @@ FAULT_KINDS = (
     "client_offline",
     "update_excluded",
     "attempt_failed",
+    "round_closed",
     "job_paused",
+    "job_failed",
 )
 
 

@@ -1,7 +1,8 @@
 """The engine under arbitrary interleavings, against a naive model that knows only the rules.
 
 The machine throws joins, losses, updates (right, late, doubled, foreign), failures, deadlines,
-pauses, cancels and restarts at one job, and compares what is committed with what the oracle allows.
+sums that are unmasked, pauses and restarts at one job, and compares what is committed with what the
+oracle allows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from roundtable.engine import messages as m
 NAMES = ["a", "b", "c", "d", "e"]
 names = st.sampled_from(NAMES)
 ROUNDS = 3
+COST = {"epsilon": 0.25}
 
 
 class RoundMachine(RuleBasedStateMachine):
@@ -112,17 +114,35 @@ class RoundMachine(RuleBasedStateMachine):
             return
         step = m.Step(action.step.round, action.step.attempt, "train")
         held = self.accepted.get(step, {})
-        if self.attempt is not None and action.step == self.attempt.step and which & held.keys():
+        runs = self.attempt is not None and action.step == self.attempt.step
+        if runs and which & held.keys() and action.step.round not in self.unmasked():
             self.driver.aggregates = [each for each in self.driver.aggregates if each.step != action.step]
             for name in which & held.keys():
                 self.damaged[step, name] = held.pop(name)
         self.driver.send(m.AggregationFailed(action.step, "no", dict.fromkeys(which, "rotten")))
+
+    @precondition(lambda self: any(isinstance(a, m.Aggregate) for a in self.driver.pending))
+    @rule()
+    def unmask(self) -> None:
+        """The sum of the updates is about to be unmasked; or of those of an attempt that is over."""
+        action = next(a for a in self.driver.pending if isinstance(a, m.Aggregate))
+        self.driver.send(m.Unmasking(action.step, COST))
+
+    def unmasked(self) -> dict[int, set[int]]:
+        """round → the attempts of which silos may have been asked to unmask the sum."""
+        found: dict[int, set[int]] = {}
+        for action in self.driver.said:
+            if isinstance(action, m.Unmask):
+                found.setdefault(action.step.round, set()).add(action.step.attempt)
+        return found
 
     @rule()
     def stale_answers(self) -> None:
         self.driver.send(
             m.Aggregated(m.Step(0, 1, "aggregate"), "bad"),
             m.Committed(99),
+            m.Unmasking(m.Step(0, 1, "aggregate"), COST),
+            m.Unmasking(m.Step(1, 1, "train"), COST),
             m.DeadlinePassed("deadline:0.9.train"),
             m.Authorized(m.Step(1, 1, "authorize")),
         )
@@ -144,7 +164,24 @@ class RoundMachine(RuleBasedStateMachine):
             range(1, len(self.driver.records) + 1)
         )
         assert len(self.driver.records) <= ROUNDS
-        assert all(record.model == f"model-{record.round}" for record in self.driver.records)
+        before = "model-0"
+        for record in self.driver.records:
+            assert record.model == (before if record.closed else f"model-{record.round}")
+            before = record.model
+
+    @invariant()
+    def the_sum_of_a_round_is_unmasked_in_one_attempt_and_paid_for(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        unmasked = self.unmasked()
+        assert all(len(attempts) == 1 for attempts in unmasked.values())
+        for action in self.driver.said:
+            if isinstance(action, m.Instruct | m.Aggregate | m.Unmask) and action.step.round in unmasked:
+                assert action.step.attempt <= max(unmasked[action.step.round])
+        for record in self.driver.records:
+            assert {record.attempt} == unmasked.get(record.round, {record.attempt})
+            assert not record.closed or (record.round in unmasked and record.charge == COST)
+            assert not record.closed or not (record.contributors or record.weights or record.training)
 
     @invariant()
     def the_model_that_clients_get_is_the_one_last_committed(self) -> None:
@@ -188,7 +225,7 @@ class RoundMachine(RuleBasedStateMachine):
         driver.finish_pending()
         for _ in range(60):
             status = driver.engine.state.status
-            if status == "finished":
+            if status in ("finished", "failed"):
                 break
             if status == "paused":
                 driver.send(m.Resume())
@@ -201,7 +238,8 @@ class RoundMachine(RuleBasedStateMachine):
                     driver.evaluate(name)
             driver.advance(1)
             driver.finish_pending()
-        assert driver.engine.state.status == "finished"
+        nothing = all(record.closed for record in driver.records)
+        assert driver.engine.state.status == ("failed" if nothing else "finished")
         assert len(driver.records) == ROUNDS
         self.what_is_combined_is_what_the_oracle_accepted()
 

@@ -41,14 +41,15 @@ delta = 1e-3
 
 
 class Deaf:
-    """Keeps messages of one kind from one silo; `heard` is set when the first has come."""
+    """Keeps messages of one kind from one silo, in one round or all; `heard` is set when one has come."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.silo, self.kind, self.heard = "", Kind.EVIDENCE, asyncio.Event()
+        self.silo, self.kind, self.round, self.heard = "", Kind.EVIDENCE, 0, asyncio.Event()
         handle, advertise = secure.SecureAttempts.handle, duties.Duties._advertise
 
         def told(attempts: Any, step: Any, message: bytes) -> bytes | None:
-            if attempts._name == self.silo and unseal(message).kind is self.kind:
+            here = self.round in (0, step.round) and attempts._name == self.silo
+            if here and unseal(message).kind is self.kind:
                 self.heard.set()
                 return None
             return handle(attempts, step, message)
@@ -62,8 +63,8 @@ class Deaf:
         monkeypatch.setattr(secure.SecureAttempts, "handle", told)
         monkeypatch.setattr(duties.Duties, "_advertise", first)
 
-    def keep(self, silo: str, kind: Kind) -> None:
-        self.silo, self.kind = silo, kind
+    def keep(self, silo: str, kind: Kind, round: int = 0) -> None:
+        self.silo, self.kind, self.round = silo, kind, round
         self.heard.clear()
 
 
@@ -223,25 +224,120 @@ async def test_a_coordinator_killed_while_it_unmasks_has_charged(
     assert charged(federation) == [(1, 1)]
 
 
+def history(detail: Any) -> list[dict[str, Any]]:
+    return [json.loads(record) for record in detail.history]
+
+
+def each_round_had_keys_of_its_own(federation: Federation, job: str, rounds: int) -> None:
+    """No key masked two vectors, and every silo remembers that the last round was unmasked."""
+    for name in NAMES:
+        keys = [key for _, key, _ in masked_by(federation.folder, name)]
+        assert len(keys) == len(set(keys)) == rounds
+        released = json.loads((federation.folder / "state" / name / "releases.json").read_bytes())
+        assert released == {job: [rounds, 1]}
+
+
 @pytest.mark.slow
-async def test_a_round_that_may_have_been_seen_is_not_summed_again(
+async def test_a_round_that_may_have_been_seen_is_closed_and_the_next_goes_well(
     federation: Federation, deaf: Deaf
 ) -> None:
-    """The deadline of unmasking passes with two of three shares out: the job pauses, and stays charged."""
-    deaf.keep("cedar", Kind.EVIDENCE)
+    """The deadline of unmasking passes with two of three shares out: no other sum of that round is made."""
+    deaf.keep("cedar", Kind.EVIDENCE, round=1)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(federation.coordinator())
         await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
         operator = await stack.enter_async_context(federation.operator())
         table = '[cohort]\nsize = 3\nretries = 1\ndeadline = "6s"\n'
-        job = str((await operator.submit(table + NOISY, rounds=1, vector=torch.zeros(COLUMNS))).id)
-        events = await operator.watch_until(job, "paused")
-        failed = [event.message for event in events if event.kind == "attempt_failed"]
-        assert "shares of a secret" in failed[0]
-        assert charged(federation)[0] == (1, 1)
-        deaf.keep("", Kind.EVIDENCE)
+        job = str((await operator.submit(table + SECURE, rounds=2, vector=torch.zeros(COLUMNS))).id)
+        events = await operator.watch_until(job, "finished")
+        detail = await operator.job(job)
+        path = federation.folder / "result.safetensors"
+        path.write_bytes(await operator.fetch(detail.job.model.digest))
+    (said,) = [event for event in events if event.kind == "round_closed"]
+    assert "shares of a secret" in said.message
+    assert "went on with the next" in json.loads(said.detail)["fault"]["action"]
+    assert "all 2 rounds are done, 1 of them without a model" in detail.job.reason
+    closed, made = history(detail)
+    assert "shares of a secret" in closed["closed"]
+    assert (closed["round"], closed["attempt"], closed["contributors"]) == (1, 1, [])
+    assert (made["round"], made["attempt"], made["contributors"]) == (2, 1, sorted(NAMES))
+    assert closed["model"] != made["model"]
+    weights = torch.tensor([10.0, 30.0, 50.0])
+    rows = torch.stack([unit(place, 2, COLUMNS) for place in range(3)])
+    assert (open_model(path).vector - (weights / weights.sum()) @ rows).abs().max() < 1e-5
+    each_round_had_keys_of_its_own(federation, job, 2)
+
+
+async def test_a_job_paused_while_it_unmasks_goes_on_with_the_next_round(
+    federation: Federation, deaf: Deaf
+) -> None:
+    deaf.keep("cedar", Kind.EVIDENCE, round=1)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
+        operator = await stack.enter_async_context(federation.operator())
+        job = str((await operator.submit(TABLE + NOISY, rounds=2, vector=torch.zeros(COLUMNS))).id)
+        async with asyncio.timeout(60):
+            await deaf.heard.wait()
+        await operator.stub.PauseJob(operator_pb2.JobRequest(job=job))
+        await operator.watch_until(job, "paused")
+        (record,) = history(await operator.job(job))
+        assert "the job was paused while it was unmasked" in record["closed"]
+        assert record["charge"]["epsilon"] > 0
+        assert charged(federation) == [(1, 1)]
         await operator.stub.ResumeJob(operator_pb2.JobRequest(job=job))
-        events = await operator.watch_until(job, "paused")
-        said = " ".join(event.message for event in events)
-        assert "another attempt of round 1 was unmasked already" in said
-    assert charged(federation)[0] == (1, 1)
+        await operator.watch_until(job, "finished")
+        first, second = history(await operator.job(job))
+    assert second["charge"]["epsilon"] > first["charge"]["epsilon"]
+    assert charged(federation) == [(1, 1), (1, 1)]
+    each_round_had_keys_of_its_own(federation, job, 2)
+
+
+async def test_a_job_paused_before_it_unmasks_does_the_round_again(
+    federation: Federation, deaf: Deaf
+) -> None:
+    """Nobody was asked for a share, and nothing is charged until somebody is."""
+    deaf.keep("cedar", Kind.ALIVE, round=1)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(federation.coordinator())
+        await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
+        operator = await stack.enter_async_context(federation.operator())
+        job = str((await operator.submit(TABLE + NOISY, rounds=1, vector=torch.zeros(COLUMNS))).id)
+        async with asyncio.timeout(60):
+            await deaf.heard.wait()
+        await operator.stub.PauseJob(operator_pb2.JobRequest(job=job))
+        await operator.watch_until(job, "paused")
+        assert not (await operator.job(job)).history
+        assert charged(federation) == [(1, 0)]
+        deaf.keep("", Kind.ALIVE)
+        await operator.stub.ResumeJob(operator_pb2.JobRequest(job=job))
+        await operator.watch_until(job, "finished")
+        (record,) = history(await operator.job(job))
+    assert (record["attempt"], record["closed"]) == (2, "")
+    assert charged(federation) == [(2, 1)]
+
+
+@pytest.mark.slow
+async def test_what_was_heard_is_lost_while_it_unmasks(federation: Federation, deaf: Deaf) -> None:
+    """The coordinator is killed and its journal of the attempt is gone: the round is closed all the same."""
+    deaf.keep("cedar", Kind.EVIDENCE, round=1)
+    first = start_coordinator(federation)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(ended(first))
+        await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
+        async with federation.operator() as operator:
+            job = str((await operator.submit(TABLE + NOISY, rounds=2, vector=torch.zeros(COLUMNS))).id)
+            async with asyncio.timeout(60):
+                await deaf.heard.wait()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        for journal in (federation.folder / "artifacts" / "secure").iterdir():
+            journal.unlink()
+        stack.enter_context(ended(start_coordinator(federation)))
+        operator = await stack.enter_async_context(federation.operator())
+        await operator.watch_until(job, "finished")
+        closed, made = history(await operator.job(job))
+    assert "what this attempt had heard is lost" in closed["closed"]
+    assert (made["round"], made["closed"]) == (2, "")
+    assert charged(federation) == [(1, 1), (1, 1)]
+    each_round_had_keys_of_its_own(federation, job, 2)

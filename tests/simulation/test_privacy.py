@@ -79,6 +79,20 @@ def test_noise_in_shares(run):
     assert json.loads(json.dumps(charge))["level"] == "distributed"
 
 
+def test_a_sum_that_makes_no_model_is_not_summed_again(run):
+    """The model overflows once the sum is known: as in the service, the rounds are closed and stay charged."""
+    table = {"level": "distributed", "secure_aggregation": True, "delta": 1e-3, "noise_multiplier": 1.0}
+    settings = {**UNIFORM, "privacy": {**table, "clip_norm": 1e5}, "rounds": 2, "simulation__masking": "fast"}
+    result = run(**settings, aggregation__server_optimizer={"name": "fedavg", "learning_rate": 1e38})
+    assert result.status == "failed"
+    assert "none of the 2 rounds has made a model" in result.reason
+    first, second = result.history.records
+    assert "is not finite" in first.closed
+    assert (first.attempt, second.attempt) == (1, 1)
+    assert first.model == second.model
+    assert 0 < first.charge["epsilon"] < second.charge["epsilon"]
+
+
 def test_weights_and_the_training_loss_are_summed_securely(run):
     plain = run(evaluation__every=0, rounds=2)
     secure = run(evaluation__every=0, rounds=2, privacy={"secure_aggregation": True, "clip_norm": 50.0})

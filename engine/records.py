@@ -1,0 +1,83 @@
+"""What is written down of a round at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roundtable.engine.messages import RoundRecord, Update
+from roundtable.engine.metrics import add_up, means
+from roundtable.engine.state import Attempt
+
+
+def record_of(attempt: Attempt, now: float, private: bool) -> RoundRecord:
+    """Of a round that has made a model; `private` rounds tell no exact figures of training."""
+    aggregated = attempt.aggregated
+    assert aggregated is not None
+    contributors = tuple(n for n in sorted(attempt.updates) if n not in aggregated.excluded)
+    training = aggregated.training or add_up(_training_sums(attempt.updates[n]) for n in contributors)
+    return RoundRecord(
+        round=attempt.round,
+        attempt=attempt.number,
+        model=aggregated.model,
+        optimizer=aggregated.optimizer,
+        cohort=attempt.cohort,
+        contributors=contributors,
+        failures=_failures(attempt),
+        excluded=dict(aggregated.excluded),
+        weights=dict(aggregated.weights),
+        # Exact figures about private data would pass by the noise.
+        training={} if private else training,
+        evaluation=add_up(attempt.evaluations[name] for name in sorted(attempt.evaluations)),
+        client_metrics={name: attempt.evaluations[name] for name in sorted(attempt.evaluations)},
+        diagnosis=dict(aggregated.diagnosis),
+        charge=dict(aggregated.charge),
+        started=attempt.started,
+        ended=now,
+        staleness={n: u.staleness(attempt.round) for n, u in sorted(attempt.updates.items()) if u.asked},
+    )
+
+
+def record_without_model(attempt: Attempt, model: str, optimizer: str, why: str, now: float) -> RoundRecord:
+    """Of a round that is closed without one: it keeps its charge, and the model before it."""
+    return RoundRecord(
+        round=attempt.round,
+        attempt=attempt.number,
+        model=model,
+        optimizer=optimizer,
+        cohort=attempt.cohort,
+        contributors=(),
+        failures=_failures(attempt),
+        excluded={},
+        weights={},
+        training={},
+        evaluation={},
+        client_metrics={},
+        diagnosis={},
+        charge=dict(attempt.spent or {}),
+        started=attempt.started,
+        ended=now,
+        closed=why,
+    )
+
+
+def shown(record: RoundRecord) -> dict[str, Any]:
+    """What somebody who watches wants to see of a committed round."""
+    return {
+        "training": means(record.training),
+        "evaluation": means(record.evaluation),
+        "cohort": len(record.cohort),
+        "contributors": len(record.contributors),
+        "seconds": record.ended - record.started,
+        **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),
+    }
+
+
+def _training_sums(update: Update) -> dict[str, tuple[float, int]]:
+    sums = dict(update.metrics)
+    if update.loss is not None:
+        sums["loss"] = (update.loss * update.examples, update.examples)
+    return sums
+
+
+def _failures(attempt: Attempt) -> dict[str, str]:
+    return {name: failure.detail for name, failure in sorted(attempt.failures.items())}
