@@ -13,8 +13,10 @@ import sqlalchemy as sa
 from roundtable.core.errors import RoundtableError
 from roundtable.core.identity import NODE_CERTIFICATE, Authority
 from roundtable.doctor import Check, clock, disk, folder_writable, machine, shown_credentials, taken
-from roundtable.server.config import ServerConfig, load_server_config
+from roundtable.server.bucket import Bucket
+from roundtable.server.config import ServerConfig
 from roundtable.server.store import Database
+from roundtable.settings import coordinator_settings
 
 _PROBE_SECONDS = 3.0
 
@@ -22,7 +24,7 @@ _PROBE_SECONDS = 3.0
 def examine_coordinator(file: Path) -> list[Check]:
     """All checks of a coordinator.toml; changes nothing, and may be run beside the coordinator."""
     try:
-        config = load_server_config(file)
+        config = coordinator_settings(file)
     except RoundtableError as error:
         return [Check("settings", "fail", str(error), f"mend {file}")]
     state, artifacts = Path(config.state), Path(config.artifacts)
@@ -35,6 +37,7 @@ def examine_coordinator(file: Path) -> list[Check]:
         folder_writable("artifacts", artifacts, "artifacts in coordinator.toml"),
         disk(artifacts),
         *_database(config.database),
+        *_bucket(config.bucket),
     ]
 
 
@@ -86,6 +89,20 @@ def _database(address: str) -> Iterator[Check]:
             yield from _postgresql(address)
     except RoundtableError as error:
         yield Check("database", "fail", str(error), "mend database in coordinator.toml")
+
+
+def _bucket(address: str) -> Iterator[Check]:
+    if not address:
+        return
+    try:
+        before = time.monotonic()
+        Bucket(address).probe()
+    except RoundtableError as error:
+        remedy = "mend bucket in coordinator.toml, or its keys in the environment of the coordinator"
+        yield Check("bucket", "fail", str(error), remedy)
+    else:
+        took = time.monotonic() - before
+        yield Check("bucket", "ok", f"{address} keeps what it is given; tried in {took:.2f} s")
 
 
 def _sqlite(file: Path, address: str) -> Check:

@@ -77,6 +77,7 @@ def restore(config: ServerConfig, folder: Path, new_identity: bool = False) -> d
     target = Path(config.artifacts)
     if (target / "coordinator").exists() or any((target / "objects").glob("*/*")):
         raise StorageError(f"{target} holds artifacts already: restore into an empty folder")
+    _make_folders(target)
     database = Database.connect(config.database)
     try:
         with database.transaction() as connection:
@@ -96,8 +97,17 @@ def restore(config: ServerConfig, folder: Path, new_identity: bool = False) -> d
     return manifest
 
 
+def _make_folders(*folders: Path) -> None:
+    """For this user's eyes alone, where they are not there yet."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise os_error(error, folder) from error
+
+
 def _write_all(database: Database, objects: Path, folder: Path) -> dict[str, Any]:
-    (folder / "tables").mkdir(parents=True, exist_ok=True)
+    _make_folders(folder, folder / "tables")
     with database.snapshot() as connection:
         metadata = sa.MetaData()
         metadata.reflect(connection)

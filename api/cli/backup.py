@@ -19,9 +19,9 @@ def backup(config: Path, folder: Path) -> None:
     The coordinator may run meanwhile. Certificates and keys are not part of it.
     """
     from roundtable.server.backup import back_up
-    from roundtable.server.config import load_server_config
+    from roundtable.settings import coordinator_settings
 
-    manifest = back_up(load_server_config(config), folder)
+    manifest = back_up(coordinator_settings(config), folder)
     click.echo(f"Backed up {len(manifest['artifacts'])} artifacts and the database into {folder}.")
 
 
@@ -36,9 +36,9 @@ def backup(config: Path, folder: Path) -> None:
 def restore(folder: Path, config: Path, new_identity: bool) -> None:
     """Fill the empty database and artifact folder of CONFIG (coordinator.toml) from the backup in FOLDER."""
     from roundtable.server.backup import restore as fill
-    from roundtable.server.config import load_server_config
+    from roundtable.settings import coordinator_settings
 
-    manifest = fill(load_server_config(config), folder, new_identity)
+    manifest = fill(coordinator_settings(config), folder, new_identity)
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["created"]))
     click.echo(f"Restored the state of {made}: {len(manifest['artifacts'])} artifacts.")
     if new_identity:

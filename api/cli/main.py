@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 it failed, 2 the command line or a configuration file is w
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -95,13 +96,20 @@ def run(arguments: Sequence[str]) -> int:
             raise
         click.echo(f"Error: {found}", err=True)
         return WRONG_USAGE
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (`| head`) has seen enough; keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        # A file or folder of the caller's that cannot be read or written; --verbose shows where.
+        named = error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not named or logging.getLogger().isEnabledFor(logging.DEBUG):
+            raise
+        click.echo(f"Error: {error.filename or 'the disk'}: {error.strerror}", err=True)
+        return FAILED
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
     return result if isinstance(result, int) else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,11 @@ def server(
     """
     from roundtable.server.config import load_server_config
     from roundtable.server.coordinator import run_server
+    from roundtable.settings import DATABASE, take_variables
 
+    if config is not None:
+        take_variables(config)
+        database = database or os.environ.get(DATABASE) or None
     options = {"listen": listen, "enrolment": enrolment, "state": _absolute(state), "database": database}
     settings = load_server_config(config, {**options, "credentials": _absolute(credentials)})
     service_logs(settings.log_format)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,12 @@ from click.testing import CliRunner
 
 from roundtable.cli.main import cli
 from roundtable.client.config import load_agent_config
+from roundtable.core.errors import ConfigError
 from roundtable.server import load_server_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER, SYSTEMD = ROOT / "deploy" / "docker", ROOT / "deploy" / "systemd"
-_OF_A_SILO = ("StateDirectory", "StateDirectoryMode", "ReadWritePaths", "ProtectHome")
+_OF_A_SILO = ("EnvironmentFile", "StateDirectory", "StateDirectoryMode", "ReadWritePaths", "ProtectHome")
 UNITS = sorted(SYSTEMD.glob("*.service"))
 
 
@@ -110,6 +113,43 @@ def test_an_agents_unit_is_written_for_where_it_is_installed(tmp_path: Path) -> 
     assert differing <= {"ExecStart", "User", "Group", *_OF_A_SILO}
 
 
+def test_a_units_paths_are_as_systemd_takes_them(tmp_path: Path) -> None:
+    folder = tmp_path / "a 50% silo"
+    folder.mkdir()
+    (folder / "agent.toml").write_text('coordinator = "hub:7443"\n[tasks]\ntoy = "toy.py:Toy"\n')
+    crooked = folder / ".." / folder.name / "agent.toml"
+    words = ["client", "--config", str(crooked), "install", "--systemd", "--out", str(tmp_path)]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    lines = (tmp_path / "roundtable-agent.service").read_text().splitlines()
+    place = f"{tmp_path}/a 50%% silo"
+    assert f"EnvironmentFile=-{place}/agent.env" in lines
+    assert f'ReadWritePaths="{place}/state"' in lines
+    assert any(line.endswith(f' client --config "{place}/agent.toml"') for line in lines)
+
+
+def test_a_user_who_may_not_read_the_keys_is_refused_with_the_remedy() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may ask for another user")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        keys = folder / "credentials"
+        keys.mkdir(mode=0o700)
+        (keys / "node.key").touch(mode=0o600)
+        file = folder / "agent.toml"
+        file.write_text('coordinator = "hub:7443"\n[tasks]\ntoy = "toy.py:Toy"\n')
+        words = ["client", "--config", str(file), "install", "--systemd", "--out", name, "--user", "nobody"]
+        done = CliRunner().invoke(cli, words)
+        assert isinstance(done.exception, ConfigError)
+        assert f"nobody may not use {keys / 'node.key'}: chown -R nobody {keys}" in str(done.exception)
+        assert not (folder / "roundtable-agent.service").exists()
+        for place in (keys, *keys.iterdir()):
+            shutil.chown(place, "nobody")
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, done.output
+
+
 def test_a_coordinators_unit_may_write_what_its_settings_name_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "hub.toml"
     copies, artifacts = tmp_path / "second", tmp_path / "models"
@@ -125,7 +165,7 @@ def test_a_coordinators_unit_may_write_what_its_settings_name_and_nothing_else(t
     assert "systemctl enable --now roundtable-coordinator" in done.output
     shipped = (SYSTEMD / "roundtable-coordinator.service").read_text().splitlines()
     differing = {line.split("=")[0] for line in set(shipped) ^ set(unit.splitlines())}
-    assert differing <= {"ExecStart", "User", "Group", "EnvironmentFile", *_OF_A_SILO}
+    assert differing <= {"ExecStart", "User", "Group", *_OF_A_SILO}
 
 
 @pytest.mark.parametrize(
