@@ -103,6 +103,17 @@ def read_log(lines: Iterable[str], ca: bytes, role: Role = "coordinator") -> Log
     return log
 
 
+def check_signed(log: Log) -> None:
+    """AuditError where no signature covers anything: anybody can write such a log, or empty one."""
+    if not log.entries:
+        raise AuditError("this log is empty: a coordinator's begins with its first start; export it again")
+    if not log.seals:
+        raise AuditError(
+            f"nobody has signed any of these {len(log.entries)} entries: signatures were removed, anybody "
+            "wrote them, or the coordinator's credentials have no identity.key"
+        )
+
+
 def compare(earlier: Log, later: Log) -> None:
     """AuditError unless the later log goes on where the earlier one ended."""
     known = {item.sequence: item.hash for item in later.entries}

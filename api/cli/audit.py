@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roundtable.cli.options import connection_options
+from roundtable.cli.options import connection_options, json_option
+from roundtable.cli.output import print_json
 from roundtable.cli.trust import administrate
 
 if TYPE_CHECKING:
@@ -44,16 +45,24 @@ def export(output: Path, coordinator: str | None, credentials: Path | None) -> N
 @_ca
 @click.option("--since", type=_FILE, help="An earlier export: FILE must contain all of it, unchanged.")
 @click.option("--silo", is_flag=True, help="FILE is a silo's own log, audit.jsonl in its state folder.")
-def verify(file: Path, authority: Path, since: Path | None, silo: bool) -> None:
+@json_option
+def verify(file: Path, authority: Path, since: Path | None, silo: bool, as_json: bool) -> None:
     """Find any entry of FILE that was changed, removed, or moved. Needs the root's certificate only."""
-    from roundtable.core.audit import compare
+    from roundtable.core.audit import check_signed, compare
 
     log = _read(file, authority, silo)
+    if not silo:
+        check_signed(log)
     if since is not None:
         compare(_read(since, authority, silo), log)
-    signers = ", ".join(sorted(log.signers)) or "nobody"
+    signed = (
+        f"signed by {', '.join(sorted(log.signers))} up to entry {log.sealed}" if log.seals else "unsigned"
+    )
     open_end = len(log.entries) - log.sealed
-    click.echo(f"{file} is sound: {len(log.entries)} entries, signed by {signers} up to entry {log.sealed}.")
+    if as_json:
+        print_json({"entries": len(log.entries), "signed": log.sealed, "signers": sorted(log.signers)})
+        return
+    click.echo(f"{file} is sound: {len(log.entries)} entries, {signed}.")
     if open_end:
         click.echo(f"The last {open_end} are chained, but not signed yet.")
 
@@ -64,9 +73,11 @@ def verify(file: Path, authority: Path, since: Path | None, silo: bool) -> None:
 @_ca
 def cross_check(coordinators: Path, silos: Path, authority: Path) -> int:
     """Lay a silo's own log beside the coordinator's: do both tell the same story?"""
+    from roundtable.core.audit import check_signed
     from roundtable.core.crosscheck import differences
 
     theirs, own = _read(coordinators, authority, False), _read(silos, authority, True)
+    check_signed(theirs)
     names = {str(item.detail["client"]) for item in own.entries if item.action == "receipt"} | own.signers
     if len(names) != 1:
         raise click.UsageError(f"{silos} is the log of {len(names)} silos, not of one")
@@ -103,12 +114,16 @@ def provenance(
 @click.argument("file", type=_FILE)
 @click.option("--statement", type=_FILE, help="Default: FILE with .provenance.json at its end.")
 @_ca
-def verify_model(file: Path, statement: Path | None, authority: Path) -> None:
+@json_option
+def verify_model(file: Path, statement: Path | None, authority: Path, as_json: bool) -> None:
     """Check offline that FILE is the model of a signed statement, and say what the statement says."""
     from roundtable.core.provenance import check_provenance
 
     place = statement or file.with_name(f"{file.name}.provenance.json")
     signer, values = check_provenance(file, place, authority.read_bytes())
+    if as_json:
+        print_json({"signer": signer, **values})
+        return
     rounds = values["rounds"]
     silos = {name for one in rounds for name in one["participants"]}
     made = datetime.fromtimestamp(rounds[-1]["ended"], UTC)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_agent import ScriptedAgent
@@ -217,6 +217,30 @@ def test_a_log_of_somebody_else_or_signed_by_a_silo_is_refused(
     other = create_ca(tmp_path / "other").read_bytes()
     with pytest.raises(AuditError, match="not issued by"):
         read_log(made_log(hub, 3), other)
+
+
+def test_a_log_that_nobody_has_signed_is_not_sound(
+    signers: tuple[bytes, SiloIdentity, SiloIdentity], tmp_path: Path
+) -> None:
+    ca, hub, _ = signers
+    lines = made_log(hub, 4)
+    authority, file = tmp_path / "ca.crt", tmp_path / "audit.jsonl"
+    authority.write_bytes(ca)
+
+    def verified(kept: list[str], *more: str) -> Result:
+        file.write_text("".join(f"{line}\n" for line in kept))
+        words = ["audit", "verify", str(file), "--ca", str(authority), *more]
+        return CliRunner().invoke(cli, words)
+
+    said = verified(lines, "--json")
+    assert json.loads(said.output) == {"entries": 4, "signed": 4, "signers": ["hub"]}
+    for kept, reason in (([], "empty"), ([one for one in lines if "entry" in one[:9]], "nobody has signed")):
+        said = verified(kept)
+        assert isinstance(said.exception, AuditError)
+        assert reason in str(said.exception)
+    said = verified(lines[:-1])
+    assert said.exit_code == 0
+    assert "The last 1 are chained, but not signed yet" in said.output
 
 
 @given(text=st.text(max_size=300) | st.binary(max_size=300).map(lambda raw: raw.decode(errors="replace")))
