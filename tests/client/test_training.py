@@ -93,6 +93,21 @@ def plain_loop(task: Task, job: JobConfig, data: tuple[Tensor, Tensor], round: i
     return model
 
 
+def test_a_rounds_number_seeds_its_training() -> None:
+    """Attempts at a round give the same bits. From the same model, another number trains in another order:
+    which makes no difference, but of rounding, where a round is one step over all examples."""
+    task = Linear()
+
+    def trained(round: int, batch_size: int) -> Tensor:
+        model, layout, vector = setting(task)
+        job = job_of(batch_size=batch_size, learning_rate=0.5)
+        return train(task, model, toy_data(12), job, layout, vector, round=round, client="a").delta.clone()
+
+    assert torch.equal(trained(1, 4), trained(1, 4))
+    assert (trained(1, 4) - trained(2, 4)).norm() > 0.01 * trained(1, 4).norm()
+    assert torch.allclose(trained(1, 12), trained(2, 12), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
