@@ -27,7 +27,7 @@ from roundtable.server.jobs import Jobs, Submission
 from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, tables
 from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
 from roundtable.server.store.clients import all_clients
-from roundtable.server.store.jobs import UnknownJob, history, newest_faults
+from roundtable.server.store.jobs import UnknownJob, newest_faults, newest_history
 from roundtable.server.store.ledger import Limit, entries, remove_budget, set_budget
 from roundtable.server.watching import detail_of, updates
 
@@ -132,10 +132,10 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     async def GetJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.JobDetail:
         row = await self._find(request.job)
-        records = await self._services.database.read(lambda connection: history(connection, row.id))
+        records = await self._services.database.read(lambda c: newest_history(c, row.id, MAX_HISTORY_BYTES))
         detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
         detail.job_config = row.config
-        detail.history.extend(_newest(records))
+        detail.history.extend(records)
         told = await self._services.database.read(lambda connection: newest_faults(connection, row.id))
         detail.faults.extend(wire.event_to(event) for event in told)
         return detail
@@ -265,14 +265,3 @@ async def _chunks(requests: AsyncIterator[operator_pb2.PutPart]) -> AsyncIterato
         if part.WhichOneof("part") != "chunk":
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after the header only chunks follow")
         yield Piece(part.chunk.offset, part.chunk.data)
-
-
-def _newest(records: list[str]) -> list[str]:
-    """As many of the newest records as one message can hold, oldest first."""
-    kept, size = 0, 0
-    for record in reversed(records):
-        size += len(record)
-        if size > MAX_HISTORY_BYTES:
-            break
-        kept += 1
-    return records[len(records) - kept :]

@@ -19,6 +19,8 @@ from roundtable.server.store.ledger import add, settle
 from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRow, UpdateRow, to_json
 
 FINAL = ("finished", "cancelled", "failed")
+HISTORY_PAGE = 100
+MOST_ROUNDS = 2**31 - 1
 FAULT_KINDS = (
     "client_failed",
     "client_troubled",
@@ -154,6 +156,23 @@ def history(connection: Connection, job: str) -> list[str]:
         sa.select(tables.rounds.c.record).where(tables.rounds.c.job == job).order_by(tables.rounds.c.round)
     )
     return list(connection.execute(query).scalars())
+
+
+def newest_history(connection: Connection, job: str, most: int) -> list[str]:
+    """Of these records as many of the newest as have at most so many characters together, oldest first."""
+    table, kept, size, before = tables.rounds.c, list[str](), 0, MOST_ROUNDS
+    while True:
+        query = sa.select(table.round, table.record).where(table.job == job, table.round < before)
+        # A page at a time: of a long job, all of them together may be more than memory should hold.
+        rows = connection.execute(query.order_by(table.round.desc()).limit(HISTORY_PAGE)).all()
+        for row in rows:
+            size += len(row.record)
+            if size > most:
+                return kept[::-1]
+            kept.append(row.record)
+        if len(rows) < HISTORY_PAGE:
+            return kept[::-1]
+        before = rows[-1].round
 
 
 def events_from(connection: Connection, job: str, sequence: int, limit: int = 1000) -> list[EventRow]:

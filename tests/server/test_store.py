@@ -152,6 +152,22 @@ async def test_a_transition_is_made_once(opened: Database) -> None:
     assert receipt == ("accepted", "")
 
 
+async def test_the_newest_rounds_are_read_a_page_at_a_time(
+    opened: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "HISTORY_PAGE", 3)
+    row = await with_job(opened)
+    for number in range(1, 8):
+        await write(opened, store.apply, transition(1 + number, records=[record(number)]))
+    whole = await opened.read(lambda connection: store.history(connection, row.id))
+    length = len(whole[0])
+    assert [len(each) for each in whole] == [length] * 7
+    for count in range(9):
+        found = await opened.read(lambda c, n=count: store.newest_history(c, row.id, n * length))
+        assert found == whole[max(0, 7 - count) :]
+    assert await opened.read(lambda c: store.newest_history(c, row.id, length - 1)) == []
+
+
 async def test_a_job_that_another_coordinator_has_taken_further(opened: Database) -> None:
     row = await with_job(opened)
     await write(opened, store.apply, transition(2, writer="other"))
