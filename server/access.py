@@ -94,7 +94,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return None  # type: ignore[return-value]
         kind = next(name for name in _KINDS if getattr(handler, name) is not None)
         name = details.method.removeprefix("/roundtable.v1.")
-        guarded = self._guarded(getattr(handler, kind), name, permission)
+        guarded = self._guarded(getattr(handler, kind), name, permission, streams=handler.response_streaming)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         reader = _careful(handler.request_deserializer, name, streams=handler.request_streaming)
         return make(guarded, reader, handler.response_serializer)  # type: ignore[no-any-return]
@@ -107,7 +107,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             task.cancel()
         return len(tasks)
 
-    def _guarded(self, method: Method, name: str, permission: Permission) -> Method:
+    def _guarded(self, method: Method, name: str, permission: Permission, *, streams: bool) -> Method:
         async def call(request: Any, context: Context) -> Any:
             who = NOBODY
             try:
@@ -118,6 +118,10 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 if permission.noted:
                     await self._note(who, name, request)
                 _principal.set(who)
+                if streams:
+                    # Left to the first message, gRPC forgets having sent it when that message is cut off,
+                    # and then takes no status: the caller would never learn that the call has ended.
+                    await context.send_initial_metadata(())
                 with self._running(who.name):
                     return await method(request, context)
             except errors.RoundtableError as error:
@@ -254,7 +258,10 @@ def _bearer(context: Context) -> str:
 def _wrong_role(who: Principal, name: str, permission: Permission) -> str:
     wanted = " or ".join(role for role in CALLERS if role in permission.callers)
     if who is NOBODY:
-        return f"this call needs the certificate or token of one who is {wanted}, and none was shown"
+        return (
+            f"this call needs the certificate or token of one who is {wanted}, and none was shown: "
+            "certificates count at the address that agents connect to, tokens at this one"
+        )
     return f"{who.name!r} is here as {who.role}; this call needs one who is {wanted}"
 
 

@@ -27,6 +27,7 @@ from roundtable.core.signing import check_submission, job_values
 from roundtable.operator import OperatorClient
 from roundtable.proto import administration_pb2, agent_pb2, common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.agents import AgentService
 from roundtable.server.permissions import CALLERS, PERMISSIONS, as_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,6 +205,24 @@ async def test_revocation_cuts_a_call_that_runs(
     agent = ScriptedAgent(open_coordinator.port, tmp_path / "north")
     await agent.connect()
     assert open_coordinator.security.access.cut("north") == 1
+    with pytest.raises(grpc.aio.AioRpcError, match="has been revoked"):
+        await agent.next()
+    await agent.close()
+
+
+async def test_a_call_cut_off_in_its_first_message_is_told_so(
+    open_coordinator: Coordinator, parties: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await enrolled(open_coordinator, await invite(open_coordinator, parties, "north"), tmp_path / "north")
+    welcome, access = AgentService._welcome, open_coordinator.security.access
+
+    def cut_while_it_is_sent(agents: AgentService) -> Any:
+        asyncio.get_running_loop().call_soon(access.cut, "north")
+        return welcome(agents)
+
+    monkeypatch.setattr(AgentService, "_welcome", cut_while_it_is_sent)
+    agent = ScriptedAgent(open_coordinator.port, tmp_path / "north")
+    assert (await agent.connect()).WhichOneof("message") == "welcome"
     with pytest.raises(grpc.aio.AioRpcError, match="has been revoked"):
         await agent.next()
     await agent.close()
