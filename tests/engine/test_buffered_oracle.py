@@ -62,6 +62,8 @@ class BufferedMachine(RuleBasedStateMachine):
                     self.check_aggregate(action)
                 case m.Instruct() if action.step.phase == "train":
                     self.check_instruction(action, crowded)
+        if self.driver.engine.state.status == "paused":
+            self.waiting.clear()  # A job that is paused, by itself too, begins its round anew.
 
     def check_aggregate(self, action: m.Aggregate) -> None:
         """All that waits, and nothing else, goes into the model; nothing too old is among it."""
@@ -174,10 +176,7 @@ class BufferedMachine(RuleBasedStateMachine):
 
     @rule()
     def pause_and_resume(self) -> None:
-        committing = any(isinstance(action, m.Commit) for action in self.driver.pending)
         self.act(m.Pause("lunch"))
-        if not committing:
-            self.waiting.clear()
         self.act(m.Resume())
 
     @invariant()
@@ -205,7 +204,6 @@ class BufferedMachine(RuleBasedStateMachine):
             if status == "finished":
                 break
             if status == "paused":
-                self.waiting.clear()
                 self.act(m.Resume())
             for name in NAMES:
                 self.join(name)
@@ -222,3 +220,16 @@ class BufferedMachine(RuleBasedStateMachine):
 
 TestBuffered = BufferedMachine.TestCase
 TestBuffered.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_job_that_has_paused_by_itself_wants_nothing_of_what_it_had() -> None:
+    machine = BufferedMachine()
+    machine.begin(size=2, concurrency=None, stale=0, strategy="uniform", every=0)
+    for name in "da":
+        machine.join(name)
+    machine.update("d")
+    for _ in range(2):
+        machine.wait(40)
+    assert machine.driver.engine.state.status == "paused"
+    machine.update("d")
+    machine.teardown()
