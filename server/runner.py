@@ -80,6 +80,7 @@ class JobRunner:
         self._queue: asyncio.Queue[Arrival] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._trouble = ""
+        self._over = False
         effects.connect(self.tell, self.notify)
 
     @property
@@ -100,6 +101,8 @@ class JobRunner:
         self, event: m.Event, artifacts: tuple[ArtifactRow, ...] = (), update: UpdateRow | None = None
     ) -> Verdict:
         """Something has happened; returns once it is durable. The verdict is about an update that arrived."""
+        if self._over:
+            return "stale"
         done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(Arrival(event, update, artifacts, done))
         return await done
@@ -309,7 +312,8 @@ class JobRunner:
                 return
 
     def _close(self) -> None:
-        """The job is over: whoever still waits is told that it came too late."""
+        """The job is over: whoever still waits, or comes later, is told that it came too late."""
+        self._over = True
         rest = []
         while not self._queue.empty():
             rest.append(self._queue.get_nowait())

@@ -165,18 +165,24 @@ async def test_a_silo_is_killed(federation: Federation, deaf: Deaf, fault: str) 
 
 
 async def test_what_can_be_seen_is_charged_before_it_is_asked_for(federation: Federation, deaf: Deaf) -> None:
-    """A job that is cancelled while its sum is being unmasked has spent its privacy."""
+    """A job cancelled while its sum is unmasked has spent its privacy, and leaves nobody waiting."""
     deaf.keep("cedar", Kind.EVIDENCE)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(federation.coordinator())
+        coordinator = await stack.enter_async_context(federation.coordinator())
         await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
         operator = await stack.enter_async_context(federation.operator())
         job = await submit(operator, NOISY)
         async with asyncio.timeout(60):
             await deaf.heard.wait()
         assert charged(federation) == [(1, 1)]
+        runner = coordinator.jobs.runner(job)
+        assert runner is not None
         await operator.stub.CancelJob(operator_pb2.JobRequest(job=job))
         await operator.watch_until(job, "cancelled")
+        async with asyncio.timeout(60):
+            await asyncio.gather(*runner.effects._tasks)
+        (record,) = history(await operator.job(job))
+        assert "the job was cancelled while it was unmasked" in record["closed"]
     assert charged(federation) == [(1, 1)]
 
 
