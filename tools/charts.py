@@ -18,6 +18,7 @@ import json
 import platform
 import re
 import sys
+import textwrap
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +28,8 @@ from environments import ROOT, from_wheel
 
 PIN = "helm-sdkpy==0.1.32"
 HELM, KEPT = ROOT / "deploy" / "helm", ROOT / "deploy" / "kubernetes"
+ALERTS = ROOT / "deploy" / "prometheus" / "roundtable.rules.yml"
+WITH_ALERTS = HELM / "roundtable-coordinator", '{"prometheusRule": {"enabled": true}}'
 KUBERNETES = "v1.31.0"
 NAMESPACE = "roundtable"
 KINDS = {
@@ -34,7 +37,7 @@ KINDS = {
     "apps/v1": ("StatefulSet",),
     "networking.k8s.io/v1": ("Ingress", "NetworkPolicy"),
     "policy/v1": ("PodDisruptionBudget",),
-    "monitoring.coreos.com/v1": ("ServiceMonitor",),
+    "monitoring.coreos.com/v1": ("PrometheusRule", "ServiceMonitor"),
 }
 
 
@@ -189,6 +192,9 @@ def main(words: list[str]) -> int:
             kept.write_text(fresh)
         elif not kept.exists() or kept.read_text() != fresh:
             stale.append(kept.relative_to(ROOT))
+    if words and textwrap.indent(ALERTS.read_text().strip(), "  ", bool) not in helm.template(*WITH_ALERTS):
+        print(f"{WITH_ALERTS[0].relative_to(ROOT)} does not give the alerts of {ALERTS.relative_to(ROOT)}")
+        return 1
     for file in stale:
         print(f"{file} is not what the chart gives: run python tools/charts.py")
     return 1 if stale else 0

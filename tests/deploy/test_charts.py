@@ -270,6 +270,20 @@ def test_other_values_give_whole_manifests_too(chart: str, values: Manifest, tmp
         assert bool(of_kind(manifests, "Ingress")) is values.get("ingress", {}).get("enabled", True)
 
 
+def test_the_alerts_are_those_that_are_tested(tmp_path: Path) -> None:
+    values = {"prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}}}
+    (rule,) = of_kind(rendered("roundtable-coordinator", values, tmp_path), "PrometheusRule")
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    kept_rules = ROOT / "deploy" / "prometheus" / "roundtable.rules.yml"
+    assert rule["spec"] == yaml.safe_load(kept_rules.read_text())
+    # By this label RoundtableDown knows our processes, whatever the release is called.
+    for chart in ("roundtable-coordinator", "roundtable-agent"):
+        (monitor,) = of_kind(kept(chart), "ServiceMonitor")
+        assert monitor["spec"]["jobLabel"] == "app.kubernetes.io/name"
+        for service in of_kind(kept(chart), "Service"):
+            assert service["metadata"]["labels"]["app.kubernetes.io/name"] == chart
+
+
 def read_hosts(values: Manifest) -> list[str]:
     own = yaml.safe_load((HELM / "roundtable-coordinator" / "values.yaml").read_text())
     return list(values.get("hosts", own["hosts"]))
