@@ -155,7 +155,7 @@ class Duties:
         self._drop(step)
 
     def _end_job(self, job: str, reason: str) -> None:
-        _log.info("%s: over (%s)", job, reason)
+        _log.info("%s: over (%s)", job, reason, extra={"job": job})
         for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
             self._drop(step)
         self._courier.forget(job)

@@ -36,6 +36,10 @@ from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import administration_pb2_grpc, common_pb2
 
 DEFAULT_PORT = 7444
+_WHICH = (
+    f"it is the coordinator's `enrolment` address (often port {DEFAULT_PORT}), "
+    "not the one that agents connect to"
+)
 _SECONDS = 20.0
 
 
@@ -77,10 +81,7 @@ def _authority(address: str, fingerprint: bytes) -> bytes:
     try:
         shown = ssl.get_server_certificate((host, port), timeout=_SECONDS).encode()
     except (OSError, ValueError) as error:
-        raise UnavailableError(
-            f"{address} cannot be reached for enrolment: {error}; it is the coordinator's `enrolment` "
-            f"address (often port {DEFAULT_PORT}), not the one that agents connect to"
-        ) from error
+        raise UnavailableError(f"{address} cannot be reached for enrolment: {error}; {_WHICH}") from error
     with _calling(address), _channel(address, shown) as stub:
         ca: bytes = stub.Authority(pb.AuthorityRequest(), timeout=_SECONDS).certificate
     chain = x.certificates_in(shown, "the coordinator's certificate")
@@ -125,5 +126,11 @@ def _calling(address: str) -> Iterator[None]:
 def _explained(error: grpc.RpcError, address: str) -> RoundtableError:
     code, detail = error.code(), error.details() or ""
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return UnavailableError(f"{address} cannot be reached for enrolment: {detail}")
+        if "Hostname Verification" in detail:
+            host = address.rpartition(":")[0]
+            return IdentityError(
+                f"the certificate of the coordinator at {address} is not for the name {host!r}; use a name "
+                "that it holds, or ask its operator to issue it anew with this one as --host"
+            )
+        return UnavailableError(f"{address} cannot be reached for enrolment: {detail}; {_WHICH}")
     return IdentityError(f"the coordinator at {address} does not enrol this silo: {detail}")

@@ -18,7 +18,7 @@ from cryptography import x509
 
 from roundtable.core import certificates as x
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, UnavailableError
-from roundtable.core.identity import CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY
+from roundtable.core.identity import CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY, TOKEN
 from roundtable.core.revocation import RevocationList, load_list
 
 _AGAIN_SECONDS = 0.5
@@ -117,6 +117,11 @@ def _handshake(
     except ConnectionResetError:
         pass
     if not welcomed:
+        if (credentials / TOKEN).exists():
+            raise IdentityError(
+                f"{address} wants a certificate: with a token, as in {credentials}, connect to the "
+                "coordinator's `enrolment` address (often port 7444)"
+            )
         shown = credentials / NODE_CERTIFICATE
         raise IdentityError(
             f"the coordinator at {address} closed the connection: it does not accept {shown}; "

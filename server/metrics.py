@@ -12,6 +12,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 from prometheus_client.core import Metric
+from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError
 from roundtable.core.identity import Credentials
@@ -26,6 +27,7 @@ from roundtable.server.runner import JobRunner
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ClientRow, Database
 from roundtable.server.store.clients import all_clients
+from roundtable.server.store.trust import revoked_names
 
 log = logging.getLogger("roundtable.server.metrics")
 
@@ -173,7 +175,7 @@ class CoordinatorPage:
                 return
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    self._silos = await database.read(all_clients)
+                    self._silos = await database.read(_expected)
                     found, _ = await database.read(lambda connection: books(connection, ""))
                     rows = await jobs.rows()
             except (StorageError, TimeoutError) as error:
@@ -188,6 +190,12 @@ class CoordinatorPage:
                 await asyncio.to_thread(lambda: {b.population: _account(b) for b in changed})
             )
             self._known = {each.population: each for each in found}
+
+
+def _expected(connection: Connection) -> list[ClientRow]:
+    """The agents that may come back: one that is revoked is neither silent nor missing."""
+    revoked = revoked_names(connection)
+    return [row for row in all_clients(connection) if revoked.get(row.name) != frozenset()]
 
 
 def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 import sqlalchemy as sa
@@ -29,6 +30,7 @@ from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifa
 from roundtable.server.store.clients import all_clients
 from roundtable.server.store.jobs import UnknownJob, newest_faults, newest_history
 from roundtable.server.store.ledger import Limit, entries, remove_budget, set_budget
+from roundtable.server.store.trust import revoked_names
 from roundtable.server.watching import detail_of, updates
 
 log = logging.getLogger("roundtable.server.operators")
@@ -158,8 +160,9 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def ListClients(
         self, request: operator_pb2.ListClientsRequest, context: Context
     ) -> operator_pb2.ListClientsReply:
-        rows = await self._services.database.read(all_clients)
-        return operator_pb2.ListClientsReply(clients=[self._client(row) for row in rows])
+        rows, revoked = await self._services.database.read(lambda c: (all_clients(c), revoked_names(c)))
+        gone = {name for name, good in revoked.items() if not good}
+        return operator_pb2.ListClientsReply(clients=[self._client(row, row.name in gone) for row in rows])
 
     async def ShowPrivacy(
         self, request: operator_pb2.PrivacyRequest, context: Context
@@ -192,11 +195,13 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         for row in await self._services.database.read(lambda c: entries(c, request.population or None)):
             await context.write(accounts.charge_to(row))
 
-    def _client(self, row: ClientRow) -> operator_pb2.Client:
+    def _client(self, row: ClientRow, revoked: bool = False) -> operator_pb2.Client:
         session = self._services.sessions.get(row.name)
         if session is None:
-            return wire.client_to(row, False, "offline")
-        return wire.client_to(row, True, session.state)
+            return wire.client_to(row, False, "revoked" if revoked else "offline")
+        # A session is heard of by a clock without a date; the row knows when it began.
+        heard = self._services.clock() - (time.monotonic() - session.heard)
+        return wire.client_to(replace(row, last_seen=heard), True, session.state)
 
     def _job(self, row: JobRow) -> operator_pb2.Job:
         return wire.job_to(row, self._services.artifacts.size(row.model) or 0)

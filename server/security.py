@@ -117,8 +117,9 @@ class Security:
         try:
             return server.add_secure_port(address, secure)
         except RuntimeError as error:
+            reason = str(error).partition(";")[0]
             raise ResourceError(
-                f"cannot listen on {address}: {error}; does another coordinator run here? "
+                f"cannot listen on {address}: {reason}; does another coordinator run here? "
                 f"Choose another address ({key})"
             ) from error
 

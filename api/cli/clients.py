@@ -23,7 +23,7 @@ def clients(coordinator: str | None, credentials: Path | None, as_json: bool) ->
     rows = [
         (
             client.name,
-            client.state if client.online else "offline",
+            client.state or "offline",
             ago(client.last_seen),
             ", ".join(client.tasks),
             ", ".join(client.devices),
@@ -33,4 +33,4 @@ def clients(coordinator: str | None, credentials: Path | None, as_json: bool) ->
         for client in known
     ]
     columns = ("client", "state", "seen", "tasks", "devices", "rounds", "version")
-    print_table(columns, rows, "No agent has connected yet; start one with `roundtable client agent.toml`.")
+    print_table(columns, rows, "No agent has connected yet; `roundtable invite SILO` asks a silo in.")

@@ -93,8 +93,9 @@ def _trusted(settings: ServerConfig) -> Trusted | None:
 def service_logs(kind: LogFormat) -> None:
     """A service tells what it does by default, in this form; --verbose adds the rest.
 
-    It leaves no core file, because its keys would be in it.
+    It leaves no core file, because its keys would be in it, and its files are for this user alone.
     """
+    os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     write_logs(kind)
     ours = logging.getLogger("roundtable")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roundtable.cli.output import ago, print_table
+from roundtable.cli.options import json_option
+from roundtable.cli.output import ago, print_json, print_table
 from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: b
 
 
 @click.command("jobs")
+@json_option
 @click.pass_context
-def jobs(context: click.Context) -> None:
+def jobs(context: click.Context, as_json: bool) -> None:
     """List the jobs that this silo was asked to take part in, and what its policy says to each."""
     from datetime import datetime
 
@@ -63,13 +65,28 @@ def jobs(context: click.Context) -> None:
 
     config, rules = _silo(context)
     known = KnownJobs(config.state)
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    found = []
     for one in known.all():
         reasons = rules.objections(job_from_json(one.config), one.submitter or None, datetime.now())
         approval = known.approval(one)
         said = f"approved by {approval['by']}" if approval else "waits for approval"
         verdict = reasons[0] if reasons else said if config.policy.approval else "allowed"
+        found.append(
+            {
+                "job": one.id,
+                "task": one.task,
+                "submitter": one.submitter,
+                "first_asked": one.first,
+                "hash": one.digest,
+                "objections": reasons,
+                "approved": approval is not None,
+            }
+        )
         rows.append((one.id, one.task, one.submitter or "unsigned", ago(one.first), one.digest[:12], verdict))
+    if as_json:
+        print_json(found)
+        return
     columns = ("job", "task", "submitter", "first asked", "hash", "here")
     print_table(columns, rows, "The coordinator has not asked for anything yet.")
 
@@ -83,29 +100,35 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
 
     The approval is of this very configuration: a job that changes needs another one.
     """
+    from datetime import datetime
+
     from roundtable.cli.resolved import render
     from roundtable.client.known_jobs import KnownJobs
     from roundtable.core.config import job_from_json
     from roundtable.core.signing import VOUCHED_FOR
 
-    config, _ = _silo(context)
+    config, rules = _silo(context)
     known = KnownJobs(config.state)
     found = known.find(job)
+    resolved = job_from_json(found.config)
     if not yes:
-        click.echo(render(job_from_json(found.config)))
+        click.echo(render(resolved))
         who = found.submitter or "nobody whose signature proves it"
         if who.startswith(VOUCHED_FOR):
             who += " by the coordinator's word"
         click.confirm(f"Job {found.id}, submitted by {who}, hash {found.digest[:12]}. Take part?", abort=True)
     known.approve(found)
     click.echo(f"Approved job {found.id} ({found.task}), configuration {found.digest[:12]}.")
+    for reason in rules.objections(resolved, found.submitter or None, datetime.now()):
+        click.echo(f"The policy refuses it all the same: {reason}")
 
 
 @click.command("explain")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--submitter", help="As if this operator had signed it.")
+@json_option
 @click.pass_context
-def explain(context: click.Context, file: Path, submitter: str | None) -> int:
+def explain(context: click.Context, file: Path, submitter: str | None, as_json: bool) -> int:
     """Say whether this silo would take part in the job that FILE describes, and if not, why. Runs nothing."""
     from datetime import datetime
 
@@ -113,6 +136,10 @@ def explain(context: click.Context, file: Path, submitter: str | None) -> int:
 
     config, rules = _silo(context)
     reasons = rules.objections(load_job(file), submitter, datetime.now())
+    if as_json:
+        bounds = list(config.policy.bounds())
+        print_json({"objections": reasons, "approval": config.policy.approval, "bounds": bounds})
+        return 1 if reasons else 0
     for reason in reasons:
         click.echo(f"no: {reason}")
     if not reasons:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roundtable.cli.options import connection_options, require_connection
-from roundtable.cli.output import ago, print_table
+from roundtable.cli.options import connection_options, json_option, require_connection
+from roundtable.cli.output import ago, as_dict, print_json, print_table
 from roundtable.core.durations import parse_duration
 from roundtable.core.identity import CA_CERTIFICATE, OPERATOR_ROLES, TOKEN
 
@@ -62,8 +62,12 @@ def invite(silo: str, expires: float, uses: int, coordinator: str | None, creden
 def revoke(silo: str, reason: str, coordinator: str | None, credentials: Path | None) -> None:
     """Void every certificate of SILO at once, on open connections too. It may be invited again."""
     with administrate(coordinator, credentials) as operator:
+        known = [client.name for client in operator.clients()]
         calls = operator.revoke(silo, reason)
     click.echo(f"Revoked {silo}: certificates and invitations are void; {calls} of its calls were cut off.")
+    if silo not in known:
+        names = ", ".join(known) or "none"
+        click.echo(f"No silo of that name has ever connected here ({names}): is it the right one?", err=True)
 
 
 @click.group()
@@ -89,6 +93,8 @@ def create(
     """
     from roundtable.core.certificates import read, write_new
 
+    if out is not None and (out / TOKEN).exists():
+        raise click.UsageError(f"{out / TOKEN} exists and is not overwritten; choose another folder")
     with administrate(coordinator, credentials) as operator:
         found = operator.create_token(name, role, expires)
         authority = read(operator.folder / CA_CERTIFICATE)
@@ -102,10 +108,14 @@ def create(
 
 @token.command("list")
 @connection_options
-def list_tokens(coordinator: str | None, credentials: Path | None) -> None:
+@json_option
+def list_tokens(coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
     """List tokens; their secrets are not kept."""
     with administrate(coordinator, credentials) as operator:
         known = operator.tokens()
+    if as_json:
+        print_json([as_dict(one) for one in known])
+        return
     rows = [
         (one.name, one.role, one.author, ago(one.created), "revoked" if one.revoked else _day(one.expires))
         for one in known

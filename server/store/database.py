@@ -177,6 +177,9 @@ def _parse(address: str) -> URL:
             "the database must be an address such as sqlite:///state/coordinator.db or "
             "postgresql://user@host/name"
         ) from None
+    if address.count("@") > 1 and url.get_backend_name() != "sqlite":
+        # Whatever follows the first one would be taken for the host, and be shown in messages.
+        raise ConfigError("the database's address holds more than one @: in a password write it as %40")
     if url.drivername in ("postgresql", "postgres"):
         url = url.set(drivername="postgresql+psycopg")
     if url.get_backend_name() not in ("sqlite", "postgresql"):

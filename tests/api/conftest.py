@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ Command = Callable[..., Said]
 
 
 @pytest.fixture
-def roundtable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def roundtable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """Runs a command line in this process, exactly as the console script does."""
     monkeypatch.delenv("ROUNDTABLE_COORDINATOR", raising=False)
     monkeypatch.delenv("ROUNDTABLE_CREDENTIALS", raising=False)
@@ -35,7 +36,10 @@ def roundtable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         captured = capsys.readouterr()
         return Said(code, captured.out, captured.err)
 
-    return call
+    # A service keeps its files to itself; this process goes on.
+    before = os.umask(0o022)
+    yield call
+    os.umask(before)
 
 
 @pytest.fixture

@@ -183,6 +183,11 @@ def test_a_databases_password(
     line = refused(roundtable, wrong)
     assert "the password in `database` is wrong" in line
     assert "hidden" not in check.message + line
+    unquoted = write(site, database=address.replace("PASSWORD", "hid@den"))
+    line = refused(roundtable, unquoted, 2)
+    assert "in a password write it as %40" in line
+    assert "hid" not in line
+    assert "den" not in line
     right = address.replace("PASSWORD", "right")
     assert failing(write(site, database=right)) == []
     nobody = write(site, database=right.replace(right.rsplit("/", 1)[1], "absent"))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -46,10 +47,11 @@ JOB = 'task = "small"\nrounds = 3\n\n[cohort]\nsize = 2\n\n[algorithm]\nlearning
 
 @dataclass(frozen=True)
 class Service:
-    """Where the coordinator listens, who we are, and the folder of everything."""
+    """Where the coordinator listens, also for those without a certificate, and the folder of everything."""
 
     address: str
     folder: Path
+    door: str
 
     @property
     def options(self) -> list[str]:
@@ -62,9 +64,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     create_ca(folder / "ca")
     issue(folder / "ca", "hub", "coordinator", folder / "hub", ["127.0.0.1"])
     issue(folder / "ca", "ada", "operator", folder / "ada")
+    issue(folder / "ca", "ann", "admin", folder / "ann")
     (folder / "small.py").write_text(TASK)
     (folder / "job.toml").write_text(JOB)
-    address = f"127.0.0.1:{free_port()}"
+    address, door = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     with Children(folder / "logs") as children:
         options = [
             "--listen",
@@ -73,6 +76,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             str(folder / "state"),
             "--credentials",
             str(folder / "hub"),
+            "--enrolment",
+            door,
         ]
         children.start("hub", ["server", *options])
         for name in ("north", "south"):
@@ -83,7 +88,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             children.start(name, ["client", "--config", str(folder / name / "agent.toml")])
         with rt.OperatorClient(address, folder / "ada") as operator:
             await_agents(operator, children, 2)
-        yield Service(address, folder)
+        yield Service(address, folder, door)
 
 
 @pytest.fixture
@@ -190,6 +195,7 @@ def test_clients(service: Service, roundtable: Command, job: str) -> None:
     assert [client["name"] for client in found] == ["north", "south"]
     assert all(client["online"] and client["tasks"] == ["small"] for client in found)
     assert all(client["completed"] >= 3 for client in found)
+    assert all(time.time() - client["last_seen"] < 60 for client in found)
     assert "north" in roundtable("clients", *service.options).out
 
 
@@ -288,6 +294,46 @@ def test_doctor_looks_at_the_coordinator(service: Service, roundtable: Command) 
     assert checks["clock"]["state"] == "ok"
     assert checks["port"]["state"] == "warn"
     assert "coordinator runs here already" in checks["port"]["remedy"]
+
+
+def test_doctor_of_an_admin_and_of_a_token(service: Service, roundtable: Command, tmp_path: Path) -> None:
+    admin = ("--coordinator", service.address, "--credentials", service.folder / "ann")
+    folder = tmp_path / "token"
+    assert roundtable("token", "create", "dora", "--role", "viewer", "--out", folder, *admin).code == 0
+    for address, credentials in ((service.address, service.folder / "ann"), (service.door, folder)):
+        said = roundtable("doctor", "--json", "--coordinator", address, "--credentials", credentials)
+        checks = {check["name"]: check for check in json.loads(said.out)}
+        assert said.code == 0
+        assert "2 agents online" in checks["coordinator"]["message"]
+        assert checks["clock"]["state"] == "ok"
+    said = roundtable("clients", "--coordinator", service.address, "--credentials", folder)
+    assert "with a token" in said.err
+    assert "`enrolment` address" in said.err
+
+
+def test_a_token_is_not_made_that_could_not_be_written(
+    service: Service, roundtable: Command, tmp_path: Path
+) -> None:
+    admin = ("--coordinator", service.address, "--credentials", service.folder / "ann")
+    (tmp_path / "token").touch()
+    said = roundtable("token", "create", "eve", "--role", "viewer", "--out", tmp_path, *admin)
+    assert said.code == 2
+    assert "is not overwritten" in said.err
+    listed = json.loads(roundtable("token", "list", "--json", *admin).out)
+    assert "eve" not in [token["name"] for token in listed]
+
+
+def test_revoking_a_name_that_nobody_has_is_told(service: Service, roundtable: Command) -> None:
+    said = roundtable("client", "revoke", "nroth", *service.options)
+    assert said.code == 0
+    assert "No silo of that name has ever connected here (north, south)" in said.err
+
+
+def test_services_keep_their_files_to_themselves(service: Service, job: str) -> None:
+    kept = [service.folder / "state", *(service.folder / "state").rglob("*")]
+    kept += [service.folder / "north" / "state", *(service.folder / "north" / "state").rglob("*")]
+    assert len(kept) > 10
+    assert [place for place in kept if place.stat().st_mode & 0o077] == []
 
 
 def _refused(service: Service, roundtable: Command, credentials: Path) -> str:

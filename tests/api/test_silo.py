@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ def test_explain_says_yes_or_every_reason(roundtable: Command, job_file: Path, s
     assert said.out.count("no: ") == 2
     said = roundtable("client", "--config", silo, "explain", job_file, "--submitter", "ada")
     assert said.out.count("no: ") == 1
+    said = roundtable("client", "--config", silo, "explain", job_file, "--json")
+    assert (said.code, len(json.loads(said.out)["objections"])) == (1, 2)
 
 
 def test_a_job_is_listed_and_approved(roundtable: Command, job_file: Path, silo: Path) -> None:
@@ -48,6 +51,11 @@ def test_a_job_is_listed_and_approved(roundtable: Command, job_file: Path, silo:
     assert "not asked for such a job" in roundtable("client", "--config", silo, "approve", "x").err
     assert "Approved job abc123" in roundtable("client", "--config", silo, "approve", "abc", "--yes").out
     assert "approved by" in roundtable("client", "--config", silo, "jobs").out
+    silo.write_text(silo.read_text() + 'submitters = ["eve"]\n')
+    said = roundtable("client", "--config", silo, "approve", "abc", "--yes")
+    assert "The policy refuses it all the same: 'ada' may not submit" in said.out
+    (listed,) = json.loads(roundtable("client", "--config", silo, "jobs", "--json").out)
+    assert (listed["job"], listed["approved"], len(listed["objections"])) == ("abc123", True, 1)
 
 
 def test_the_hash_of_a_tasks_code(roundtable: Command, silo: Path) -> None:

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
+from roundtable.administration import Administrator
 from roundtable.core.errors import ResourceError
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import Coordinator, ServerConfig
@@ -107,6 +108,25 @@ async def test_a_running_job_shows_who_is_there_and_who_is_needed(
     assert value(found, "roundtable_job_rounds_done", **labels) == 0
     refused = {"call": "Operators/GetJob", "status": "NOT_FOUND"}
     assert value(found, "roundtable_calls_refused_total", **refused) == 1
+
+
+async def test_a_silo_that_was_revoked_is_not_waited_for(
+    settings: Callable[..., ServerConfig], certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundtable.server.metrics.REFRESH_SECONDS", 0.0)
+
+    def revoke() -> list[str]:
+        with Administrator(f"localhost:{coordinator.port}", certificates / "olga") as operator:
+            operator.revoke("alder", "its project is over")
+            return [client.state for client in operator.clients()]
+
+    async with running(settings(metrics="127.0.0.1:0")) as coordinator:
+        async with ScriptedAgent(coordinator.port, certificates / "alder"):
+            found = await figures(coordinator.metrics_port)
+        assert ("roundtable_silo_last_seen_timestamp_seconds", (("silo", "alder"),)) in found
+        assert await asyncio.to_thread(revoke) == ["revoked"]
+        found = await figures(coordinator.metrics_port)
+    assert ("roundtable_silo_last_seen_timestamp_seconds", (("silo", "alder"),)) not in found
 
 
 async def test_the_newest_step_of_a_silos_cluster_is_shown(
