@@ -11,12 +11,15 @@ import torch
 
 from roundtable.client.private_training import check_task
 from roundtable.core.config import JobConfig, load_job
-from roundtable.core.errors import LayoutError
+from roundtable.core.errors import ConfigError, LayoutError
 from roundtable.core.initial import initial_model
 from roundtable.core.models import Model, open_model
 from roundtable.core.task import AnyTask, load_task
+from roundtable.engine.feasible import check_rule
 from roundtable.engine.plan import make_plan, weak_signal_of
 from roundtable.privacy import PrivacyConfig
+from roundtable.simulation.config import check_population
+from roundtable.simulation.tables import check_tables
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
     ConfigError, TaskError, EncodingError, LayoutError or PrivacyError; each says what to change.
     """
     job = load_job(path, dict(overrides or {}))
+    check_tables(job)
     task = load_task(job.task, path.parent, trains=False)
     model = initial_model(job, task)
     if start is not None:
@@ -43,9 +47,11 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
     slices = tuple(place for _, place in model.layout.slices())
     population = likely_population(job)
     plan = make_plan(job, population, slices)
+    if job.cohort.size is not None or job.round.buffer is not None:
+        check_rule(job, plan, population)
     check_task(task, job, model.layout)
     weak = weak_signal_of(job, plan, population, model.layout.size)
-    return Prepared(job, task, model, (weak,) if weak else ())
+    return Prepared(job, task, model, tuple(warning for warning in (weak, _not_simulated(job)) if warning))
 
 
 def likely_population(job: JobConfig) -> int:
@@ -53,6 +59,17 @@ def likely_population(job: JobConfig) -> int:
     privacy = PrivacyConfig.from_table(job.privacy)
     stated = privacy.population if privacy.unit == "client" else None
     return stated or max(job.cohort.size or 1, job.simulation.clients)
+
+
+def _not_simulated(job: JobConfig) -> str | None:
+    """A warning where the file names a number of simulated clients that is too small for its rounds."""
+    if "clients" not in job.simulation.model_fields_set:
+        return None
+    try:
+        check_population(job)
+    except ConfigError as error:
+        return f"It cannot be simulated: {error}."
+    return None
 
 
 def _started(path: Path, own: Model, task: str) -> Model:

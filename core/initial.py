@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import ConfigError, RoundtableError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
-from roundtable.core.task import AnyTask, initial_state
+from roundtable.core.task import AnyTask, described, initial_state
 
 
 def initial_model(job: JobConfig, task: AnyTask) -> Model:
     """The same bytes wherever it is made: by `job submit`, in a simulation, at a silo.
 
-    Raises TaskError if the task's model has no tensor that travels, LayoutError for a tensor that
-    cannot be carried.
+    Raises TaskError if the task's model cannot be made or has no tensor that travels, ConfigError if a
+    pattern in `[model]` names none of its tensors, LayoutError for a tensor that cannot be carried.
     """
-    made = initial_state(task, job.seed)
+    try:
+        made = initial_state(task, job.seed)
+    except RoundtableError:
+        raise
+    except Exception as error:
+        raise TaskError(f"task {job.task!r}: making its model failed: {described(error)}") from error
     layout = Layout.of(made, job.model.rules())
+    _check_patterns(job, layout)
     if layout.size == 0:
         raise TaskError(
             f"task {job.task!r}: no tensor of its model travels; check [model] local and drop in the job file"
@@ -33,3 +40,15 @@ def initial_model(job: JobConfig, task: AnyTask) -> Model:
     }
     metadata = {"job": job.title, "task": job.task, "round": "0"}
     return Model(layout, layout.flatten(made), local, metadata)
+
+
+def _check_patterns(job: JobConfig, layout: Layout) -> None:
+    """A pattern that fits nothing is a slip of the pen, by which a tensor travels that was to stay."""
+    names = [spec.name for spec in layout.tensors]
+    for key in ("local", "drop"):
+        for pattern in getattr(job.model, key):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"model.{key}: the pattern {pattern!r} fits none of the model's {len(names)} tensors, "
+                    f"such as {', '.join(map(repr, names[-3:]))}"
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import derive_seed
@@ -158,11 +160,29 @@ def initial_state(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
         if isinstance(task, ArrayTask):
             return {name: _tensor_of(task, name, value) for name, value in task.weights().items()}
         model = task.model()
+    name = type(task).__name__
     if not isinstance(model, nn.Module):
+        raise TaskError(f"{name}.model() returned a {type(model).__name__}, not a torch.nn.Module")
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise TaskError(
-            f"{type(task).__name__}.model() returned a {type(model).__name__}, not a torch.nn.Module"
+            f"{name}.model() returned lazy layers whose shapes are not known yet: state their input sizes, "
+            "or call the model once on a batch of zeros before returning it"
         )
     return model
+
+
+def described(error: BaseException) -> str:
+    """An exception of foreign code: its class, its words, and the last line of that code on its way.
+
+    For whoever runs that code himself: its words may quote data, so nothing of this may leave a silo.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, file = frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename)
+        library = "site-packages" in file.parts or module.partition(".")[0] in sys.stdlib_module_names
+        if not library and not module.startswith("roundtable."):
+            place = f" ({file.name}, line {line}, in {frame.f_code.co_name})"
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _tensor_of(task: ArrayTask, name: str, value: np.ndarray) -> Tensor:
@@ -179,9 +199,7 @@ def _import_module(name: str, reference: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise TaskError(
-            f"task {reference!r}: importing {name!r} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise TaskError(f"task {reference!r}: importing {name!r} failed: {described(error)}") from error
 
 
 def _import_file(path: Path, reference: str) -> ModuleType:
@@ -200,9 +218,7 @@ def _import_file(path: Path, reference: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise TaskError(
-            f"task {reference!r}: running {path} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise TaskError(f"task {reference!r}: running {path} failed: {described(error)}") from error
     return module
 
 
@@ -238,5 +254,5 @@ def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
     try:
         task = found() if isinstance(found, type) else found
     except Exception as error:
-        raise TaskError(f"task {reference!r}: creating it failed: {type(error).__name__}: {error}") from error
+        raise TaskError(f"task {reference!r}: creating it failed: {described(error)}") from error
     return task  # type: ignore[no-any-return]

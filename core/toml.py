@@ -17,6 +17,11 @@ from roundtable.core.errors import ConfigError
 Model = TypeVar("Model", bound=BaseModel)
 # Validators and members of unions appear in pydantic's paths; nobody wrote them as keys.
 _PYDANTIC_STEP = re.compile(r"^(function-\w+|tagged-union|union)\[")
+_PLAINER = {
+    "model_type": "should be a table",
+    "dict_type": "should be a table",
+    "tuple_type": "should be a list, in brackets",
+}
 _HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_.\-\"' ]+?)\s*\]\]?\s*(#.*)?$")
 _PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
@@ -76,7 +81,7 @@ class TomlDocument:
 def read_toml(path: Path) -> TomlDocument:
     """The document at `path`; ConfigError if it cannot be read."""
     try:
-        return TomlDocument.parse(path.read_text(encoding="utf-8"), str(path))
+        return TomlDocument.parse(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
@@ -94,7 +99,7 @@ def validate(model: type[Model], document: TomlDocument) -> Model:
 def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> str:
     path = tuple(part for part in mistake["loc"] if not _PYDANTIC_STEP.search(str(part)))
     place = document.place_of(path)
-    key = ".".join(str(part) for part in path) or "file"
+    key = ".".join(str(part) for part in path)
     if mistake["type"] == "extra_forbidden":
         known = list(_table_at(model, path[:-1]).model_fields)
         close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
@@ -102,14 +107,14 @@ def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> s
         return f"{place}: {key}: unknown key; {hint}"
     if mistake["type"] == "missing":
         return f"{place}: {key}: missing; it has no default"
-    message = mistake["msg"].removeprefix("Value error, ")
+    message = _PLAINER.get(mistake["type"], mistake["msg"].removeprefix("Value error, "))
     if mistake["type"] == "literal_error":
         close = difflib.get_close_matches(
             str(mistake["input"]), re.findall(r"'([^']*)'", message), n=1, cutoff=0.5
         )
         message += f"; did you mean {close[0]!r}?" if close else ""
     got = "" if mistake["type"] == "value_error" else f" (got {_short(mistake['input'])})"
-    return f"{place}: {key}: {message}{got}"
+    return f"{place}: {key}: {message}{got}" if key else f"{place}: {message}{got}"
 
 
 def _short(value: Any) -> str:

@@ -131,6 +131,11 @@ def test_set_takes_toml_values_and_bare_words(roundtable: Command, job_file: Pat
         ('rounds = "ten"', "job.toml:3: rounds:"),
         ("rounds = ", "not valid TOML"),
         ("[aggregation]\nrule = 'meen'", "meen"),
+        ("[cohort]\nsize = 6\n[aggregation]\nrule = 'krum'\nparameters = { f = 2 }", "krum needs n > 2f + 2"),
+        ("[simulation.faults]\ndropuot = 0.1", "simulation.faults: dropuot: unknown key"),
+        ("[simulation]\npartition = { name = 'dirichlt' }", "simulation.partition: name is 'dirichlt'"),
+        ("[simulation.attack]\nname = 'alie'", "simulation.attack: say how many attack"),
+        ("[model]\nlocal = ['haed.*']", "model.local: the pattern 'haed.*' fits none"),
     ],
 )
 def test_a_wrong_job_file_is_one_message(
@@ -142,6 +147,18 @@ def test_a_wrong_job_file_is_one_message(
     assert message in said.err
     assert len(said.err.strip().splitlines()) == 1
     assert "Traceback" not in said.err
+
+
+def test_check_warns_of_rounds_that_cannot_be_simulated(roundtable: Command, job_file: Path) -> None:
+    settings = ("--set", "cohort.size=20", "--set", "simulation.clients=5")
+    said = roundtable("job", "check", job_file, *settings)
+    assert said.code == 0
+    assert "It cannot be simulated: cohort.size = 20" in said.out
+
+
+def test_a_file_with_a_byte_order_mark_is_read(roundtable: Command, job_file: Path) -> None:
+    job_file.write_text("\ufeff" + job_file.read_text())
+    assert roundtable("job", "check", job_file).code == 0
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def test_every_key_is_explained_and_every_default_is_valid(table: type[BaseModel
             "job.toml:2: seed: Input should be less than 9223372036854775808",
         ),
         ("task = 'd'\nname = 'a b'", "job.toml:2: name: String should match pattern"),
-        ("task = 'd'\ncohort = 3", "job.toml:2: cohort: Input should be a valid dictionary"),
+        ("task = 'd'\ncohort = 3", "job.toml:2: cohort: should be a table"),
+        ("task = 'd'\n[aggregation]\npre = 3", "job.toml:3: aggregation.pre: should be a list"),
         (
             "task = 'd'\n[algorithm]\nname = 'fedporx'",
             "job.toml:3: algorithm.name: Input should be 'fedavg' or 'fedprox'; did you mean 'fedprox'?",

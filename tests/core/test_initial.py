@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundtable.core import ArrayTask, Task, model_digest, open_model, parse_job, save_model
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.initial import initial_model
 
 
@@ -52,3 +52,33 @@ def test_arrays_travel_as_one_vector() -> None:
 def test_a_model_of_which_nothing_travels() -> None:
     with pytest.raises(TaskError, match="no tensor of its model travels"):
         initial_model(parse_job('task = "net"\n[model]\ndrop = ["*"]'), Net())
+
+
+@pytest.mark.parametrize("key", ["local", "drop"])
+def test_a_pattern_that_fits_no_tensor_is_refused(key: str) -> None:
+    """Otherwise a slip of the pen sends what was to stay at the silo."""
+    text = f'task = "net"\n[model]\n{key} = ["2.*", "head.*"]'
+    with pytest.raises(
+        ConfigError, match=rf"model\.{key}: the pattern 'head\.\*' fits none of the model's 9"
+    ):
+        initial_model(parse_job(text), Net())
+
+
+def test_a_model_that_cannot_be_made_names_the_line() -> None:
+    class Broken(Task):
+        def model(self) -> nn.Module:
+            raise ValueError("no weights here")
+
+    with pytest.raises(
+        TaskError, match=r"ValueError: no weights here \(test_initial\.py, line \d+, in model\)"
+    ):
+        initial_model(parse_job('task = "broken"'), Broken())
+
+
+def test_lazy_layers_are_refused_with_the_remedy() -> None:
+    class Lazy(Task):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.LazyLinear(3))
+
+    with pytest.raises(TaskError, match="state their input sizes"):
+        initial_model(parse_job('task = "lazy"'), Lazy())

@@ -70,7 +70,7 @@ async def test_jobs_are_found_by_identifier_prefix_and_name(operator: Operator) 
     ("config", "words"),
     [
         ("{", "not valid JSON"),
-        ("[]", "valid dictionary"),
+        ("[]", "should be a table"),
         ("[" * 100_000, "not valid JSON"),
         ('{"task": "t", "rouns": 3}', "did you mean 'rounds'"),
         ('{"task": "t", "aggregation": {"rule": "medain"}}', "medain"),
