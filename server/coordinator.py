@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from roundtable.server.copies import Copies
 from roundtable.server.effects import Services
 from roundtable.server.jobs import Jobs
 from roundtable.server.leadership import Leadership
-from roundtable.server.metrics import CoordinatorPage
+from roundtable.server.metrics import CoordinatorPage, DatabaseAway
 from roundtable.server.observing import Observer
 from roundtable.server.operators import OperatorService
 from roundtable.server.retention import Retention
@@ -243,7 +243,25 @@ async def _until_signal(config: ServerConfig, trusted: Trusted | None) -> None:
             if not begun:
                 raise
             log.error("not active: %s; trying again", error)
+            await until_it_answers(config, stopping, str(error))
+
+
+async def until_it_answers(config: ServerConfig, stopping: asyncio.Task[bool], reason: str) -> None:
+    """Between two terms: shows on the page of metrics that the database is away, until it answers."""
+    async with monitored(config.metrics, DatabaseAway(reason)):
+        while not stopping.done():
             await asyncio.wait([stopping], timeout=RETURN_SECONDS)
+            if stopping.done() or await asyncio.to_thread(_answers, config.database):
+                return
+
+
+def _answers(address: str) -> bool:
+    with closing(Database.connect(address)) as database:
+        try:
+            database.look()
+        except StorageError:
+            return False
+    return True
 
 
 async def _one_term(config: ServerConfig, stopping: asyncio.Task[bool], trusted: Trusted | None) -> bool:

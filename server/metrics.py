@@ -192,6 +192,22 @@ class CoordinatorPage:
             self._known = {each.population: each for each in found}
 
 
+class DatabaseAway:
+    """What is told of a coordinator that was active and waits for its database."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def ready(self) -> tuple[bool, str]:
+        return False, self._reason
+
+    async def figures(self) -> list[Metric]:
+        page = Families()
+        page.gauge("roundtable_coordinator_active", "1 active, 0 standing by", {(): 0.0})
+        page.gauge("roundtable_database_up", "whether the database answered when asked last", {(): 0.0})
+        return page.made
+
+
 def _expected(connection: Connection) -> list[ClientRow]:
     """The agents that may come back: one that is revoked is neither silent nor missing."""
     revoked = revoked_names(connection)

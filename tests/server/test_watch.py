@@ -12,6 +12,7 @@ import grpc
 import pytest
 import torch
 from postgresql import PostgreSQL
+from processes import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
@@ -20,6 +21,7 @@ from roundtable.administration import Administrator
 from roundtable.core.errors import ResourceError
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.coordinator import until_it_answers
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -203,6 +205,42 @@ async def test_a_database_that_is_gone_is_told(
             postgresql.start()
         assert status == 503
         assert said.startswith("the database does not answer")
+
+
+async def test_a_database_that_stays_away_is_told_until_it_answers(
+    settings: Callable[..., ServerConfig], postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundtable.server.coordinator.RETURN_SECONDS", 0.1)
+    port = free_port()
+    config = settings(database=postgresql.fresh(), metrics=f"127.0.0.1:{port}")
+    stopping = asyncio.create_task(asyncio.Event().wait())
+    postgresql.stop()
+    try:
+        waiting = asyncio.create_task(until_it_answers(config, stopping, "the database is away"))
+        async with asyncio.timeout(60):
+            while not await listens(port):
+                assert not waiting.done()
+        assert await get(port, "/readyz") == (503, "the database is away\n")
+        assert await get(port, "/healthz") == (200, "ok\n")
+        found = await figures(port)
+        assert value(found, "roundtable_database_up") == 0
+        assert value(found, "roundtable_coordinator_active") == 0
+        assert not waiting.done()
+    finally:
+        postgresql.start()
+    async with asyncio.timeout(60):
+        await waiting
+    stopping.cancel()
+
+
+async def listens(port: int) -> bool:
+    """Whether a connection is taken there."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True
 
 
 async def test_a_port_that_is_taken_is_named(settings: Callable[..., ServerConfig]) -> None:
