@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from roundtable.core.errors import RoundtableError
 from roundtable.core.identity import NODE_CERTIFICATE, Authority
 from roundtable.doctor import Check, clock, disk, folder_writable, machine, shown_credentials, taken
+from roundtable.server.bucket import Bucket
 from roundtable.server.config import ServerConfig
 from roundtable.server.store import Database
 from roundtable.settings import coordinator_settings
@@ -36,6 +37,7 @@ def examine_coordinator(file: Path) -> list[Check]:
         folder_writable("artifacts", artifacts, "artifacts in coordinator.toml"),
         disk(artifacts),
         *_database(config.database),
+        *_bucket(config.bucket),
     ]
 
 
@@ -87,6 +89,20 @@ def _database(address: str) -> Iterator[Check]:
             yield from _postgresql(address)
     except RoundtableError as error:
         yield Check("database", "fail", str(error), "mend database in coordinator.toml")
+
+
+def _bucket(address: str) -> Iterator[Check]:
+    if not address:
+        return
+    try:
+        before = time.monotonic()
+        Bucket(address).probe()
+    except RoundtableError as error:
+        remedy = "mend bucket in coordinator.toml, or its keys in the environment of the coordinator"
+        yield Check("bucket", "fail", str(error), remedy)
+    else:
+        took = time.monotonic() - before
+        yield Check("bucket", "ok", f"{address} keeps what it is given; tried in {took:.2f} s")
 
 
 def _sqlite(file: Path, address: str) -> Check:

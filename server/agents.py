@@ -86,9 +86,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 f"no instruction in force for {client} names the artifact {request.digest[:12]!r}",
             )
         try:
-            path = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._services.artifacts.path, request.digest
-            )
+            artifacts = self._services.artifacts
+            threads = artifacts.threads(self._threads)
+            path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, request.digest)
         except DamagedArtifact as error:
             self._jobs.damaged(error)
             raise

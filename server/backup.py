@@ -25,7 +25,9 @@ from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError
 from roundtable.server.blobs import os_error, sync_folder
+from roundtable.server.bucket import Bucket
 from roundtable.server.config import ServerConfig
+from roundtable.server.location import blob_name
 from roundtable.server.store import Database
 from roundtable.server.store.migrate import make, revision_of
 
@@ -51,11 +53,12 @@ def back_up(config: ServerConfig, folder: Path) -> dict[str, Any]:
     try:
         for _ in range(TRIES):
             try:
-                return _write_all(database, Path(config.artifacts) / "objects", folder)
+                return _write_all(database, config, folder)
             except _Vanished:
                 continue
         raise StorageError(
-            f"artifacts are missing from {config.artifacts}, though the database mentions them"
+            f"artifacts are missing from {config.bucket or config.artifacts}, or damaged there, though the "
+            "database mentions them"
         )
     finally:
         database.close()
@@ -75,8 +78,11 @@ def restore(config: ServerConfig, folder: Path, new_identity: bool = False) -> d
     for digest in manifest["artifacts"]:
         _verify(folder / "objects" / digest[:2] / digest, digest)
     target = Path(config.artifacts)
+    bucket = Bucket(config.bucket) if config.bucket else None
     if (target / "coordinator").exists() or any((target / "objects").glob("*/*")):
         raise StorageError(f"{target} holds artifacts already: restore into an empty folder")
+    if bucket is not None and not bucket.is_empty():
+        raise StorageError(f"{bucket.address} holds something already: restore into an empty bucket")
     _make_folders(target)
     database = Database.connect(config.database)
     try:
@@ -87,8 +93,12 @@ def restore(config: ServerConfig, folder: Path, new_identity: bool = False) -> d
             _load(connection, folder, manifest, database.embedded)
             identity = secrets.token_hex(16) if new_identity else manifest["identity"]
             connection.execute(sa.text("UPDATE coordinator SET identity = :new"), {"new": identity})
+            if bucket is not None:
+                bucket.open(identity)
             for digest in manifest["artifacts"]:
                 _copy(folder / "objects", target / "objects", digest)
+                if bucket is not None:
+                    bucket.put(folder / "objects" / blob_name(digest), digest)
             (target / "coordinator").write_text(identity, encoding="ascii")
             sync_folder(target)
         database.prepare()
@@ -106,7 +116,9 @@ def _make_folders(*folders: Path) -> None:
             raise os_error(error, folder) from error
 
 
-def _write_all(database: Database, objects: Path, folder: Path) -> dict[str, Any]:
+def _write_all(database: Database, config: ServerConfig, folder: Path) -> dict[str, Any]:
+    objects = Path(config.artifacts) / "objects"
+    bucket = Bucket(config.bucket) if config.bucket else None
     _make_folders(folder, folder / "tables")
     with database.snapshot() as connection:
         metadata = sa.MetaData()
@@ -126,7 +138,10 @@ def _write_all(database: Database, objects: Path, folder: Path) -> dict[str, Any
             ),
         }
     for digest in manifest["artifacts"]:
-        _copy(objects, folder / "objects", digest)
+        if bucket is None:
+            _copy(objects, folder / "objects", digest)
+        else:
+            _fetch(bucket, folder / "objects" / blob_name(digest))
     path = folder / "manifest.json"
     _write(path.with_suffix(".partial"), [json.dumps(manifest, indent=1).encode()])
     path.with_suffix(".partial").replace(path)
@@ -184,6 +199,18 @@ def _copy(source: Path, target: Path, digest: str) -> None:
     if found != digest:
         partial.unlink()
         raise StorageError(f"artifact {digest} in {source} is damaged: its bytes have the digest {found}")
+    partial.replace(place)
+    sync_folder(place.parent)
+
+
+def _fetch(bucket: Bucket, place: Path) -> None:
+    """From the bucket, which is what a coordinator on another machine would have."""
+    if place.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_suffix(".partial")
+    if not bucket.get(place.name, partial):
+        raise _Vanished
     partial.replace(place)
     sync_folder(place.parent)
 

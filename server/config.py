@@ -32,7 +32,13 @@ class ServerConfig(Table):
         "", description="sqlite:///… or postgresql://…; default: coordinator.db in the state folder"
     )
     artifacts: str = Field(
-        "", description="folder of models and updates; default: artifacts in the state folder"
+        "",
+        description="folder of models and updates, with a bucket their cache; default: artifacts in the "
+        "state folder",
+    )
+    bucket: str = Field(
+        "",
+        description="object store that holds them all, as fsspec names it: s3://bucket/prefix; empty: none",
     )
     credentials: str = Field(
         "credentials",
@@ -83,6 +89,22 @@ class ServerConfig(Table):
     root_data: dict[str, RootTable] = Field(
         default_factory=dict, description="trusted data by task name, for rules such as fltrust"
     )
+
+    @field_validator("bucket")
+    @classmethod
+    def _store(cls, value: str) -> str:
+        if value and "://" not in value:
+            raise ValueError(
+                f"{value!r} is no address such as s3://bucket/prefix; a folder is what `artifacts` is for"
+            )
+        return value
+
+    @field_validator("copies")
+    @classmethod
+    def _elsewhere(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        if info.data.get("bucket") in [place.rstrip("/") for place in value]:
+            raise ValueError("the bucket itself is no place for copies of what it holds")
+        return value
 
     @field_validator("listen", "enrolment", "metrics")
     @classmethod

@@ -28,6 +28,7 @@ from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.agents import AgentService
 from roundtable.server.alerts import Alerts
 from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.bucket import Bucket
 from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.combining import Trusted
 from roundtable.server.config import ServerConfig
@@ -42,7 +43,7 @@ from roundtable.server.retention import Retention
 from roundtable.server.security import Security
 from roundtable.server.sessions import Sessions
 from roundtable.server.store import ClientRow, Database
-from roundtable.server.store.artifacts import Keep
+from roundtable.server.store.artifacts import Keep, all_digests
 from roundtable.server.store.clients import seen
 from roundtable.server.store.grouped import GroupedWrites
 from roundtable.server.uploads import Uploads
@@ -73,6 +74,7 @@ class Coordinator:
         self._database: Database
         self.deposed = asyncio.Event()
         self._leadership: Leadership | None = None
+        self._bucket: Bucket | None = None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
@@ -117,13 +119,16 @@ class Coordinator:
             await self.security.stop()
         self._transfer.shutdown(wait=True)
         self._compute.shutdown(wait=True, cancel_futures=True)
+        if self._bucket is not None:
+            await asyncio.to_thread(self._bucket.close)
         if self._leadership is not None:
             await self._leadership.left()
         await asyncio.to_thread(self.observer.close)
 
     async def _open(self, credentials: Credentials) -> None:
-        config = self.config
-        artifacts = LocalArtifacts(Path(config.artifacts), self._database.identity)
+        config, loop = self.config, asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._stay())]
+        artifacts = await self._find_artifacts()
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
         self._together = GroupedWrites(self._database)
         keep, copies = Keep(config.keep_models, config.keep_every), Copies(config.copies, artifacts)
@@ -148,16 +153,28 @@ class Coordinator:
         await self.jobs.start()
         await self._server.start()
         self._page.opened(self.jobs, self._sessions, self._database, self.security.access.refusals)
-        loop = asyncio.get_running_loop()
-        work = (
+        work = [
             self._sessions.watch(),
-            self._stay(),
             self._keep_house(services.retention),
             watch_clock(),
             services.alerts.run(),
             self.observer.tally.measure_lag(),
-        )
-        self._tasks = [loop.create_task(part) for part in work]
+        ]
+        if self._bucket is not None:
+            work.append(self._bucket.run())
+        self._tasks.extend(loop.create_task(part) for part in work)
+
+    async def _find_artifacts(self) -> LocalArtifacts:
+        """The folder; with a bucket, all that the database mentions is in that before anything is served."""
+        place = (Path(self.config.artifacts), self._database.identity)
+        if not self.config.bucket:
+            return LocalArtifacts(*place)
+        self._bucket = Bucket(self.config.bucket)
+        artifacts = await asyncio.to_thread(LocalArtifacts, *place, self._bucket)
+        known = await self._database.read(all_digests)
+        if missing := await asyncio.to_thread(artifacts.settle, known):
+            log.error("%d artifacts that the database mentions are nowhere: restore a backup", missing)
+        return artifacts
 
     async def _stay(self) -> None:
         """Sets `deposed` once another coordinator may have taken over: then this one must stop."""

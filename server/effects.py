@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,9 @@ from roundtable.server import wire
 from roundtable.server.alerts import Alerts
 from roundtable.server.artifacts import DamagedArtifact, LocalArtifacts
 from roundtable.server.combining import Combiner, DamagedUpdates, Trusted
+from roundtable.server.faults import storage_fault
 from roundtable.server.ledger import Account, Guarantee
+from roundtable.server.location import Unreachable
 from roundtable.server.observing import Observer
 from roundtable.server.retention import Retention
 from roundtable.server.secure import SecureRounds
@@ -39,6 +42,7 @@ from roundtable.server.tracking import JobTracking
 log = logging.getLogger("roundtable.server.effects")
 
 FULL_DISK_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 LEDGER_PAUSE = 2.0
 Result = TypeVar("Result")
 Post = Callable[[m.Event, tuple[ArtifactRow, ...]], Coroutine[Any, Any, Any]]
@@ -76,6 +80,8 @@ class Effects:
     """Performs one job's actions; every one of them can safely be performed again."""
 
     submission: common_pb2.Submission | None = None
+    trouble = ""
+    """What keeps the round from being combined, for now."""
 
     def __init__(
         self,
@@ -96,10 +102,11 @@ class Effects:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._post: Post
+        self._notify: Callable[[], None]
 
     def connect(self, post: Post, notify: Callable[[], None]) -> None:
         """Where events go: `post` returns once they are durable. `notify` shows people what has changed."""
-        self._post = post
+        self._post, self._notify = post, notify
         if self.secure is not None:
             self.secure.connect(self._send, self._spawn, notify)
 
@@ -259,7 +266,10 @@ class Effects:
         await self._post(event, artifacts)
 
     async def _aggregate(self, action: m.Aggregate) -> None:
-        """Combines; waits for room if the disk is full, and pauses the job if there is none for long."""
+        """Combines; waits for room if the disk is full, and pauses the job if there is none for long.
+
+        A bucket that is away is waited for, like the database.
+        """
         loop, now = asyncio.get_running_loop(), self._services.clock()
         guarantee: Guarantee | None = None
         mean: SecureMean | GroupMeans | None = None
@@ -275,10 +285,9 @@ class Effects:
         for pause in (*FULL_DISK_PAUSES, None):
             try:
                 if self.secure is not None and mean is None:
-                    mean = await self.secure.total(action, pay)
-                outcome = await loop.run_in_executor(
-                    self._services.compute, self._combiner, action, now, guarantee, mean
-                )
+                    mean = await self._reaching(partial(self.secure.total, action, pay))
+                work = partial(self._combiner, action, now, guarantee, mean)
+                outcome = await self._reaching(partial(loop.run_in_executor, self._services.compute, work))
             except ResourceError as error:
                 log.error("round %d: %s", action.step.round, error, extra={"job": self._job})
                 if pause is None:
@@ -297,6 +306,25 @@ class Effects:
                 await self._send(outcome.event, outcome.artifacts)
                 self._services.artifacts.unpin(row.digest for row in outcome.artifacts)
                 return
+
+    async def _reaching(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """What the work gives; a bucket that is away is waited for, and told of."""
+        pause = FIRST_PAUSE
+        try:
+            while True:
+                try:
+                    return await work()
+                except Unreachable as error:
+                    if not self.trouble:
+                        told = (str(error), self._services.clock(), self._job, "")
+                        self._services.alerts.tell(storage_fault(str(error)), *told)
+                    self.trouble = f"the round cannot be combined: {error}; trying again"
+                    log.error("%s", self.trouble, extra={"job": self._job})
+                    self._notify()
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            self.trouble = ""
 
     async def _authorize(self, action: m.Authorize) -> None:
         """Asks the ledger; without a budget there is nothing to ask."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from roundtable.core.errors import ResourceError, StorageError
 from roundtable.core.identity import Credentials
 from roundtable.server.artifacts import check_owner
+from roundtable.server.bucket import Bucket
 from roundtable.server.config import ServerConfig
 from roundtable.server.lease import Lease
 from roundtable.server.standby import standing_by
@@ -54,6 +55,8 @@ class Leadership:
             self._locks.append(_lock(database.file.parent, name, "the database's folder"))
         identity, has_lease = await asyncio.to_thread(database.look)
         check_owner(folder, identity)
+        if config.bucket:
+            await asyncio.to_thread(Bucket(config.bucket).check_owner, identity)
         if not has_lease:
             await asyncio.to_thread(database.prepare)
         address = config.announce or config.listen

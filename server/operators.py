@@ -93,7 +93,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             await transfer.receive(_chunks(requests), writer, content.size, self._threads)
             if writer.offset < content.size:
                 return operator_pb2.PutReply(offset=writer.offset)
-            await transfer.in_thread(self._threads, writer.finish)
+            await transfer.in_thread(self._services.artifacts.threads(self._threads), writer.finish)
         finally:
             writer.close()
         try:
@@ -114,9 +114,9 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
                 grpc.StatusCode.PERMISSION_DENIED,
                 "updates of silos and the state of noise and server optimizers do not leave the coordinator",
             )
-        path = await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._services.artifacts.path, request.digest
-        )
+        artifacts = self._services.artifacts
+        threads = artifacts.threads(self._threads)
+        path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, request.digest)
         await transfer.send(context, path, request.offset, self._threads)
 
     async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:

@@ -6,6 +6,7 @@ nobody mentions them again. What a crash between the two leaves behind is found 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -83,7 +84,8 @@ class Retention:
             return forget_unused(connection, left_over(connection, now - UNUSED_SECONDS), self._keep)
 
         try:
-            gone = [*await self._database.write(forget), *self._artifacts.digests()]
+            forgotten = await self._database.write(forget)
+            gone = [*forgotten, *await asyncio.to_thread(self._artifacts.digests)]
             count = 0
             for start in range(0, len(gone), AT_ONCE):
                 count += await self._delete(gone[start : start + AT_ONCE])

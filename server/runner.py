@@ -136,14 +136,15 @@ class JobRunner:
         return digest == (attempt.aggregated.model if attempt and attempt.aggregated else state.model)
 
     def view(self) -> EngineView:
-        """Where the job stands; a database that is away shows as what the job waits for."""
+        """Where the job stands; a database or bucket that is away shows as what the job waits for."""
         view = self._engine.view()
         if secure := self.effects.protocol():
             waiting = f"secure aggregation, {secure}"
             view = replace(
                 view, waiting_for=f"{waiting}; {view.waiting_for}" if view.waiting_for else waiting
             )
-        return replace(view, waiting_for=self._trouble) if self._trouble else view
+        trouble = self._trouble or self.effects.trouble
+        return replace(view, waiting_for=trouble) if trouble else view
 
     def next_change(self) -> asyncio.Event:
         """Set at the next change of anything that people can see."""

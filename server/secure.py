@@ -63,9 +63,16 @@ class SecureRounds:
         self._post, self._spawn, self._notify = post, spawn, notify
 
     def take_up(self, step: m.Step) -> None:
-        """After a restart: goes on with the attempt that was under way, if it had begun."""
+        """After a restart: goes on with the attempt that was under way, if it had begun.
+
+        With a bucket that may have been on another machine, which has the journal: a fresh one follows.
+        """
         if self._path(step).exists():
             self._open(step, ())
+        elif self._services.artifacts.bucket is not None and step.phase == m.TRAIN:
+            self._key = (step.round, step.attempt)
+            lost = AggregationError("what the attempt has heard is not on this machine")
+            self._spawn(self._give_up(step, lost))
 
     def identities(self, action: m.Instruct) -> list[bytes]:
         """The certificates that go with an instruction to train; none where the silo cannot take part."""
@@ -160,8 +167,7 @@ class SecureRounds:
             await self._exchange
         try:
             if attempt.phase is ServerPhase.MASKED:
-                bodies = {u.client: self._services.artifacts.path(u.digest) for u in action.updates}
-                await self._blocking(attempt.fold, bodies)
+                await self._blocking(attempt.fold, await self._blocking(self._bodies, action))
                 await self._advance(attempt)
             while attempt.phase is not ServerPhase.DONE:
                 share = SHARE_OF_DEADLINE
@@ -281,6 +287,9 @@ class SecureRounds:
             return await loop.run_in_executor(self._services.compute, work, *arguments)
         finally:
             self._busy = False
+
+    def _bodies(self, action: m.Aggregate) -> dict[str, Path]:
+        return {update.client: self._services.artifacts.path(update.digest) for update in action.updates}
 
     def _tell(self, attempt: SecureAttempt) -> None:
         for client in attempt.told:

@@ -163,7 +163,8 @@ class Uploads:
             writer.forget()
             problem = f"the update is not finite: element {finite.first_bad} is NaN or infinite"
             return await self._reject(offer, "invalid_update", problem)
-        digest, size = await transfer.in_thread(self._threads, writer.finish)
+        threads = self._services.artifacts.threads(self._threads)
+        digest, size = await transfer.in_thread(threads, writer.finish)
         try:
             return await self._deliver(offer, ArtifactRow(digest, size, "update", self._services.clock()))
         finally:

@@ -53,6 +53,11 @@ class _Server(click.Command):
     help="sqlite:///... or postgresql://...; with a password in it, better by the variable.",
 )
 @click.option(
+    "--bucket",
+    metavar="URL",
+    help="Object store that holds models and updates, such as s3://bucket/prefix; default: none.",
+)
+@click.option(
     "--credentials", type=click.Path(path_type=Path), help="Folder with ca.crt, node.crt and node.key."
 )
 def server(
@@ -61,6 +66,7 @@ def server(
     enrolment: str | None,
     state: Path | None,
     database: str | None,
+    bucket: str | None,
     credentials: Path | None,
 ) -> None:
     """Run the coordinator, with the settings of CONFIG (coordinator.toml); options win.
@@ -75,8 +81,9 @@ def server(
     if config is not None:
         take_variables(config)
         database = database or os.environ.get(DATABASE) or None
-    options = {"listen": listen, "enrolment": enrolment, "state": _absolute(state), "database": database}
-    settings = load_server_config(config, {**options, "credentials": _absolute(credentials)})
+    options = {"listen": listen, "enrolment": enrolment, "database": database, "bucket": bucket}
+    folders = {"state": _absolute(state), "credentials": _absolute(credentials)}
+    settings = load_server_config(config, {**options, **folders})
     service_logs(settings.log_format)
     run_server(settings, _trusted(settings))
 

@@ -30,6 +30,11 @@ def note_artifact(connection: Connection, artifact: ArtifactRow) -> None:
         connection.execute(sa.insert(tables.artifacts).values(asdict(artifact)))
 
 
+def all_digests(connection: Connection) -> list[str]:
+    """Every artifact that the database mentions."""
+    return list(connection.execute(sa.select(tables.artifacts.c.digest)).scalars())
+
+
 def kind_of(connection: Connection, digest: str) -> str | None:
     """What an artifact is; None for one that the database does not mention."""
     query = sa.select(tables.artifacts.c.kind).where(tables.artifacts.c.digest == digest)

@@ -227,7 +227,8 @@ def test_credentials_are_copied_once_and_again_when_they_are_others(tmp_path: Pa
             {
                 "hosts": ["hub.example.org"],
                 "enrolment": {"enabled": True, "hosts": ["join.example.org"]},
-                "copies": {"places": ["s3://models/roundtable"], "secret": "bucket"},
+                "copies": ["s3://models/roundtable"],
+                "bucketKeys": "bucket",
                 "settings": "keep_models = 7\n[alerts]\nseverity = 'error'\n",
                 "networkPolicy": {"clients": [{"ipBlock": {"cidr": "192.0.2.0/24"}}], "egress": [{}]},
             },
@@ -238,6 +239,13 @@ def test_credentials_are_copied_once_and_again_when_they_are_others(tmp_path: Pa
                 "networkPolicy": {"enabled": False},
                 "serviceMonitor": {"enabled": False},
                 "artifacts": {"claim": "shared"},
+            },
+        ),
+        (
+            "roundtable-coordinator",
+            {
+                "artifacts": {"bucket": "s3://artifacts/roundtable", "storageClass": "fast"},
+                "bucketKeys": "bucket",
             },
         ),
         (
@@ -264,6 +272,11 @@ def test_other_values_give_whole_manifests_too(chart: str, values: Manifest, tmp
         read = tomllib.loads(text)
         if "settings" in values:
             assert (read["keep_models"], read["copies"]) == (7, ["s3://models/roundtable"])
+        if bucket := values.get("artifacts", {}).get("bucket"):
+            assert read["bucket"] == bucket
+            assert not of_kind(manifests, "PersistentVolumeClaim"), "nothing is shared but the bucket"
+            (claim,) = of_kind(manifests, "StatefulSet")[0]["spec"]["volumeClaimTemplates"]
+            assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     if chart == "roundtable-coordinator":
         several = len(read_hosts(values)) > 1
         assert bool(of_kind(manifests, "PodDisruptionBudget")) is several
@@ -294,6 +307,12 @@ def read_hosts(values: Manifest) -> list[str]:
     [
         ("roundtable-coordinator", {"replicas": 3}, r"replicas"),
         ("roundtable-coordinator", {"hosts": []}, r"/hosts"),
+        ("roundtable-coordinator", {"artifacts": {"bucket": "/mnt"}}, r"/artifacts/bucket"),
+        (
+            "roundtable-coordinator",
+            {"artifacts": {"bucket": "s3://a/b", "claim": "shared"}},
+            r"a claim or a bucket, not both",
+        ),
         ("roundtable-coordinator", {"enrolment": {"enabled": True}}, r"as many names as hosts has"),
         ("roundtable-agent", {"agent": "[tasks]"}, r"/agent"),
         ("roundtable-agent", {"state": {"size": "fifty"}}, r"/state/size"),

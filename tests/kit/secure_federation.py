@@ -59,6 +59,7 @@ class Federation:
     folder: Path
     names: tuple[str, ...]
     port: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def make(cls, folder: Path, *names: str) -> Federation:
@@ -70,14 +71,15 @@ class Federation:
         return cls(folder, names)
 
     def server_config(self) -> ServerConfig:
-        return ServerConfig(
-            listen=f"127.0.0.1:{self.port}",
-            state=str(self.folder / "server"),
-            database=f"sqlite:///{self.folder / 'coordinator.db'}",
-            artifacts=str(self.folder / "artifacts"),
-            credentials=str(self.folder / "hub"),
-            heartbeat=1.0,
-        )
+        usual = {
+            "listen": f"127.0.0.1:{self.port}",
+            "state": str(self.folder / "server"),
+            "database": f"sqlite:///{self.folder / 'coordinator.db'}",
+            "artifacts": str(self.folder / "artifacts"),
+            "credentials": str(self.folder / "hub"),
+            "heartbeat": 1.0,
+        }
+        return ServerConfig(**{**usual, **self.settings})
 
     @asynccontextmanager
     async def coordinator(self) -> AsyncIterator[Coordinator]:

@@ -1,4 +1,4 @@
-"""Copies in a bucket: a server of the S3 protocol on this machine, spoken to by s3fs as any other would be.
+"""Buckets: a server of the S3 protocol on this machine, spoken to by s3fs as any other would be.
 
 Skipped where moto and s3fs are absent: `pip install s3fs 'moto[server]'` in the environment of the tests.
 """
@@ -6,42 +6,30 @@ Skipped where moto and s3fs are absent: `pip install s3fs 'moto[server]'` in the
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from blake3 import blake3
+from s3 import s3_bucket
 from scripted_agent import ScriptedAgent
 from service import Operator, running
 
+from roundtable.core.errors import StorageError
 from roundtable.server import ServerConfig
-from roundtable.server.copies import Location
+from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.bucket import Bucket
+from roundtable.server.location import Location, Unreachable, blob_name
 
-REASON = "a bucket on this machine needs s3fs and moto: pip install s3fs 'moto[server]'"
-s3fs = pytest.importorskip("s3fs", reason=REASON)
-moto_server = pytest.importorskip("moto.server", reason=REASON)
+s3fs = pytest.importorskip("s3fs", reason="a bucket on this machine needs s3fs: pip install s3fs")
 ONE = "[cohort]\nsize = 1\n[evaluation]\nevery = 0"
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of an empty bucket, found as in production: by the environment alone."""
-    server = moto_server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    # All servers of moto's in one process have the same buckets.
-    name = f"models-{secrets.token_hex(4)}"
-    s3fs.S3FileSystem().mkdir(name)
-    yield f"s3://{name}/roundtable"
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    with s3_bucket(monkeypatch) as address:
+        yield address
 
 
 def files(bucket: str) -> list[str]:
@@ -55,26 +43,26 @@ def test_a_copy_is_put_found_fetched_and_forgotten(bucket: str, tmp_path: Path) 
     digest = blake3(data).hexdigest()
     source, target = tmp_path / "model", tmp_path / "back"
     source.write_bytes(data)
-    location = Location(bucket)
-    assert not location.has(digest)
+    location = Location(bucket, "copies")
+    assert not location.has(blob_name(digest))
     assert not location.get(digest, target)
     location.put(source, digest)
     assert files(bucket) == [f"roundtable/{digest[:2]}/{digest}"]
-    assert Location(bucket).get(digest, target)
+    assert Location(bucket, "copies").get(digest, target)
     assert target.read_bytes() == data
-    location.forget(digest)
+    location.forget(blob_name(digest))
     assert files(bucket) == []
-    location.forget(digest)
+    location.forget(blob_name(digest))
 
 
 def test_a_copy_that_is_damaged_in_the_bucket_is_not_used(bucket: str, tmp_path: Path) -> None:
     source, digest = tmp_path / "model", blake3(b"model").hexdigest()
     source.write_bytes(b"model")
-    location = Location(bucket)
+    location = Location(bucket, "copies")
     location.put(source, digest)
     s3fs.S3FileSystem().pipe(f"{bucket}/{digest[:2]}/{digest}", b"mouse")
     s3fs.S3FileSystem.clear_instance_cache()
-    assert not Location(bucket).get(digest, tmp_path / "back")
+    assert not Location(bucket, "copies").get(digest, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
@@ -99,3 +87,32 @@ async def test_a_damaged_model_comes_back_from_the_bucket(
         assert await agent.download(digest) == data
         await agent.answer(second, torch.ones(4))
         await operator.watch_until(job.id, "finished")
+
+
+def test_a_bucket_is_the_home_of_artifacts_and_another_folder_a_cache(bucket: str, tmp_path: Path) -> None:
+    first = LocalArtifacts(tmp_path / "first", "me", Bucket(bucket))
+    data = torch.arange(6_000_000.0).numpy().tobytes()
+    digest, size = first.create([data[:5_000_000], data[5_000_000:]])
+    assert files(bucket) == [f"roundtable/{digest[:2]}/{digest}", "roundtable/coordinator"]
+    second = LocalArtifacts(tmp_path / "second", "me", Bucket(bucket))
+    assert (second.size(digest), second.digests()) == (size, [digest])
+    assert second.path(digest).read_bytes() == data
+    with pytest.raises(StorageError, match="belongs to coordinator me, the database to you"):
+        Bucket(bucket).check_owner("you")
+    home = Bucket(bucket)
+    home.probe()
+    second = LocalArtifacts(tmp_path / "second", "me", home)
+    assert second.delete([digest]) == 1
+    home._purge()
+    assert files(bucket) == ["roundtable/coordinator"]
+
+
+def test_a_bucket_that_is_not_there_or_not_ours_is_named(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unreachable, match="s3://nobody-has-this/x does not do what it is asked to"):
+        LocalArtifacts(tmp_path / "first", "me", Bucket("s3://nobody-has-this/x"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(Unreachable, match="Could not connect to the endpoint"):
+        Bucket(bucket).check_owner("me")

@@ -234,6 +234,30 @@ async def test_a_restarted_coordinator_goes_on_with_the_same_attempt(federation:
             pass
 
 
+async def test_an_attempt_that_began_on_another_machine_is_begun_anew(federation: Federation) -> None:
+    """The bucket has the masked updates; the attempt's journal was in the first machine's folder."""
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    home = f"file://{federation.folder}/bucket"
+    async with AsyncExitStack() as stack:
+        federation.settings = {"bucket": home, "artifacts": str(federation.folder / "first")}
+        async with federation.coordinator():
+            for name, trainer in trainers.items():
+                await stack.enter_async_context(federation.agent(name, trainer))
+            async with federation.operator() as operator:
+                job = await submit(operator, "[cohort]\nsize = 3")
+                await updates_received(operator, job, 2)
+        federation.settings = {"bucket": home, "artifacts": str(federation.folder / "second")}
+        async with federation.coordinator():
+            trainers["cedar"].gate.set()
+            async with federation.operator() as operator:
+                failed = await operator.watch_for(job, "attempt_failed")
+                assert "not on this machine" in failed.message
+                await operator.watch_until(job, "finished")
+                assert (await last_record(operator, job))["attempt"] == 2
+                await check_mean(federation, operator, job, (0, 1, 2))
+
+
 async def test_a_coordinator_restarted_before_the_survivors_agree(federation: Federation) -> None:
     trainers = federation.trainers(COLUMNS)
     trainers["cedar"].gate.clear()
