@@ -162,7 +162,8 @@ class Demo:
 
     def _centralised(self, prepared: Prepared) -> float:
         """Test accuracy of the same task trained on all silos' data in one place, with as many passes."""
-        from roundtable.client.training import evaluate, train
+        from roundtable.client.evaluation import evaluate
+        from roundtable.client.training import train
         from roundtable.core.task import Site, Task
         from roundtable.simulation.sequential import one_thread
 

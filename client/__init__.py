@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from roundtable.client.batches import NoExamples
     from roundtable.client.config import AgentConfig, load_agent_config
     from roundtable.client.connection import Refused
+    from roundtable.client.evaluation import evaluate
     from roundtable.client.failures import WorkFailed
     from roundtable.client.script_trainer import Round
     from roundtable.client.trainer import Trained, Trainer, Work
-    from roundtable.client.training import LocalUpdate, evaluate, split_data, train
+    from roundtable.client.training import LocalUpdate, split_data, train
 
 __all__ = [
     "Agent",
@@ -48,7 +49,7 @@ _HOMES = {
     "Trainer": "trainer",
     "Work": "trainer",
     "WorkFailed": "failures",
-    "evaluate": "training",
+    "evaluate": "evaluation",
     "load_agent_config": "config",
     "run_agent": "agent",
     "split_data": "training",

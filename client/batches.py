@@ -104,8 +104,16 @@ def training_batches(
 def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None = None) -> Iterator[Batch]:
     """The data set once, in its own order; nothing for an empty one or None."""
     examples = count_examples(dataset)
+    tensors = as_tensors(dataset) if examples else None
     if examples is None:
         yield from _numbered(DataLoader(dataset, batch_size=batch_size), 1, device)
+    elif tensors is not None:
+        for start in range(0, examples, batch_size):
+            # A copy, for a task may change its batch.
+            parts = (
+                t[start : start + batch_size].clone(memory_format=torch.contiguous_format) for t in tensors
+            )
+            yield Batch(1, min(batch_size, examples - start), tuple(_moved(part, device) for part in parts))
     elif examples:
         yield from _epoch(dataset, torch.arange(examples), 1, batch_size, device)
 

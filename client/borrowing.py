@@ -41,14 +41,19 @@ def isolated_randomness(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds the global generators of torch, NumPy and Python inside, and puts them back after."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        _seed_torch(seed, device)
-        np.random.seed(seed & 0xFFFFFFFF)
-        random.seed(seed)
+        seed_all(seed, device)
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seeds the global generators of torch, NumPy and Python."""
+    _seed_torch(seed, device)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
 def _put(module: nn.Module, values: Mapping[str, Tensor]) -> None:

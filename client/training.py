@@ -1,6 +1,6 @@
-"""Local training and evaluation: one function each, for silos and for simulated clients alike.
+"""Local training: one function, for silos and for simulated clients alike.
 
-Both are pure functions of what they are given: the module's tensors outside the vector and every
+It is a pure function of what it is given: the module's tensors outside the vector and every
 global random generator are put back as they were found, so that a module may serve one client
 after the other and any order of clients gives the same bits.
 """
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from roundtable.client.algorithms import Correction, make_algorithm
 from roundtable.client.arrays import arrays_of, fit_result, state_of
-from roundtable.client.batches import Batch, count_examples, ordered_batches, training_batches
+from roundtable.client.batches import Batch, count_examples, training_batches
 from roundtable.client.borrowing import borrowed, isolated_randomness, outside
-from roundtable.client.metrics import Metrics, add, checked
+from roundtable.client.metrics import Metrics
 from roundtable.client.micro_batches import CannotSplit, backward_in_parts, check_splittable
 from roundtable.client.optimizer_state import restore_state, state_tensors
 from roundtable.client.private_training import add_own_noise, fit_privately, only_parameters
@@ -115,10 +115,10 @@ def train(
                 )
             if job.algorithm.optimizer_state == "keep":
                 raise TaskError("optimizer_state = 'keep': an ArrayTask has no optimizer here; set 'drop'")
-            local = {**_local_of(model, layout), **(local or {})}
+            local = {**local_of(model, layout), **(local or {})}
             update = _fit_arrays(task, data, job, layout, vector, round, seed, local, out)
             return _protected(update, job, level, protection)
-        module = _module(model).to(device)
+        module = module_of(model).to(device)
         with borrowed(module, layout, vector, local):
             start = vector if _is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
             parameters = [p for p in module.parameters() if p.requires_grad]
@@ -164,39 +164,6 @@ def _protected(update: LocalUpdate, job: JobConfig, level: str, protection: Prot
         return update
     update.delta.copy_(add_own_noise(update.delta, job, protection))
     return LocalUpdate(update.delta, 1, update.steps, math.nan, {}, update.local)
-
-
-def evaluate(
-    task: AnyTask,
-    model: nn.Module | Mapping[str, Tensor],
-    data: Any,
-    layout: Layout,
-    vector: Tensor,
-    *,
-    device: str | torch.device = "cpu",
-    local: Mapping[str, Tensor] | None = None,
-    batch_size: int = 256,
-) -> Metrics:
-    """Named (sum, count) of the model `vector` over the client's test data, "loss" among them.
-
-    No gradients, evaluation mode. Empty where there is no test data. For an ArrayTask it is what
-    the task's own `evaluate` says.
-    """
-    device = torch.device(device)
-    with isolated_randomness(derive_seed(0, "evaluation"), device):
-        if isinstance(task, ArrayTask):
-            local = {**_local_of(model, layout), **(local or {})}
-            return checked(task.evaluate(arrays_of(layout, vector, local), data), task)
-        module = _module(model).to(device)
-        sums: Metrics = {}
-        with borrowed(module, layout, vector, local), torch.no_grad():
-            module.eval()
-            for batch in ordered_batches(data, batch_size, device):
-                loss = task.loss(module, batch.data)
-                add(sums, {"loss": (float(loss) * batch.size, batch.size)})
-                if (measure := getattr(task, "metrics", None)) is not None:
-                    add(sums, checked(measure(module, batch.data), task, reserved="loss"))
-        return sums
 
 
 class _Optimizer(Protocol):
@@ -329,7 +296,7 @@ def _is_plain(layout: Layout) -> bool:
     return all(spec.dtype in ("float32", "float64") for spec in layout.averaged)
 
 
-def _local_of(model: nn.Module | Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def local_of(model: nn.Module | Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     """The initial values of arrays that stay at the client."""
     if isinstance(model, nn.Module):
         return {}
@@ -344,7 +311,8 @@ def _total(data: Any, job: JobConfig) -> int:
     return table.epochs * (count_examples(data) or 0)
 
 
-def _module(model: nn.Module | Mapping[str, Tensor]) -> nn.Module:
+def module_of(model: nn.Module | Mapping[str, Tensor]) -> nn.Module:
+    """The module of a Task; TaskError for arrays."""
     if not isinstance(model, nn.Module):
         raise TaskError(f"a Task trains a torch.nn.Module, not a {type(model).__name__}")
     return model

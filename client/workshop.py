@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roundtable.client.evaluation import evaluate
 from roundtable.client.gpus import bound_gpu_memory
 from roundtable.client.metrics import Metrics
 from roundtable.client.silo_account import Protection, payment
 from roundtable.client.silo_state import SiloState
 from roundtable.client.trainer import Trained, write_update
-from roundtable.client.training import check_evaluation, evaluate, split_data, train
+from roundtable.client.training import check_evaluation, split_data, train
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import LayoutError, ResourceError
 from roundtable.core.layout import Layout

@@ -281,6 +281,9 @@ class SimulationTable(Table):
     )
     workers: int | None = Field(None, ge=1, description="processes; default: the cores there are")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what clients train on")
+    precision: Literal["float32", "bf16"] = Field(
+        "float32", description="what losses and gradients are computed in; weights are float32 in either case"
+    )
     masking: Literal["real", "fast"] = Field(
         "real", description="secure aggregation: run its protocol, or only compute the sum that it gives"
     )

@@ -9,9 +9,10 @@ import torch
 from roundtable.core.errors import ResourceError
 from roundtable.simulation.backend import Backend, World
 from roundtable.simulation.local import make_local
+from roundtable.simulation.precision import mixed
 from roundtable.simulation.processes import Processes
 from roundtable.simulation.ray_cluster import RayCluster
-from roundtable.simulation.vectorised import why_not
+from roundtable.simulation.vectorised import why_not, why_not_recorded
 
 
 def make_backend(world: World) -> tuple[Backend, str]:
@@ -20,6 +21,7 @@ def make_backend(world: World) -> tuple[Backend, str]:
     Raises ConfigError where what was asked for is impossible, ResourceError where something is missing.
     """
     wanted, workers = world.job.simulation.backend, world.job.simulation.workers
+    mixed(world)
     if wanted == "sequential":
         return make_local("sequential", world, device=_device(world)), "asked for"
     if wanted == "processes":
@@ -29,10 +31,10 @@ def make_backend(world: World) -> tuple[Backend, str]:
     device = _device(world)
     if wanted == "stacked":
         return _spread(world, "stacked", workers, "asked for", device)
-    refusal = why_not(world)
+    inner = "stacked" if device == "cuda" else "vectorised"
+    refusal = why_not(world) if inner == "stacked" else why_not_recorded(world)
     if wanted == "vectorised" or refusal is None:
-        inner = "stacked" if device == "cuda" else "vectorised"
-        why = "asked for" if wanted == "vectorised" else "the task allows it"
+        why = "asked for" if wanted == "vectorised" else "nothing known beforehand speaks against it"
         return _spread(world, inner, workers, why, device)
     return _spread(world, "sequential", workers, f"not vectorised because {refusal}", device)
 

@@ -54,6 +54,10 @@ class Clients:
             self._bytes -= freed
         return train, test
 
+    def hold(self, index: int) -> bool:
+        """Whether the client's data need not be made."""
+        return index in self._held
+
     def _load(self, index: int) -> tuple[Any, Any]:
         world, simulation = self._world, self._world.job.simulation
         site = Site(self._names[index], index, simulation.clients, simulation.data, partition=self._partition)

@@ -28,6 +28,7 @@ from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Wo
 from roundtable.simulation.clients import DATA_BUDGET, Clients
 from roundtable.simulation.frames import Channel, PeerGone
 from roundtable.simulation.local import make_local
+from roundtable.simulation.precision import mixed
 from roundtable.simulation.shared import SharedFloats
 from roundtable.simulation.worker import WORKER, decode, start_message
 
@@ -36,6 +37,7 @@ Answer = Trained | Measured | Failed | tuple[str, int | None]
 _DEATHS_OF_A_CLIENT = 2
 _DEATHS_IN_A_ROW = 6
 _AHEAD = 2
+_NOT_TRAINED_TOGETHER = 16
 _COMMAND = "from roundtable.simulation.worker import main; main()"
 
 
@@ -95,9 +97,11 @@ class Processes:
 
     @property
     def description(self) -> str:
-        return (
-            f"{len(self._workers) + 1} processes, {self._inner} in each, one thread each, on {self._device}"
-        )
+        count = len(self._workers) + 1
+        if getattr(self._own, "refused", None):
+            return f"{count} processes, in each {self._own.description}"
+        how = ", in bfloat16 with float32 weights" if mixed(self.world) else ""
+        return f"{count} processes, {self._inner} in each, one thread each, on {self._device}{how}"
 
     def rows(self, count: int) -> Tensor:
         if self._shared_rows is None or self._shared_rows.rows < count:
@@ -154,7 +158,7 @@ class Processes:
         while order.left:
             for worker in self._workers:
                 self._feed(worker, order)
-            mine = self._take(0, order, self._own.chunk)
+            mine = self._take(0, order, self._chunk(order))
             for answer in self._run_here(order, mine):
                 order.left -= 1
                 yield answer
@@ -164,6 +168,9 @@ class Processes:
                     yield from self._read(worker, order)
                 # All that has come: a worker whose answers wait here is given nothing new.
                 ready = self._readable(wait=False)
+
+    def _chunk(self, order: _Order) -> int:
+        return self._own.chunk if order.op == "train" else _NOT_TRAINED_TOGETHER
 
     def _shares(self, work: Sequence[Work]) -> list[deque[int]]:
         """Places for each process: where the client's data is, or would be, unless that is out of balance."""
@@ -231,7 +238,7 @@ class Processes:
     def _feed(self, worker: _Worker, order: _Order) -> None:
         """Gives a worker enough that it need not wait for the next message."""
         while worker.ready and len(worker.given) < _AHEAD:
-            places = self._take(worker.number, order, self._own.chunk, sum(map(len, worker.given)))
+            places = self._take(worker.number, order, self._chunk(order), sum(map(len, worker.given)))
             if not places:
                 return
             worker.given.append(deque(places))

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import tempfile
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from roundtable.client.batches import count_examples
+from roundtable.client.evaluation import evaluation
 from roundtable.client.silo_account import Protection
-from roundtable.client.training import SILO_LEVELS, evaluate, train
+from roundtable.client.training import SILO_LEVELS, train
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
-from roundtable.core.task import initial_state
+from roundtable.core.task import described, initial_state
 from roundtable.privacy import NoiseSource, SeededNoise
-from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
+from roundtable.simulation.backend import Failed, Measured, Metrics, Trained, Work, World
 from roundtable.simulation.clients import Clients
+from roundtable.simulation.precision import mixed, trained_task
 
 ROWS_IN_MEMORY = 1 << 30
+_EVALUATED_TOGETHER = 16
 
 Answer = TypeVar("Answer")
 
@@ -37,12 +41,14 @@ class Sequential:
         self.world = world
         self.clients = clients or Clients(world)
         self.device = device
+        self._trained = trained_task(world, torch.device(device))
         self._model: nn.Module | Mapping[str, Tensor] = initial_state(world.task, world.job.seed)
         self._rows = torch.empty(0, world.layout.size)
 
     @property
     def description(self) -> str:
-        return f"one client after the other on {self.device}, one thread"
+        how = ", in bfloat16 with float32 weights" if mixed(self.world) else ""
+        return f"one client after the other on {self.device}, one thread{how}"
 
     def rows(self, count: int) -> Tensor:
         if len(self._rows) < count:
@@ -59,8 +65,9 @@ class Sequential:
             yield answer_of(item, partial(self._train, round, vector, item, row))
 
     def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
-        for item in work:
-            yield answer_of(item, partial(self._evaluate, vector, item))
+        left = deque(work)
+        while left:
+            yield from self._evaluate_some(vector, left)
 
     def close(self) -> None:
         self._rows = torch.empty(0, self.world.layout.size)
@@ -68,7 +75,7 @@ class Sequential:
     def _train(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained:
         world = self.world
         update = train(
-            world.task,
+            self._trained,
             self._model,
             self.clients.data(item.index)[0],
             world.job,
@@ -94,15 +101,41 @@ class Sequential:
 
         return Protection(lambda privacy, charge: None, source, "first")
 
-    def _evaluate(self, vector: Tensor, item: Work) -> Measured:
-        world = self.world
-        test = self.clients.data(item.index)[1]
-        return Measured(
-            item.client,
-            evaluate(
-                world.task, self._model, test, world.layout, vector, device=self.device, local=item.local
-            ),
+    def _evaluate_some(self, vector: Tensor, left: deque[Work]) -> list[Measured | Failed]:
+        """The next clients, as many as need nothing else in the model: putting it in place takes longer than
+        a small client's test data."""
+        first, world = left[0], self.world
+        place = evaluation(
+            world.task, self._model, world.layout, vector, device=self.device, local=first.local
         )
+        answers: list[Measured | Failed] = []
+        with ExitStack() as stack:
+            opened = answer_of(first, lambda: (self.clients.data(first.index), stack.enter_context(place)))
+            if isinstance(opened, Failed):
+                left.popleft()
+                return [opened]
+            found = _condition(self._model)
+            while left and len(answers) < _EVALUATED_TOGETHER:
+                if answers and not self._fits(left[0], first, found):
+                    break
+                answers.append(answer_of(left[0], partial(self._measured, opened[1], left.popleft())))
+        return answers
+
+    def _fits(self, item: Work, first: Work, found: Sequence[int]) -> bool:
+        """Whether a client can do with the model as it now is. No data are made where chance is seeded."""
+        alike = not (first.local or item.local) and self.clients.hold(item.index)
+        return alike and _condition(self._model) == found
+
+    def _measured(self, measure: Callable[[Any], Metrics], item: Work) -> Measured:
+        return Measured(item.client, measure(self.clients.data(item.index)[1]))
+
+
+def _condition(model: nn.Module | Mapping[str, Tensor]) -> list[int]:
+    """Another one once a task has written to the model, or left a part of it in another mode."""
+    if not isinstance(model, nn.Module):
+        return []
+    versions = [tensor._version for tensor in (*model.parameters(), *model.buffers())]
+    return versions + [module.training for module in model.modules()]
 
 
 def answer_of(item: Work, run: Callable[[], Answer]) -> Answer | Failed:
@@ -126,7 +159,7 @@ def failure_of(client: str, error: Exception) -> Failed:
         kind = "out_of_memory"
     else:
         kind = "task_error"
-    detail = str(error) if isinstance(error, RoundtableError) else f"{type(error).__name__}: {error}"
+    detail = str(error) if isinstance(error, RoundtableError) else described(error)
     return Failed(client, kind, detail, "".join(traceback.format_exception(error)))
 
 

@@ -23,6 +23,7 @@ from roundtable.core.seeds import derive_seed, torch_generator
 from roundtable.core.task import ArrayTask, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World, can_sum
 from roundtable.simulation.clients import DATA_BUDGET, Clients
+from roundtable.simulation.precision import mixed, trained_task
 from roundtable.simulation.sequential import ROWS_IN_MEMORY, allocate_rows, failure_of
 from roundtable.simulation.stacked.pool import Parts, Pool, kind_of, pinned
 from roundtable.simulation.stacked.schedule import Turn, turns
@@ -85,10 +86,14 @@ class Stacked:
     @property
     def description(self) -> str:
         if self.refused is not None:
-            return f"{self.fallback.description}; not stacked because {self.refused}"
+            said = self.fallback.description
+            if self.fallback.refused == self.refused:
+                return said.replace("not recorded because", "neither stacked nor recorded because")
+            return f"{said}; not stacked because {self.refused}"
         most = f", {self._most} clients at once" if self._most else ""
+        how = ", in bfloat16 with float32 weights" if mixed(self.world) else ""
         chance = " (dropout drawn for all of them together)" if self._stack and self._stack.random else ""
-        return f"stacked clients on {self.device}{most}{chance}"
+        return f"stacked clients on {self.device}{most}{how}{chance}"
 
     def rows(self, count: int) -> Tensor:
         self._slots = {}
@@ -113,7 +118,7 @@ class Stacked:
                 alone.append((item, row))
             else:
                 together.append(_Client(item, examples, row))
-        if together and self._stack is None:
+        if together and self._stack is None and self.refused is None:
             self._check(round, vector, together[:_CHECKED_CLIENTS])
         if self.refused is None:
             yield from self._train_together(round, vector, together)
@@ -176,8 +181,9 @@ class Stacked:
         """Whether the task can be stacked, and how many clients at once; said once if it cannot."""
         model = initial_state(self.world.task, self.world.job.seed)
         assert isinstance(model, nn.Module)
-        assert not isinstance(self.world.task, ArrayTask)
-        stack = Stack(self.world.task, model, self.world.layout, self.device)
+        task = trained_task(self.world, self.device)
+        assert not isinstance(task, ArrayTask)
+        stack = Stack(task, model, self.world.layout, self.device)
         stack.anchor.copy_(vector)
         first = next(iter(self._turns(round, some)))
         assert self._pool is not None

@@ -36,8 +36,15 @@ from roundtable.simulation.vectorised.steps import Steps
 log = logging.getLogger("roundtable.simulation")
 
 
-def why_not(world: World) -> str | None:
+def why_not_recorded(world: World) -> str | None:
     """Why a job's clients cannot run through recorded steps, as far as can be told without running one."""
+    if world.job.simulation.precision != "float32":
+        return f"simulation.precision = {world.job.simulation.precision!r}, and recorded steps are float32"
+    return why_not(world)
+
+
+def why_not(world: World) -> str | None:
+    """The same for any way to run clients that does not let each of them go through `client.training`."""
     task = world.task
     if isinstance(task, ArrayTask):
         return "an ArrayTask trains with code of its own, not with torch"
@@ -68,7 +75,7 @@ class Vectorised:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.clients = clients or Clients(world)
         self.fallback = Sequential(world, self.clients, str(self.device))
-        self.refused = why_not(world)
+        self.refused = why_not_recorded(world)
         self._steps: Steps | None = None
         if self.refused is None and self.device.type == "cpu":
             # On a machine's first run the kernels are compiled while clients' data is loaded.

@@ -179,8 +179,8 @@ class Counts(Base):
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        (Tokens, "aten::lstm"),
-        (ReadsValues, "data-dependent control flow"),
+        (Tokens, "no form of aten::lstm.input for many clients"),
+        (ReadsValues, "reads a tensor's value into Python"),
         (Different, "first loss is"),
         (Counts, "changes a buffer"),
         (BatchNorm, "num_batches_tracked"),
@@ -195,6 +195,9 @@ def test_what_cannot_be_stacked_is_named_and_runs_all_the_same(
     assert backend.refused is not None
     assert reason in backend.refused
     assert backend.refused in backend.description
+    caplog.clear()
+    run(backend, place)
+    assert not caplog.records, "it has been said"
 
 
 class _Rows(torch.utils.data.Dataset[Any]):

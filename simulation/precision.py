@@ -1,0 +1,65 @@
+"""Mixed precision: losses and gradients in bfloat16 where that is safe, weights and steps in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundtable.core.errors import ConfigError
+from roundtable.core.task import AnyTask, ArrayTask, Task
+from roundtable.simulation.backend import World
+
+
+class MixedPrecision(Task):
+    """A task whose loss is computed under torch's autocast to bfloat16; nothing else of it differs."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task = task
+        self._kind = device.type
+
+    def model(self) -> nn.Module:
+        """The task's own."""
+        return self._task.model()
+
+    def data(self, site: Any) -> Any:
+        """The task's own."""
+        return self._task.data(site)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """The task's own, where it has one."""
+        make = getattr(self._task, "optimizer", None)
+        return None if make is None else make(parameters)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The task's loss; float32 whatever it was computed in."""
+        with torch.autocast(self._kind, dtype=torch.bfloat16):
+            loss: Any = self._task.loss(model, batch)
+        return loss.float() if isinstance(loss, Tensor) else loss
+
+
+def mixed(world: World) -> bool:
+    """Whether clients train in mixed precision. Raises ConfigError where that is impossible."""
+    if world.job.simulation.precision == "float32":
+        return False
+    if isinstance(world.task, ArrayTask):
+        raise ConfigError(
+            'simulation.precision = "bf16": an ArrayTask trains with code of its own; '
+            'choose the precision there, and "float32" here'
+        )
+    if world.job.privacy.get("level") == "example":
+        raise ConfigError(
+            'simulation.precision = "bf16": privacy.level = "example" clips the gradient of each example, '
+            'which is computed in float32 alone; set simulation.precision = "float32"'
+        )
+    return True
+
+
+def trained_task(world: World, device: torch.device) -> AnyTask:
+    """The task as clients train it."""
+    if not mixed(world):
+        return world.task
+    assert not isinstance(world.task, ArrayTask)
+    return MixedPrecision(world.task, device)

@@ -1,0 +1,110 @@
+"""Training in bfloat16 with float32 weights, against float32: how far updates may differ, and who refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated_tasks import Attention, Base, Convolution, Perceptron, Tokens, run, world
+
+from roundtable.core import ArrayTask, Model
+from roundtable.core.errors import ConfigError
+from roundtable.simulation.backend import Backend, Trained, World
+from roundtable.simulation.choose import make_backend
+from roundtable.simulation.sequential import Sequential
+from roundtable.simulation.stacked import Stacked
+from roundtable.simulation.vectorised import Vectorised
+
+# Of an update's norm, and of a loss: bfloat16 rounds to 0.4 %, and a client takes up to six steps here. With
+# rounding, another value may be the largest of those that are pooled, and get the gradient.
+TOLERANCE = 0.05
+POOLED = 0.15
+
+
+def mixed(task: Any, **simulation: Any) -> World:
+    place = world(task)
+    table = place.job.simulation.model_copy(update={"precision": "bf16", **simulation})
+    return World(place.job.model_copy(update={"simulation": table}), place.task, place.initial)
+
+
+def check(backend: Backend, place: World) -> None:
+    """A round of all clients against float32: near, and not equal."""
+    whole = world(place.task)  # type: ignore[arg-type]
+    expected, wanted = run(Sequential(whole), whole)
+    tolerance = POOLED if isinstance(place.task, Convolution) else TOLERANCE
+    answers, rows = run(backend, place)
+    found = {answer.client: answer for answer in answers}
+    for row, truth, theirs in zip(rows, wanted, expected, strict=True):
+        mine = found[theirs.client]
+        assert isinstance(mine, Trained), mine
+        assert isinstance(theirs, Trained)
+        assert (mine.examples, mine.steps) == (theirs.examples, theirs.steps)
+        assert mine.loss == pytest.approx(theirs.loss, rel=tolerance)
+        assert 0 < (row - truth).norm() < tolerance * truth.norm()
+
+
+@pytest.mark.parametrize("task", [Perceptron, Convolution, Attention, Tokens])
+def test_sequential_clients_differ_by_rounding_alone(task: type[Base]) -> None:
+    place = mixed(task())
+    backend = Sequential(place)
+    check(backend, place)
+    assert "in bfloat16 with float32 weights" in backend.description
+
+
+@pytest.mark.parametrize("task", [Perceptron, Convolution, Attention])
+def test_stacked_clients_differ_by_rounding_alone(task: type[Base]) -> None:
+    place = mixed(task())
+    backend = Stacked(place, device="cpu")
+    check(backend, place)
+    assert backend.refused is None, backend.refused
+    assert "in bfloat16 with float32 weights" in backend.description
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("task", [Perceptron, Convolution, Attention])
+def test_stacked_clients_differ_by_rounding_alone_on_a_gpu(task: type[Base]) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    place = mixed(task())
+    backend = Stacked(place, device="cuda")
+    check(backend, place)
+    assert backend.refused is None, backend.refused
+
+
+def test_weights_stay_float32_between_steps() -> None:
+    """Steps far below what bfloat16 could hold beside a weight are not lost."""
+    task = Perceptron()
+    place, whole = mixed(task), world(task)
+    rows = []
+    for each in (place, whole):
+        table = each.job.algorithm.model_copy(update={"learning_rate": 1e-6})
+        job = each.job.model_copy(update={"algorithm": table})
+        rows.append(run(Sequential(World(job, task, each.initial)), each)[1])
+    assert (rows[0] - rows[1]).norm() < TOLERANCE * rows[1].norm()
+
+
+def test_recorded_steps_say_that_they_are_float32_and_the_sequential_ones_are_taken() -> None:
+    place = mixed(Perceptron(), workers=1)
+    backend, why = make_backend(place)
+    assert backend.name == "sequential"
+    assert why == "not vectorised because simulation.precision = 'bf16', and recorded steps are float32"
+    asked = Vectorised(place, device="cpu")
+    assert "recorded steps are float32" in asked.description
+    assert torch.equal(run(asked, place)[1], run(Sequential(place), place)[1])
+
+
+class Arrays(ArrayTask):
+    def weights(self) -> dict[str, np.ndarray]:
+        return {"w": np.zeros(2, np.float32)}
+
+
+def test_what_does_not_train_by_a_loss_alone_refuses() -> None:
+    task = Arrays()
+    like = mixed(Perceptron())
+    with pytest.raises(ConfigError, match="ArrayTask trains with code of its own"):
+        make_backend(World(like.job, task, Model.__new__(Model)))
+    private = like.job.model_copy(update={"privacy": {"level": "example"}})
+    with pytest.raises(ConfigError, match="clips the gradient of each example"):
+        make_backend(World(private, like.task, like.initial))
