@@ -13,7 +13,7 @@ from roundtable.engine.records import record_of, record_without_model, shown
 from roundtable.engine.secure import fewest, fewest_updates
 from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
 from roundtable.engine.state import Attempt
-from roundtable.engine.stopping import stop_reason
+from roundtable.engine.stopping import missing_metric, stop_reason
 from roundtable.engine.view import view
 
 MOST_REPEATS = 2
@@ -286,6 +286,7 @@ class Phases:
             self._state.stopping = None
             self._stop_now(status, reason)
             return
+        self._warn_of_the_metric(attempt.record)
         enough = stop_reason(self._job.stop, self._state.chronicle.trend, now - self._state.started)
         if enough is not None:
             self._stop_now("finished", enough)
@@ -294,6 +295,15 @@ class Phases:
             self._stop_now("paused", said)
         else:
             self.next_round(now)
+
+    def _warn_of_the_metric(self, record: m.RoundRecord) -> None:
+        """Once, after the first round whose figures show that the metric to stop by is not there."""
+        every = self._job.evaluation.every
+        if record.round != max(1, every):
+            return
+        measured = record.evaluation or ({} if every else record.training)
+        if said := missing_metric(self._job.stop, self._state.chronicle.trend, measured):
+            self._context.note("metric_missing", f"warning: {said}")
 
     def stop(self, status: m.JobStatus, reason: str, now: float) -> None:
         """Ends or pauses the job; a commit that is under way is completed first.

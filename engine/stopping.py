@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from roundtable.core.config import StopTable
@@ -37,6 +38,17 @@ def stop_reason(stop: StopTable, trend: Trend, elapsed: float) -> str | None:
     if stop.patience is not None and trend.stale >= stop.patience:
         return f"{stop.metric} has not improved for {stop.patience} evaluations"
     return None
+
+
+def missing_metric(stop: StopTable, trend: Trend, measured: Iterable[str]) -> str | None:
+    """A warning, where the round has measured something and no round the metric that is to end the job."""
+    names = sorted(measured)
+    if stop.metric is None or trend.last is not None or not names:
+        return None
+    return (
+        f"stop.metric = {stop.metric!r} is not among what the silos measure ({', '.join(names)}): it will "
+        "not end this job"
+    )
 
 
 def _sign(stop: StopTable) -> float:

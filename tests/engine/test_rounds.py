@@ -227,6 +227,21 @@ def test_stop_rules(table: str, values: list[float], rounds: int, reason: str) -
     assert reason in driver.statuses[-1].reason
 
 
+@pytest.mark.parametrize(("every", "warned"), [(1, [1]), (2, [2])])
+def test_a_metric_to_stop_by_that_nobody_measures_is_warned_of_once(every: int, warned: list[int]) -> None:
+    """A slip of the pen in stop.metric must not silently train all rounds."""
+    tables = f'[cohort]\nsize = 1\n[evaluation]\nevery = {every}\n[stop]\nmetric = "acuracy"\ntarget = 0.5\n'
+    driver = started(tables, rounds=4, clients="a")
+    while driver.engine.state.status != "finished":
+        driver.update("a")
+        if driver.engine.state.attempt and driver.engine.state.attempt.phase == m.EVALUATE:
+            driver.send(m.Evaluated("a", driver.step(), {"accuracy": (1.0, 1), "loss": (0.1, 1)}))
+    notes = [note for note in driver.notes if note.kind == "metric_missing"]
+    assert [note.round for note in notes] == warned
+    assert "'acuracy' is not among what the silos measure (accuracy, loss)" in notes[0].message
+    assert len(driver.records) == 4
+
+
 def test_cancel_withdraws_and_ends() -> None:
     driver = started()
     driver.send(m.Cancel("operator ana asked for it"))
