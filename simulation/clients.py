@@ -13,7 +13,7 @@ from roundtable.client.batches import as_tensors
 from roundtable.client.root import NAME, RootData
 from roundtable.client.training import split_data
 from roundtable.core.errors import RoundtableError, TaskError
-from roundtable.core.task import Site
+from roundtable.core.task import Site, described
 from roundtable.simulation.attacks import Attackers
 from roundtable.simulation.backend import World
 from roundtable.simulation.partition import make_partition
@@ -67,7 +67,7 @@ class Clients:
             raise
         except Exception as error:
             raise TaskError(
-                f"{type(world.task).__name__}.data() failed for {site.name}: {type(error).__name__}: {error}"
+                f"{type(world.task).__name__}.data() failed for {site.name}: {described(error)}"
             ) from error
         return (self._poison(index, train) if self._poison else train), test
 
@@ -85,8 +85,7 @@ def trusted_data(world: World) -> RootData | None:
         raise
     except Exception as error:
         raise TaskError(
-            f"{type(world.task).__name__}.data() failed for the coordinator's own data: "
-            f"{type(error).__name__}: {error}"
+            f"{type(world.task).__name__}.data() failed for the coordinator's own data: {described(error)}"
         ) from error
 
 

@@ -72,7 +72,8 @@ def test_a_failing_client_is_named_and_the_round_goes_on(run):
     result = run("Broken", simulation__clients=5)
     assert result.status == "finished"
     reason = result.history.records[0].failures["client-1"]
-    assert "data() failed for client-1: ValueError: column 'age' is missing" in reason
+    assert "data() failed for client-1: ValueError: column 'age' is missing (worlds.py, line " in reason
+    assert reason.endswith(", in data)")
 
 
 def test_when_too_many_fail_the_job_pauses_with_the_reason(run):
