@@ -161,7 +161,10 @@ def _under_way(strategy: Strategy, rank: int, count: int) -> float:
 
 
 def _buffers(one: Pass, last: bool, rank: int, count: int) -> float:
-    """A pipeline's places for what its neighbours send, one for each micro-batch, and its outputs."""
+    """A pipeline's places for what its neighbours send, one for each micro-batch.
+
+    The last stage's outputs do not stay: nobody asks the schedule for them.
+    """
     strategy = one.strategy
     if strategy.mesh.pp == 1:
         return 0.0
@@ -169,5 +172,4 @@ def _buffers(one: Pass, last: bool, rank: int, count: int) -> float:
     waiting = max(0.0, count - _under_way(strategy, rank, count))
     inputs = waiting * (chunks if rank else chunks - 1)
     gradients = count * (chunks - 1 if last else chunks)
-    outputs = count * one.trace.output * one.scale if last else 0.0
-    return (inputs + gradients) * one.passed() + outputs
+    return (inputs + gradients) * one.passed()

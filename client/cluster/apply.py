@@ -121,7 +121,8 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
     if strategy.mesh.ep > 1:
         for module in model.modules():
             if isinstance(module, Experts):
-                outer = meshes.one("outer") if strategy.mesh.dp == 1 else meshes.root["dp", "outer"]
+                alone = strategy.local_steps or strategy.mesh.dp == 1
+                outer = meshes.one("outer") if alone else meshes.root["dp", "outer"]
                 fully_shard(module, **{**options, "mesh": outer})
     for name in blocks:
         fully_shard(model.get_submodule(name), **options)

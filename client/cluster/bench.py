@@ -100,6 +100,7 @@ class Bench:
     replica: Replica = field(init=False)
     places: Places = field(init=False)
     optimizer: torch.optim.Optimizer | None = None
+    outer: OuterOptimizer | None = None
     mode: str = "auto"
 
     def __post_init__(self) -> None:
@@ -117,6 +118,8 @@ class Bench:
     def load(self, vector: Tensor, others: Mapping[str, Tensor]) -> None:
         """Puts a model in, each rank its own parts; `others` are tensors that do not travel."""
         self.replica.load(self.places, vector, others)
+        if self.outer is not None:
+            self.outer.depart()
 
     def batches(self, data: Any, round: int) -> SharedBatches | StreamedBatches:
         """The round's steps, this rank's share of each."""
@@ -146,6 +149,7 @@ class Bench:
         parameters = self.replica.parameters()
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.task, parameters, self.job, self.strategy, self.meshes)
+            self.outer = self._outer()
         return set_decay(self.optimizer, self.job, round)
 
     def fit(
@@ -164,7 +168,6 @@ class Bench:
         """
         rate = self.begin(round)
         correction = make_correction(self.job, self.replica.parameters())
-        outer = self._outer()
         self.replica.train()
         steadiness, step = Steadiness(), batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
@@ -180,8 +183,8 @@ class Bench:
                     alarm(step - 1)
                 assert self.optimizer is not None
                 self.optimizer.step()
-            if outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
-                outer.meet()
+            if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
+                self.outer.meet()
             done.seen += share.total
             done.loss_sum += loss * share.total
             now = time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from roundtable.client.cluster.apart import OuterOptimizer
 from roundtable.client.cluster.optimizing import fill_state
 from roundtable.client.cluster.replica import Replica
 from roundtable.client.cluster.shards import plain_name
@@ -32,7 +33,10 @@ _ENDS_KEPT = 2
 
 @dataclass(frozen=True)
 class Position:
-    """Where in a round a checkpoint stands; `model` is the digest of the round's global model."""
+    """Where in a round a checkpoint stands; `model` is the digest of the round's global model.
+
+    `replicas` that train apart have weights and optimizers of their own in it; 0: there is one of each.
+    """
 
     round: int
     model: str
@@ -40,6 +44,7 @@ class Position:
     seen: int
     loss_sum: float
     final: bool = False
+    replicas: int = 0
 
 
 class Checkpoints:
@@ -50,7 +55,13 @@ class Checkpoints:
         self._folders, self._keep, self._group = folders, keep, group
         self._pending: tuple[Any, Path, Position] | None = None
 
-    def save(self, replica: Replica, optimizer: torch.optim.Optimizer, position: Position) -> None:
+    def save(
+        self,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        position: Position,
+        outer: OuterOptimizer | None = None,
+    ) -> None:
         """Starts to save; returns once the tensors are copied, so that training may go on."""
         self.finish()
         place = _END if position.final else f"step-{position.step:08d}"
@@ -60,7 +71,11 @@ class Checkpoints:
             folder.mkdir(parents=True)
         dist.barrier(self._group)
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        state = dict(_state(replica, optimizer))
+        own = ""
+        if outer is not None:
+            own = _own(replica.meshes.place("dp"))
+            position = replace(position, replicas=replica.strategy.mesh.dp)
+        state = {**dict(_state(replica, optimizer, own)), **dict(_outer_state(replica, outer))}
         response = async_save(state, storage_writer=writer, process_group=self._group)
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
@@ -104,13 +119,32 @@ class Checkpoints:
         return Path(path), Position(**values)
 
     def load(
-        self, path: Path, replica: Replica, optimizer: torch.optim.Optimizer, *, weights: bool = True
+        self,
+        path: Path,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        outer: OuterOptimizer | None = None,
+        *,
+        weights: bool = True,
     ) -> None:
-        """Puts a checkpoint's tensors into this rank's parts; without `weights` only the optimizer's."""
+        """Puts a checkpoint's tensors into this rank's parts; without `weights` only the optimizers'.
+
+        Of another number of replicas that trained apart, each of these goes on from one of those, in turn;
+        replicas that train together all go on from the first.
+        """
         fill_state(optimizer)
-        state = {k: v for k, v in _state(replica, optimizer) if weights or k.startswith("optimizer/")}
+        replicas = Position(**json.loads((path / _STATE).read_text())["position"]).replicas
+        place = replica.meshes.place("dp") if replica.strategy.local_steps else 0
+        own = _own(place % replicas) if replicas else ""
+        found = dict(_state(replica, optimizer, own))
+        if replicas:
+            found.update(_outer_state(replica, outer))
+        learnt = (f"{own}model/", "outer/anchor/")
+        state = {name: tensor for name, tensor in found.items() if weights or not name.startswith(learnt)}
         reader = HuggingFaceStorageReader(str(path))
         load(state, storage_reader=reader, process_group=self._group)
+        if outer is not None and weights and not replicas:
+            outer.depart()
 
     def _whole(self, wanted: Callable[[Position], bool]) -> Iterator[tuple[Path, Position]]:
         """Those wanted whose files are what their description says, newest first, from any place."""
@@ -126,17 +160,29 @@ class Checkpoints:
                 continue
 
 
-def _state(replica: Replica, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _own(place: int) -> str:
+    return f"replica-{place}/"
+
+
+def _outer_state(replica: Replica, outer: OuterOptimizer | None) -> Iterator[tuple[str, Tensor]]:
+    if outer is not None:
+        names = {id(tensor): name for name, tensor in replica.tensors()}
+        trained = [plain_name(names[id(parameter)]) for parameter in replica.parameters()]
+        for name, tensor in outer.state(trained):
+            yield f"outer/{name}", tensor
+
+
+def _state(replica: Replica, optimizer: torch.optim.Optimizer, own: str = "") -> Iterator[tuple[str, Tensor]]:
     """Weights, buffers and the optimizer's state by names that hold at any number of ranks."""
     names: dict[int, str] = {}
     for name, tensor in replica.tensors():
         names[id(tensor)] = name
-        yield f"model/{name}", tensor.detach()
+        yield f"{own}model/{name}", tensor.detach()
     inner = getattr(optimizer, "optim", optimizer)
     for parameter, values in inner.state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
-                yield f"optimizer/{plain_name(names[id(parameter)])}/{key}", value
+                yield f"{own}optimizer/{plain_name(names[id(parameter)])}/{key}", value
 
 
 def _seal(folder: Path, position: Position) -> None:

@@ -135,7 +135,7 @@ class GroupWorkshop:
         bench.begin(order.round)
         assert bench.optimizer is not None
         if keep and fresh and (found := checkpoints.end(before=order.round)) is not None:
-            checkpoints.load(found[0], bench.replica, bench.optimizer, weights=False)
+            checkpoints.load(found[0], bench.replica, bench.optimizer, bench.outer, weights=False)
 
     def _end(self, bench: Bench, checkpoints: Checkpoints, order: Order, position: Position) -> None:
         """Keeps the optimizer's state, where the job says so, for whichever ranks train next."""
@@ -253,14 +253,14 @@ class GroupWorkshop:
             return 0
         path, position = found
         assert bench.optimizer is not None
-        checkpoints.load(path, bench.replica, bench.optimizer)
+        checkpoints.load(path, bench.replica, bench.optimizer, bench.outer)
         batches.load_state_dict({"position": position.step})
         done.seen, done.loss_sum = position.seen, position.loss_sum
         return position.step
 
     def _save(self, bench: Bench, checkpoints: Checkpoints, position: Position) -> int:
         assert bench.optimizer is not None
-        checkpoints.save(bench.replica, bench.optimizer, position)
+        checkpoints.save(bench.replica, bench.optimizer, position, bench.outer)
         return position.step
 
     def _deliver(

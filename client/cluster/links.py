@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from roundtable.client.files import write_file
 FILE = "links.json"
 _SIZES = (1 << 16, 1 << 20, 1 << 24)
 _REPEATS = 3
+_SIDE = {"cuda": 4096, "cpu": 512}
 # Between nodes over within: from where on halves, and from where on low-rank factors of gradients travel.
 _SLOW, _VERY_SLOW = 10.0, 100.0
 
@@ -28,7 +29,8 @@ _SLOW, _VERY_SLOW = 10.0, 100.0
 class Links:
     """Bus bandwidth of an all-reduce in bytes a second by payload: among a node's ranks, and between nodes.
 
-    Empty where there is one rank on a node, or one node. `at` is when it was measured, in seconds since the
+    Empty where there is one rank on a node, or one node. `products` are the operations a second of the
+    slowest rank's matrix products, by precision. `at` is when it was measured, in seconds since the
     epoch; `key` names hosts, devices, backend and versions, and what is measured counts for no other.
     """
 
@@ -37,6 +39,7 @@ class Links:
     at: float
     within: dict[int, float]
     between: dict[int, float]
+    products: dict[str, float] = field(default_factory=dict)
 
     def lines(self, now: float) -> list[str]:
         """For people."""
@@ -46,6 +49,9 @@ class Links:
         for name, found in (("within a node", self.within), ("between nodes", self.between)):
             rates = ", ".join(f"{rate / 1e9:.3g} GB/s at {_size(size)}" for size, rate in found.items())
             said.append(f"{name}: {rates or 'not measured, there is only one'}")
+        if self.products:
+            done = ", ".join(f"{rate / 1e12:.3g} in {name}" for name, rate in self.products.items())
+            said.append(f"matrix products of a device: Tflop/s {done}")
         return said
 
 
@@ -64,6 +70,7 @@ def known_links(folder: Path, device: torch.device, per_node: int, control: dist
     """The kept measurement, where it is of the same ranks; else a new one, which rank 0 keeps. Collective."""
     key = links_key(device, control)
     kept = read_links(folder, key) if dist.get_rank() == 0 else None
+    kept = kept if kept is not None and kept.products else None
     if "1" in gather_text("1" if kept is not None else "", control):
         return kept if kept is not None else Links(key, dist.get_world_size(), 0.0, {}, {})
     found = measure_links(device, per_node, key)
@@ -86,7 +93,7 @@ def measure_links(device: torch.device, per_node: int, key: str = "") -> Links:
     nodes = [list(range(first, first + per_node)) for first in range(0, world, per_node)]
     across = [list(range(place, world, per_node)) for place in range(per_node)]
     within, between = _rates(nodes, device), _rates(across, device)
-    return Links(key, world, time.time(), within, between)
+    return Links(key, world, time.time(), within, between, _products(device))
 
 
 def reduction_for(links: Links | None) -> tuple[Reduction, str]:
@@ -97,7 +104,7 @@ def reduction_for(links: Links | None) -> tuple[Reduction, str]:
     slower = within / between
     said = f"between nodes {between / 1e9:.3g} GB/s was measured, within them {within / 1e9:.3g}"
     if slower >= _VERY_SLOW:
-        return "powersgd", f"{said}: DDP's gradients travel as low-rank factors; local_steps would help more"
+        return "powersgd", f"{said}: DDP's gradients travel as low-rank factors"
     if slower >= _SLOW:
         return "bfloat16", f"{said}: DDP's gradients travel in bfloat16"
     return "exact", f"{said}: gradients travel as they are"
@@ -125,6 +132,23 @@ def _rates(groups: list[list[int]], device: torch.device) -> dict[int, float]:
     for group in made:
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)
+    return found
+
+
+def _products(device: torch.device) -> dict[str, float]:
+    """The slowest rank's, while all are busy."""
+    side, found = _SIDE[device.type], {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        one = torch.ones(side, side, dtype=dtype, device=device)
+        one @ one
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(_REPEATS):
+            one @ one
+        _wait(device)
+        seconds = torch.tensor((time.perf_counter() - began) / _REPEATS, dtype=torch.float64, device=device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        found[name] = 2.0 * side**3 / float(seconds)
     return found
 
 

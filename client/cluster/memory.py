@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from roundtable.client.cluster.activations import Pass, activations
+from roundtable.client.cluster.activations import Activations, Pass, activations
 from roundtable.client.cluster.anatomy import Anatomy, Weight
+from roundtable.client.cluster.buffers import Buffers, buffers_of, shards_weights
 from roundtable.client.cluster.pipeline import partition
 from roundtable.client.cluster.resources import format_bytes
 from roundtable.client.cluster.strategy import Strategy
@@ -23,8 +24,9 @@ class Estimate:
     """Bytes on the fullest device.
 
     `activations` is what one step keeps for its backward pass, `working` the largest temporaries beside
-    it, `communication` gathered weights and reduction buffers. Gradients grow as activations shrink, so the
-    `peak` is less than the sum where one micro-batch makes a step.
+    it, `communication` gathered weights, what is reduced, and the copies of both that the backend makes.
+    Gradients grow as activations shrink, so the `peak` is less than the sum where one micro-batch makes a
+    step.
     """
 
     parameters: int
@@ -47,6 +49,7 @@ class Survey:
     `state_factor` is the optimizer's state in bytes for each byte of parameters: 2 for Adam, 0 for plain SGD.
     `cannot_pipeline` says why the model cannot be cut into stages; empty where it can. In bfloat16 `trace` is
     under autocast, and `half` the pass of a model that is in it itself, as shards are when they are gathered.
+    `gloo`: collectives are gloo's, which work on copies of their own. `flops` are of one example.
     """
 
     anatomy: Anatomy
@@ -58,6 +61,8 @@ class Survey:
     cannot_split: dict[int, str]
     cannot_pipeline: str
     half: Trace | None = None
+    gloo: bool = False
+    flops: float = 0.0
 
 
 def estimate(survey: Survey, strategy: Strategy, accumulated: int) -> Estimate:
@@ -76,39 +81,60 @@ def _rank(survey: Survey, strategy: Strategy, accumulated: int, units: Sequence[
     anatomy, mesh = survey.anatomy, strategy.mesh
     here = [w for w in anatomy.weights if mesh.pp == 1 or anatomy.unit_of(w.name) in units]
     shards = mesh.fsdp if strategy.data_parallel in ("zero2", "zero3") else 1
-    split = sum(_split(survey, strategy, weight) * weight.itemsize for weight in here)
     held = sum(_part(survey, strategy, weight, shards) * weight.itemsize for weight in here)
     trained = [weight for weight in here if weight.trainable]
     gradients = sum(_part(survey, strategy, weight, shards) * weight.itemsize for weight in trained)
     share = mesh.dp if strategy.data_parallel == "zero1" else 1
     optimizer = gradients * survey.state_factor / share
+    if strategy.local_steps:
+        # Where the replicas parted, and the momentum of their meetings.
+        optimizer += gradients * (2 if strategy.outer_momentum else 1)
     temporaries = gradients * survey.optimizer_temporaries / share
     half = strategy.precision == "bfloat16" and shards_weights(strategy)
     traced = survey.half if half and survey.half is not None else survey.trace
     run = activations(Pass(anatomy, traced, survey.tensor_parallel, strategy), units, rank, accumulated)
     groups = _groups(survey, strategy, here)
-    gathered, reducing, of_block = _communication(strategy, groups, split)
+    buffers = buffers_of(strategy, groups, _after(survey, strategy, here), shards, survey.gloo)
     fixed = held + anatomy.buffer_bytes + optimizer
+    # A float64 copy of one gradient for its norm, or what an optimizer makes of one while it takes a step.
+    passing = 8 * max((_part(survey, strategy, weight, shards) for weight in trained), default=0.0)
     if strategy.offload:
-        fixed = gradients = temporaries = 0
-    blocks = max(1, len(groups) - 1)
+        fixed = gradients = temporaries = passing = 0
+    step = gradients + max(temporaries, passing)
     standing = _standing(strategy, gradients, accumulated)
+    peak = fixed + max(step, _peak(gradients, standing, run, buffers, groups))
+    kept = run.kept + run.constant
+    numbers = (held + anatomy.buffer_bytes, gradients, optimizer, kept, run.working, buffers.most, peak)
+    return Estimate(*(int(number) for number in numbers))
+
+
+def _peak(
+    gradients: float, standing: float, run: Activations, buffers: Buffers, groups: dict[str, float]
+) -> float:
+    """The most of a forward and backward pass, beside weights and optimizer."""
+    sizes = [size for key, size in groups.items() if key]
+    blocks, whole = max(1, len(sizes)), max(1.0, sum(groups.values()))
+    held, largest = gradients * sum(sizes) / whole, gradients * max(sizes, default=0.0) / whole
+
+    def there(count: int) -> float:
+        """Gradients when those of all blocks but the first `count` are."""
+        return standing or held * max(0, blocks - count) / blocks
+
     working = max(run.head, run.block)
     # A checkpointed block, computed again at the beginning of the backward pass or at its end.
-    again = run.again + run.block + of_block if run.again else 0.0
-    block_held = max((size for key, size in groups.items() if key), default=0.0) / shards
-    peak = fixed + max(
-        standing + run.constant + run.kept + working + gathered,
+    again = run.again + run.block + buffers.block if run.again else 0.0
+    return run.constant + max(
+        standing + run.kept + max(working + buffers.beside, buffers.arriving),
         # The last block's gradients are reduced when its own activations are gone.
-        standing + run.constant + run.kept * (blocks - 1) / blocks + working / 2 + reducing,
-        standing + run.constant + run.kept + again,
-        (standing or gradients - block_held) + run.constant + run.first + again,
-        gradients + max(temporaries, 0 if standing else working / 2),
+        standing + run.kept * (blocks - 1) / blocks + working / 2 + buffers.reducing,
+        standing + run.kept + again,
+        # Near the end of the backward pass activations are gone, and gradients there.
+        there(2) + min(2, blocks) * run.first + buffers.between,
+        there(2) + run.first + buffers.reducing,
+        (standing or gradients - largest) + run.first + again,
+        there(0) + buffers.ending,
+        gradients + (0.0 if standing else working / 2) - run.constant,
     )
-    communication = max(gathered, reducing)
-    kept = run.kept + run.constant
-    numbers = (held + anatomy.buffer_bytes, gradients, optimizer, kept, run.working, communication, peak)
-    return Estimate(*(int(number) for number in numbers))
 
 
 def _split(survey: Survey, strategy: Strategy, weight: Weight) -> float:
@@ -138,35 +164,19 @@ def _groups(survey: Survey, strategy: Strategy, here: Sequence[Weight]) -> dict[
     return groups
 
 
+def _after(survey: Survey, strategy: Strategy, here: Sequence[Weight]) -> float:
+    """Bytes of the trained weights that follow the blocks, such as a head's."""
+    anatomy = survey.anatomy
+    last = anatomy.units.index(anatomy.blocks[-1]) if anatomy.blocks else -1
+    following = set(anatomy.units[last + 1 :])
+    found = (w for w in here if w.trainable and anatomy.unit_of(w.name) in following)
+    return sum(_split(survey, strategy, weight) * weight.itemsize for weight in found)
+
+
 def _standing(strategy: Strategy, gradients: float, accumulated: int) -> float:
     """Gradients that are there while a backward pass goes on, whatever it has come to."""
-    buckets = strategy.data_parallel in ("ddp", "zero1")
+    buckets = strategy.data_parallel in ("ddp", "zero1") and not strategy.local_steps
     if buckets and accumulated > 1:
         # DDP's buckets stand beside the sums of the micro-batches before the last.
         return 2 * gradients
     return gradients if accumulated > 1 or buckets or strategy.mesh.pp > 1 else 0.0
-
-
-def _communication(strategy: Strategy, groups: dict[str, float], split: float) -> tuple[float, float, float]:
-    """(weights gathered for a pass, the same while gradients are reduced, while one block's are)."""
-    if not shards_weights(strategy):
-        return 0.0, 0.0, 0.0
-    # In bfloat16 a gradient is half as large, and is copied to float32 to be reduced.
-    half, copies = (0.5, 1.5) if strategy.precision == "bfloat16" else (1.0, 2.0)
-    root = groups[""]
-    largest = max((size for key, size in groups.items() if key), default=0.0)
-    if strategy.data_parallel == "zero2" or strategy.mesh.pp > 1:
-        gathered, while_reducing = split, split
-    else:
-        # A block's weights, and those of the next on their way; then its gradients and their copy.
-        gathered, while_reducing = root + 2 * largest, root + largest
-    return (
-        half * gathered,
-        half * while_reducing + copies * max(largest, root),
-        half * while_reducing + copies * largest,
-    )
-
-
-def shards_weights(strategy: Strategy) -> bool:
-    """Whether weights lie in shards and are gathered to be used."""
-    return strategy.data_parallel in ("zero2", "zero3")

@@ -80,7 +80,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], meshes: Meshes, device: to
     for parameter in parameters:
         if parameter.grad is not None and meshes.owns(parameter, within=meshes.apart):
             part = local_of(parameter.grad)
-            total += part.double().square().sum().to(device)
+            total += torch.linalg.vector_norm(part, dtype=torch.float64).square().to(device)
     dist.all_reduce(total, group=meshes.inner() if meshes.apart else None)
     return total.sqrt()
 

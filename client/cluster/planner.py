@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from roundtable.client.cluster.composition import is_example_level, narrowed, with_noisy_gradient
 from roundtable.client.cluster.links import Links, reduction_for
+from roundtable.client.cluster.meetings import apart
 from roundtable.client.cluster.memory import Estimate, Survey, estimate
 from roundtable.client.cluster.resources import ClusterTable, Resources, format_bytes
 from roundtable.client.cluster.strategy import Checkpointing, DataParallel, Mesh, Reduction, Strategy
@@ -57,12 +59,15 @@ def make_plan(
     batch = job.algorithm.batch_size
     allowed = int(resources.memory * HEADROOM)
     reasons: list[str] = []
-    tried: dict[tuple[Mesh, DataParallel, bool], tuple[int, Strategy]] = {}
+    tried: dict[tuple[Mesh, DataParallel, bool, int], tuple[int, Strategy]] = {}
     check_by_hand(resources, table)
     private, table = is_example_level(job), narrowed(job, resources, table)
-    reduction, why = reduction_for(None if private else links)
-    reasons += [why] if why else []
-    for strategy in _candidates(survey, resources, job, table, reasons, reduction):
+    reduction, travel = reduction_for(None if private else links)
+    meeting, parting = apart(survey, resources, job, table, links)
+    reasons += [why for why in (parting, "" if meeting else travel) if why]
+    for strategy in chain.from_iterable(
+        _candidates(survey, resources, job, each, reasons, reduction) for each in (meeting, table) if each
+    ):
         share = -(-batch // strategy.mesh.data)
         found = estimate(survey, strategy, -(-share // strategy.micro_batch))
         found = with_noisy_gradient(found) if private else found
@@ -72,7 +77,7 @@ def make_plan(
             reasons.append(f"{strategy} fits: {format_bytes(found.peak)} of {format_bytes(allowed)}")
             count = -(-share // strategy.micro_batch)
             return Plan(strategy, found, resources, survey.anatomy.elements, count, tuple(reasons))
-        key = (strategy.mesh, strategy.data_parallel, strategy.offload)
+        key = (strategy.mesh, strategy.data_parallel, strategy.offload, strategy.local_steps)
         if key not in tried or found.peak < tried[key][0]:
             tried[key] = (found.peak, strategy)
     if not tried:
@@ -174,7 +179,9 @@ def _data_meshes(
     """How the ranks that see different examples share the model."""
     hand = table.strategy
     ep = hand.ep or 1
-    for kind in [hand.data_parallel] if hand.data_parallel else _KINDS:
+    # Replicas that train apart cannot share one optimizer's state out.
+    kinds = [kind for kind in _KINDS if not (hand.local_steps and kind == "zero1")]
+    for kind in [hand.data_parallel] if hand.data_parallel else kinds:
         shapes = [(data, 1)] if kind in ("none", "ddp", "zero1") else [(1, data)]
         within = resources.devices // tp
         if kind in ("zero2", "zero3") and 1 < within < data and data % within == 0:
@@ -231,7 +238,7 @@ def _variants(
                 hand.checkpoint_every or 1,
                 offload,
                 table.precision,
-                hand.reduction or (reduction if kind == "ddp" else "exact"),
+                hand.reduction or (reduction if kind == "ddp" and not hand.local_steps else "exact"),
                 hand.local_steps or 0,
                 hand.outer_learning_rate or 1.0,
                 hand.outer_momentum or 0.0,

@@ -95,10 +95,30 @@ class Strategy:
             raise ConfigError(f"reduction = {self.reduction!r} is a hook of DDP; data_parallel is {kind!r}")
         if self.local_steps and mesh.dp == 1:
             raise ConfigError("local_steps lets the replicas of dp train apart, and there is only one")
+        if self.local_steps:
+            self._check_apart()
         if self.offload and not sharded:
             raise ConfigError("offload = true needs zero2 or zero3, which keep parameters in shards")
         if (self.virtual_stages > 1) != (self.schedule == "interleaved"):
             raise ConfigError("virtual_stages above 1 and schedule = 'interleaved' belong together")
+
+    def _check_apart(self) -> None:
+        """What does not go with replicas that train apart."""
+        if self.data_parallel == "zero1":
+            raise ConfigError(
+                "local_steps and data_parallel = 'zero1': its ranks share one optimizer's state out, and "
+                "replicas that train apart each need their own; use ddp, zero2 or zero3"
+            )
+        if self.reduction != "exact":
+            raise ConfigError(
+                f"local_steps and reduction = {self.reduction!r}: replicas that train apart reduce no "
+                "gradients; leave one of the two out"
+            )
+        if self.offload:
+            raise ConfigError(
+                "local_steps and offload = true: the replicas meet over the devices' network, where "
+                "parameters in CPU memory are not; leave one of the two out"
+            )
 
     def to_plain(self) -> dict[str, Any]:
         """JSON values."""

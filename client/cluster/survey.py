@@ -16,6 +16,7 @@ from roundtable.client.cluster.memory import Survey
 from roundtable.client.cluster.pipeline import Given, inputs_of, keep_only, partition
 from roundtable.client.cluster.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.client.cluster.tracing import Trace, fake_model, trace
+from roundtable.client.cluster.work import count_work
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
 
@@ -43,6 +44,8 @@ def survey(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool = Fal
         {degree: cannot_split(task, plan, batch, degree) for degree in _DEGREES},
         cannot_pipeline(task, anatomy, batch),
         in_half(task, batch) if bfloat16 else None,
+        device == "cpu",
+        count_work(task, batch).flops,
     )
 
 

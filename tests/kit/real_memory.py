@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from roundtable.core.task import Site, initial_state
 SIZES: dict[str, dict[str, Any]] = {
     "deep": {"dim": 128, "layers": 8, "heads": 4, "hidden": 512, "vocabulary": 500, "length": 64},
     "many words": {"dim": 128, "layers": 4, "heads": 4, "hidden": 256, "vocabulary": 8000, "length": 32},
+    "large": {"dim": 512, "layers": 2, "heads": 8, "hidden": 2048, "vocabulary": 1000, "length": 32},
+    "four large": {"dim": 512, "layers": 4, "heads": 8, "hidden": 2048, "vocabulary": 1000, "length": 32},
     "experts": {
         "dim": 128,
         "layers": 4,
@@ -80,14 +82,60 @@ def _measure(model: str, strategy: Strategy, count: int) -> Measured:
 
 
 def peak_of(traced: profile) -> int:
-    """The most bytes that were allocated at a time since the profile began."""
+    """The most bytes that were allocated at a time since the profile began.
+
+    The profiler does not see what a thread of gloo frees, which is at times the one that lets go last of what
+    a collective was given or copied. Such a block is counted until its place is allocated again or the next
+    collective begins, by when it is gone.
+    """
     assert traced.profiler is not None
     results: Any = traced.profiler.kineto_results
+    changes = sorted(_changes(results.experimental_event_tree(), 0), key=lambda change: change.at)
+    ends, there = _with_ends(changes), dict[int, _Change]()
+    lost: list[_Change] = []
     level = most = 0
-    for event in sorted(
-        (event for event in results.events() if event.name() == "[memory]"),
-        key=lambda event: event.start_ns(),
-    ):
-        level += event.nbytes()
+    for change in changes:
+        if change.call:
+            gone = [old for old in lost if old.call != change.call and there.get(old.address) is old]
+            level -= sum(there.pop(old.address).size for old in gone)
+            lost = [old for old in lost if old.call == change.call]
+        before = there.pop(change.address, None)
+        if change.size > 0:
+            level -= before.size if before is not None else 0
+            there[change.address] = change
+            if change.call and change not in ends:
+                lost.append(change)
+        level += change.size
         most = max(most, level)
     return most
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Bytes allocated, or less than none for freed; `call` is when the collective began that did it, or 0."""
+
+    at: int
+    address: int
+    size: int
+    call: int
+
+
+def _changes(events: Sequence[Any], call: int) -> Iterator[_Change]:
+    for event in events:
+        if event.tag.name == "Allocation":
+            found = event.extra_fields
+            yield _Change(event.start_time_ns, found.ptr, found.alloc_size, call)
+        outermost = not call and event.name.startswith(("c10d::", "FSDP::"))
+        yield from _changes(event.children, event.start_time_ns if outermost else call)
+
+
+def _with_ends(changes: Sequence[_Change]) -> set[_Change]:
+    """The allocations whose end was seen."""
+    began: dict[int, _Change] = {}
+    found = set()
+    for change in changes:
+        if change.size > 0:
+            began[change.address] = change
+        elif change.address in began:
+            found.add(began.pop(change.address))
+    return found

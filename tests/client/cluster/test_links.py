@@ -15,7 +15,9 @@ def test_links_are_measured_within_and_between_nodes_and_kept(tmp_path: Path) ->
     found = run_ranks(probe_twice, 4, tmp_path, 2)
     first, second = found[0]
     assert sorted(first.within) == sorted(first.between) == [1 << 16, 1 << 20, 1 << 24]
-    assert all(rate > 0 for rate in (*first.within.values(), *first.between.values()))
+    rates = (*first.within.values(), *first.between.values(), *first.products.values())
+    assert all(rate > 0 for rate in rates)
+    assert sorted(first.products) == ["bfloat16", "float32"]
     # The second time it is read, and every rank had the same figures the first time.
     assert second == first == read_links(tmp_path)
     assert all(asdict(each[0])["within"] == first.within for each in found)
@@ -39,8 +41,9 @@ def test_slow_links_between_nodes_decide_how_gradients_travel() -> None:
 
 
 def test_people_read_the_age() -> None:
-    links = Links("k", 4, 1000.0, {1 << 20: 2e9}, {})
+    links = Links("k", 4, 1000.0, {1 << 20: 2e9}, {}, {"float32": 6e13})
     said = links.lines(1000.0 + 3 * 86400)
     assert said[0].startswith("measured 3 days ago on 4 ranks")
     assert said[1] == "within a node: 2 GB/s at 1 MiB"
     assert said[2] == "between nodes: not measured, there is only one"
+    assert said[3] == "matrix products of a device: Tflop/s 60 in float32"

@@ -52,6 +52,20 @@ TWO: dict[str, Case] = {
     "words bfloat16": ("many words", two("ddp", **HALF), 1),
     "words 1f1b": ("many words", plan("none", 2, pp=2), 4),
     "words tp": ("many words", two("none", tp=2), 1),
+    # Blocks of 16 MiB: what collectives hold and copy is most of it.
+    "large ddp": ("large", two("ddp"), 1),
+    "large zero1": ("large", two("zero1"), 1),
+    "large zero2": ("large", two("zero2"), 1),
+    "large zero3": ("large", two("zero3"), 1),
+    "large zero3 accumulated": ("large", two("zero3"), 2),
+    "large zero3 bfloat16": ("large", two("zero3", **HALF), 1),
+    "large zero2 bfloat16": ("large", two("zero2", **HALF), 1),
+    "large every": ("large", two("zero3", checkpointing="every"), 1),
+    "large selective": ("large", two("zero3", checkpointing="selective"), 1),
+    "four large zero2": ("four large", two("zero2"), 1),
+    "four large zero3": ("four large", two("zero3"), 1),
+    "four large zero3 bfloat16": ("four large", two("zero3", **HALF), 1),
+    "four large every": ("four large", two("zero3", checkpointing="every"), 1),
 }
 FOUR: dict[str, Case] = {
     "hsdp": ("deep", plan("zero3", 4, dp=2, fsdp=2), 1),
@@ -59,6 +73,12 @@ FOUR: dict[str, Case] = {
     "pp fsdp": ("deep", plan("zero2", 2, pp=2, fsdp=2), 4),
     "pp tp": ("deep", plan("none", 2, pp=2, tp=2, sequence_parallel=True), 4),
     "ep of four": ("experts", plan("zero3", 4, fsdp=4, ep=2), 1),
+    "large zero2": ("large", plan("zero2", 1, fsdp=4), 1),
+    "large zero3": ("large", plan("zero3", 1, fsdp=4), 1),
+    "large hsdp": ("large", plan("zero3", 1, dp=2, fsdp=2), 1),
+    "large every": ("large", plan("zero3", 1, fsdp=4, checkpointing="every"), 1),
+    "large selective": ("large", plan("zero3", 1, fsdp=4, checkpointing="selective"), 1),
+    "four large zero3": ("four large", plan("zero3", 1, fsdp=4), 1),
 }
 
 
