@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import grpc
 
@@ -34,6 +35,7 @@ from roundtable.server.uploads import Part, Uploads
 log = logging.getLogger("roundtable.server.agents")
 
 HELLO_SECONDS = 30.0
+GOODBYE_SECONDS = 5.0
 MESSAGES_A_SECOND, MESSAGES_AT_ONCE = 200.0, 5000.0
 CLOCK_TOLERANCE = 60.0
 
@@ -65,8 +67,15 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
             await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=problem)))
             return
-        await self._services.together.write(lambda connection: remember(connection, client))
         welcome = self._welcome()
+        if not client.tasks and self._services.sessions.get(client.name) is not None:
+            # A doctor beside the agent: that goes on, and is not forgotten for one who offers nothing.
+            await context.write(agent_pb2.ToAgent(welcome=welcome))
+            with suppress(StopAsyncIteration, TimeoutError):
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    await anext(requests)
+            return
+        await self._services.together.write(lambda connection: remember(connection, client))
         await context.write(agent_pb2.ToAgent(welcome=welcome))
         session = self._services.sessions.open(client)
         session.revocations = welcome.revocations

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from powerless import errors_of, powerless
 from processes import free_port
+from scripted_agent import ScriptedAgent
 
 from roundtable.core.identity import create_ca, issue
 from roundtable.doctor import Check
 from roundtable.doctor_agent import examine_agent
+from roundtable.operator import OperatorClient
 from roundtable.server import Coordinator, load_server_config
 
 Command = Any
@@ -37,7 +39,8 @@ class Silo:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         create_ca(folder / "ca")
-        issue(folder / "ca", "hub", "coordinator", folder / "hub", ["127.0.0.1"])
+        issue(folder / "ca", "hub", "coordinator", folder / "hub", ["127.0.0.1", "localhost"])
+        issue(folder / "ca", "olga", "viewer", folder / "olga")
         issue(folder / "ca", "north", "agent", folder / "credentials")
         (folder / "small.py").write_text(TASK)
 
@@ -95,6 +98,18 @@ async def test_a_sound_silo(silo: Silo, coordinator: Coordinator) -> None:
     assert {check.state for check in checks.values()} == {"ok"}, checks
     assert checks["clock"].message.endswith("from the coordinator's")
     assert "small: small.py:Small" in checks["tasks"].message
+
+
+async def test_it_does_the_agent_no_harm_that_runs_elsewhere(silo: Silo, coordinator: Coordinator) -> None:
+    async with ScriptedAgent(coordinator.port, silo.folder / "credentials", tasks=("small",)):
+        running = coordinator._sessions.get("north")
+        checks = await checks_of(silo.write(f"127.0.0.1:{coordinator.port}"))
+        assert {check.state for check in checks.values()} == {"ok"}, checks
+        assert running is not None
+        assert coordinator._sessions.get("north") is running
+        with OperatorClient(f"127.0.0.1:{coordinator.port}", silo.folder / "olga") as operator:
+            (client,) = await asyncio.to_thread(operator.clients)
+        assert list(client.tasks) == ["small"]
 
 
 async def test_the_command_at_the_silo(silo: Silo, coordinator: Coordinator, roundtable: Command) -> None:
