@@ -262,9 +262,9 @@ class SecureRounds:
         await self._post(m.AggregationFailed(train, f"secure aggregation: {error}{reasons}"))
 
     async def _collect(self, attempt: SecureAttempt, seconds: float) -> None:
-        """Until everybody who is awaited has answered, or for so long."""
+        """Until everybody who is awaited has answered, the attempt is given up, or for so long."""
         end = asyncio.get_running_loop().time() + seconds
-        while not attempt.server.ready:
+        while self._attempt is attempt and not attempt.server.ready:
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(end):

@@ -24,7 +24,8 @@ from roundtable.privacy.secagg.wire import Kind, unseal
 from roundtable.proto import operator_pb2
 
 NAMES = ("alder", "birch", "cedar")
-TABLE = '[cohort]\nsize = 3\nretries = 9\ndeadline = "40s"\n'
+# A tenth of it is what a silo has to come back in, in a new process on a machine that may be busy.
+TABLE = '[cohort]\nsize = 3\nretries = 9\ndeadline = "400s"\n'
 NOISY = (
     QUIET
     + """
@@ -45,13 +46,14 @@ class Deaf:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.silo, self.kind, self.round, self.heard = "", Kind.EVIDENCE, 0, asyncio.Event()
+        self.gives_up = False
         handle, advertise = secure.SecureAttempts.handle, duties.Duties._advertise
 
         def told(attempts: Any, step: Any, message: bytes) -> bytes | None:
             here = self.round in (0, step.round) and attempts._name == self.silo
             if here and unseal(message).kind is self.kind:
                 self.heard.set()
-                return None
+                return self._give_up(attempts, step) if self.gives_up else None
             return handle(attempts, step, message)
 
         def first(own: Any, step: Any) -> None:
@@ -62,6 +64,13 @@ class Deaf:
 
         monkeypatch.setattr(secure.SecureAttempts, "handle", told)
         monkeypatch.setattr(duties.Duties, "_advertise", first)
+
+    @staticmethod
+    def _give_up(attempts: Any, step: Any) -> bytes:
+        """Instead of its share the silo says why it has none."""
+        client = attempts.find(step).client
+        attempts.forget(step)
+        return bytes(client.abort("its disk broke"))
 
     def keep(self, silo: str, kind: Kind, round: int = 0) -> None:
         self.silo, self.kind, self.round = silo, kind, round
@@ -243,28 +252,27 @@ def each_round_had_keys_of_its_own(federation: Federation, job: str, rounds: int
         assert released == {job: [rounds, 1]}
 
 
-@pytest.mark.slow
 async def test_a_round_that_may_have_been_seen_is_closed_and_the_next_goes_well(
     federation: Federation, deaf: Deaf
 ) -> None:
-    """The deadline of unmasking passes with two of three shares out: no other sum of that round is made."""
+    """One of three gives no share, two may have: no other sum of that round is made."""
     deaf.keep("cedar", Kind.EVIDENCE, round=1)
+    deaf.gives_up = True
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(federation.coordinator())
         await stack.enter_async_context(federation.agents(federation.trainers(COLUMNS)))
         operator = await stack.enter_async_context(federation.operator())
-        table = '[cohort]\nsize = 3\nretries = 1\ndeadline = "6s"\n'
-        job = str((await operator.submit(table + SECURE, rounds=2, vector=torch.zeros(COLUMNS))).id)
+        job = str((await operator.submit(TABLE + SECURE, rounds=2, vector=torch.zeros(COLUMNS))).id)
         events = await operator.watch_until(job, "finished")
         detail = await operator.job(job)
         path = federation.folder / "result.safetensors"
         path.write_bytes(await operator.fetch(detail.job.model.digest))
     (said,) = [event for event in events if event.kind == "round_closed"]
-    assert "shares of a secret" in said.message
+    assert "cedar: its disk broke" in said.message
     assert "went on with the next" in json.loads(said.detail)["fault"]["action"]
     assert "all 2 rounds are done, 1 of them without a model" in detail.job.reason
     closed, made = history(detail)
-    assert "shares of a secret" in closed["closed"]
+    assert "cedar: its disk broke" in closed["closed"]
     assert (closed["round"], closed["attempt"], closed["contributors"]) == (1, 1, [])
     assert (made["round"], made["attempt"], made["contributors"]) == (2, 1, sorted(NAMES))
     assert closed["model"] != made["model"]
