@@ -18,6 +18,8 @@ from roundtable.core.config import JobConfig
 _EFFICIENCY = 0.5
 # Reduction over computation of a step: from where on nodes train apart, and what is left of it then.
 DOMINATES, _LEFT = 4.0, 0.1
+# Seconds of reducing in a step below which there is nothing to gain.
+_WORTH = 0.01
 # As many as Douillard et al. 2023 take by default.
 _MOST = 500
 # Fewer meetings in a life of the outer optimizer than this gather no momentum worth the name.
@@ -57,7 +59,11 @@ def apart(
     """
     found = costs(survey, resources, job, links, table.precision)
     hand = table.strategy
-    if found is None or hand.local_steps is not None or found.reducing < DOMINATES * found.computing:
+    if (
+        found is None
+        or hand.local_steps is not None
+        or found.reducing < max(_WORTH, DOMINATES * found.computing)
+    ):
         return None, ""
     waits = found.reducing / found.computing
     said = (

@@ -71,6 +71,13 @@ def test_nodes_train_apart_where_reducing_dominates(ratio: float, steps: int) ->
     assert not steps or f"meet every {steps} steps" in str(plan.strategy)
 
 
+def test_a_small_model_s_gradients_are_reduced_though_they_dominate() -> None:
+    fast = links(50.0)
+    between = {size: rate * 1e6 for size, rate in fast.between.items()}
+    small = replace(fast, between=between, products={"float32": PRODUCTS * 1e6})
+    assert planned(small).strategy.local_steps == 0
+
+
 def test_one_device_on_each_node_is_a_replica() -> None:
     plan = planned(links(50.0), resources=Resources(4, 1, parse_bytes("2GiB"), "cpu"))
     assert (plan.strategy.mesh, plan.strategy.data_parallel) == (Mesh(dp=4), "ddp")
