@@ -80,7 +80,7 @@ def test_noise_in_shares(run):
 
 
 def test_a_sum_that_makes_no_model_is_not_summed_again(run):
-    """The model overflows once the sum is known: as in the service, the rounds are closed and stay charged."""
+    """The model overflows once the sum is known: as in the service, the rounds are closed, and charged."""
     table = {"level": "distributed", "secure_aggregation": True, "delta": 1e-3, "noise_multiplier": 1.0}
     settings = {**UNIFORM, "privacy": {**table, "clip_norm": 1e5}, "rounds": 2, "simulation__masking": "fast"}
     result = run(**settings, aggregation__server_optimizer={"name": "fedavg", "learning_rate": 1e38})
