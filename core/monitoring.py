@@ -199,7 +199,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pa
 async def _safely(page: Page, path: str) -> tuple[int, str, bytes]:
     try:
         return await page(path)
-    except Exception:  # noqa: BLE001  (watching must never end what is watched)
+    except Exception:  # watching must never end what is watched
         log.exception("the page %s cannot be made", path)
         return 500, TEXT, b"see the log\n"
 
