@@ -13,6 +13,8 @@ LEVELS = ("none", "client", "client_local", "distributed", "example", "dp_ftrl")
 CLIPPINGS = ("flat", "adaptive", "per_layer")
 ACCOUNTANTS = ("pld", "rdp", "prv")
 _ASKS = ("epsilon", "delta", "noise_multiplier")
+MOST_NOISE = 1e6
+LEAST_DELTA = 1e-13
 DISTRIBUTED_MECHANISMS = ("skellam", "discrete_gaussian")
 
 
@@ -113,6 +115,11 @@ class PrivacyConfig:
         for name in ("epsilon", "noise_multiplier"):
             if (value := getattr(self, name)) is not None:
                 _positive(name, value)
+        if self.noise_multiplier is not None and self.noise_multiplier > MOST_NOISE:
+            raise PrivacyError(
+                f"privacy.noise_multiplier is {self.noise_multiplier:g}: no model is left under so much "
+                f"noise, and no accountant can tell its epsilon from 0; give at most {MOST_NOISE:g}"
+            )
         if self.delta is None:
             raise PrivacyError(
                 "privacy.delta is missing: choose it well below 1 / population, for example 1e-5 for 1,000"
@@ -168,6 +175,11 @@ def check_delta(delta: float, population: int | None) -> None:
     """Raises `PrivacyError` unless 0 < `delta` < 1 / `population`: at 1/n, publishing one unit would do."""
     if not (isinstance(delta, int | float) and 0.0 < delta < 1.0):
         raise PrivacyError(f"privacy.delta is {delta}: it must be above 0 and below 1")
+    if delta < LEAST_DELTA:
+        raise PrivacyError(
+            f"privacy.delta is {delta:g}: below {LEAST_DELTA:g} the rounding of the accountants is larger "
+            "than what they are asked for; choose a larger one"
+        )
     if population is not None and delta * population >= 1.0:
         raise PrivacyError(
             f"privacy.delta is {delta:g}, not below 1 / {population} = {1 / population:g}: publishing one "

@@ -23,7 +23,7 @@ from roundtable.privacy.sampling import SamplingModel, accountant_for
 
 _POINTS = 12
 _WEAK, _HOPELESS = 10.0, 1.0
-_MEANINGLESS = 20.0
+_TINY, _MEANINGLESS = 0.01, 20.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def privacy_plan(
     std = _error_at(config, noise, sampling, rounds, 1) * config.clip_norm / _summed(config, cohort)
     epsilon = rows[-1].epsilon
     alternatives: tuple[Alternative, ...] = ()
-    if epsilon <= _MEANINGLESS:
+    if _TINY <= epsilon <= _MEANINGLESS:
         alternatives = _alternatives(config, epsilon, population, cohort, rounds, dimension)
     plan = PrivacyPlan(noise, std, epsilon, config.delta, _sentence(config, sampling), rows, alternatives, ())
     return replace(plan, warnings=_warnings(plan, config, sampling))

@@ -37,6 +37,8 @@ def test_asking_for_privacy_without_a_level_is_refused(key: str) -> None:
         ({"epsilon": float("nan")}, r"privacy\.epsilon is nan"),
         ({"delta": 1e-3}, "not below 1 / 1000"),
         ({"delta": 0.0}, r"privacy\.delta is 0\.0"),
+        ({"delta": 1e-300}, r"privacy\.delta is 1e-300: below 1e-13"),
+        ({"noise_multiplier": 1e30}, r"noise_multiplier is 1e\+30.*at most 1e\+06"),
         ({"delta": None}, r"delta"),
         ({"noise_multiplier": 0.0}, r"privacy\.noise_multiplier is 0\.0"),
         ({"clip_norm": 0.0}, r"privacy\.clip_norm is 0\.0"),

@@ -102,6 +102,14 @@ def test_a_meaningless_epsilon_is_called_so() -> None:
     assert any("number without a meaning" in warning for warning in found.warnings)
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp", "prv"])
+def test_noise_under_which_nothing_is_left_is_still_costed(accountant: str) -> None:
+    found = plan(config(epsilon=None, noise_multiplier=1e6, accountant=accountant))
+    assert 0.0 <= found.epsilon < 0.01
+    assert found.alternatives == ()
+    assert any("drowns everything" in said for said in found.warnings)
+
+
 def test_jobs_that_cannot_be_planned_are_refused() -> None:
     with pytest.raises(PrivacyError, match="no privacy to plan"):
         plan(PrivacyConfig())
