@@ -21,6 +21,7 @@ from roundtable.core.identity import create_ca, issue
 from roundtable.doctor import Check
 from roundtable.doctor_agent import examine_agent
 from roundtable.operator import OperatorClient
+from roundtable.proto.agent_pb2 import Heartbeat
 from roundtable.server import Coordinator, load_server_config
 
 Command = Any
@@ -101,7 +102,9 @@ async def test_a_sound_silo(silo: Silo, coordinator: Coordinator) -> None:
 
 
 async def test_it_does_the_agent_no_harm_that_runs_elsewhere(silo: Silo, coordinator: Coordinator) -> None:
-    async with ScriptedAgent(coordinator.port, silo.folder / "credentials", tasks=("small",)):
+    async with ScriptedAgent(coordinator.port, silo.folder / "credentials", tasks=("small",)) as agent:
+        await agent.say(heartbeat=Heartbeat(state="available"))
+        await agent.expect("heartbeat")
         running = coordinator._sessions.get("north")
         checks = await checks_of(silo.write(f"127.0.0.1:{coordinator.port}"))
         assert {check.state for check in checks.values()} == {"ok"}, checks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -222,7 +223,9 @@ async def test_a_call_cut_off_in_its_first_message_is_told_so(
 
     monkeypatch.setattr(AgentService, "_welcome", cut_while_it_is_sent)
     agent = ScriptedAgent(open_coordinator.port, tmp_path / "north")
-    assert (await agent.connect()).WhichOneof("message") == "welcome"
+    # The welcome is lost where the call's end is known by the time it is read.
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await agent.connect()
     with pytest.raises(grpc.aio.AioRpcError, match="has been revoked"):
         await agent.next()
     await agent.close()
