@@ -1,4 +1,4 @@
-"""Whether a job's rule can give an answer at all, with as many clients as a round may have."""
+"""Whether any round of a job can be: its rule with so many clients, its privacy budget with so much noise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from roundtable.aggregation.registry import RULES
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, ConfigError
 from roundtable.engine.plan import Plan
+from roundtable.privacy import compose
 
 _COLUMNS = 4
 _MOST = 256
@@ -38,3 +39,21 @@ def check_rule(job: JobConfig, plan: Plan, clients: int) -> None:
         aggregate(TensorMatrix(torch.zeros(count, _COLUMNS)), rows, replace(config, weights=weights))
     except AggregationError as error:
         raise ConfigError(f"[aggregation], in a round of {count}: {error}") from error
+
+
+def check_budget(plan: Plan) -> None:
+    """Raises ConfigError where the first round alone would spend more than the job's budget.
+
+    Left to the ledger are jobs whose silos account for themselves, and what earlier jobs have spent.
+    """
+    privacy, noise = plan.privacy, plan.privacy.noise_multiplier
+    if plan.central is None or privacy.level != "client" or noise is None or privacy.epsilon is None:
+        return
+    assert privacy.delta is not None
+    first = compose([plan.central.charge], privacy.delta, privacy.accountant)
+    if first > privacy.epsilon:
+        raise ConfigError(
+            f"the first round would spend epsilon = {first:.3g} of privacy.epsilon = {privacy.epsilon:g}, so "
+            f"there would be none: raise privacy.noise_multiplier ({noise:g}), or leave it out, and the "
+            "least noise that keeps the budget over all rounds is taken"
+        )

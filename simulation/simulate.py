@@ -21,7 +21,7 @@ from roundtable.core.errors import ResourceError, TaskError
 from roundtable.core.initial import initial_model
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task
 from roundtable.core.tracking import TrackedRun, Trackers, check_trackers
-from roundtable.engine.feasible import check_rule
+from roundtable.engine.feasible import check_budget, check_rule
 from roundtable.engine.messages import Note, RoundRecord, Step
 from roundtable.engine.plan import make_plan, weak_signal_of
 from roundtable.simulation.backend import World
@@ -72,6 +72,7 @@ def simulate(
         slices = tuple(place for _, place in layout.slices())
         plan = make_plan(job, job.simulation.clients, slices)
         check_rule(job, plan, job.simulation.clients)
+        check_budget(plan)
         check_task(world.task, job, layout)
         weak = weak_signal_of(job, plan, job.simulation.clients, layout.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)

@@ -7,7 +7,7 @@ import pytest
 from roundtable.core import parse_job
 from roundtable.core.errors import ConfigError
 from roundtable.engine import make_plan
-from roundtable.engine.feasible import check_rule
+from roundtable.engine.feasible import check_budget, check_rule
 
 
 def check(aggregation: str, clients: int, tables: str = "") -> None:
@@ -60,3 +60,17 @@ def test_what_a_round_may_satisfy(aggregation: str, clients: int) -> None:
 def test_a_sampled_cohort_has_no_size_to_judge() -> None:
     tables = '[cohort]\nstrategy = "poisson"\nprobability = 0.5'
     check('rule = "krum"\nparameters = { f = 4 }', 10, tables)
+
+
+@pytest.mark.parametrize(
+    ("noise", "sound"), [("noise_multiplier = 0.2", False), ("noise_multiplier = 2.0", True), ("", True)]
+)
+def test_noise_that_leaves_no_first_round(noise: str, sound: bool) -> None:
+    tables = '[cohort]\nsize = 10\n[evaluation]\nevery = 0\n[aggregation]\nweighting = "uniform"'
+    privacy = f'[privacy]\nlevel = "client"\nclip_norm = 1.0\ndelta = 1e-3\nepsilon = 8.0\n{noise}'
+    plan = make_plan(parse_job(f'task = "t"\n{tables}\n{privacy}\n'), 10)
+    if sound:
+        check_budget(plan)
+        return
+    with pytest.raises(ConfigError, match=r"would spend epsilon = .* of privacy.epsilon = 8, .*\(0\.2\)"):
+        check_budget(plan)
