@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import TaskError
+from roundtable.core.seeds import torch_generator
 
 # Above this an epoch's shuffled copy would cost more memory than gathering each batch costs time.
 _COPY_LIMIT_BYTES = 256 << 20
@@ -23,6 +25,21 @@ class Batch(NamedTuple):
     epoch: int
     size: int
     data: Any
+
+
+class Ordering(TypedDict):
+    """What decides which examples are in which batch, as `training_batches` and `epoch_orders` take it."""
+
+    batch_size: int
+    generator: torch.Generator
+    epochs: int
+    steps: int | None
+
+
+def ordering_of(job: JobConfig, round: int, client: str) -> Ordering:
+    """A client's in a round, wherever it trains: by the stream (seed, round, client, "batches")."""
+    table, generator = job.algorithm, torch_generator(job.seed, round, client, "batches")
+    return Ordering(batch_size=table.batch_size, generator=generator, epochs=table.epochs, steps=table.steps)
 
 
 class NoExamples(TaskError):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from roundtable.client.algorithms import Correction, make_algorithm
 from roundtable.client.arrays import arrays_of, fit_result, state_of
-from roundtable.client.batches import Batch, count_examples, training_batches
+from roundtable.client.batches import Batch, count_examples, ordering_of, training_batches
 from roundtable.client.borrowing import borrowed, isolated_randomness, outside
 from roundtable.client.metrics import Metrics
 from roundtable.client.micro_batches import CannotSplit, backward_in_parts, check_splittable
@@ -28,7 +28,7 @@ from roundtable.client.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
-from roundtable.core.seeds import derive_seed, torch_generator
+from roundtable.core.seeds import derive_seed
 from roundtable.core.task import AnyTask, ArrayTask, Site, Task
 
 Progress = Callable[[int, int, float], None]
@@ -135,14 +135,7 @@ def train(
                     task, module, run.optimizer, data, job, correction, device, protection
                 )
             else:
-                batches = training_batches(
-                    data,
-                    batch_size=job.algorithm.batch_size,
-                    generator=torch_generator(job.seed, round, client, "batches"),
-                    epochs=job.algorithm.epochs,
-                    steps=job.algorithm.steps,
-                    device=device,
-                )
+                batches = training_batches(data, **ordering_of(job, round, client), device=device)
                 run.fit(batches, correction, _total(data, job))
             delta = torch.empty(layout.size) if out is None else out
             layout.flatten(module, delta).sub_(start)

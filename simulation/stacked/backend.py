@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roundtable.client.batches import as_tensors, epoch_orders
+from roundtable.client.batches import as_tensors, epoch_orders, ordering_of
 from roundtable.client.borrowing import isolated_randomness
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import InvalidUpdate, RoundtableError
-from roundtable.core.seeds import derive_seed, torch_generator
+from roundtable.core.seeds import derive_seed
 from roundtable.core.task import ArrayTask, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World, can_sum
 from roundtable.simulation.clients import DATA_BUDGET, Clients
@@ -253,19 +253,13 @@ class Stacked:
     def _turns(self, round: int, clients: Sequence[_Client]) -> Iterator[Turn]:
         """The steps of these clients, whose data are on the device from here on."""
         assert self._pool is not None
-        job, table = self.world.job, self.world.job.algorithm
+        job = self.world.job
         starts = self._pool.hold([client.work.index for client in clients], self._load)
         orders = []
         for client, start in zip(clients, starts, strict=True):
-            epochs = epoch_orders(
-                client.examples,
-                batch_size=table.batch_size,
-                generator=torch_generator(job.seed, round, client.work.client, "batches"),
-                epochs=table.epochs,
-                steps=table.steps,
-            )
+            epochs = epoch_orders(client.examples, **ordering_of(job, round, client.work.client))
             orders.append([start + order.numpy() for order in epochs])
-        return turns(orders, table.batch_size)
+        return turns(orders, job.algorithm.batch_size)
 
     def _where(self, places: np.ndarray) -> Where:
         first, last = int(places[0]), int(places[-1])

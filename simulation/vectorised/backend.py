@@ -19,11 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundtable.client.batches import as_tensors, count_examples, epoch_orders, training_batches
+from roundtable.client.batches import (
+    as_tensors,
+    count_examples,
+    epoch_orders,
+    ordering_of,
+    training_batches,
+)
 from roundtable.client.borrowing import isolated_randomness
 from roundtable.client.training import SILO_LEVELS
 from roundtable.core.errors import InvalidUpdate
-from roundtable.core.seeds import derive_seed, torch_generator
+from roundtable.core.seeds import derive_seed
 from roundtable.core.task import ArrayTask, Task, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.clients import Clients
@@ -144,32 +150,19 @@ class Vectorised:
         job, examples = self.world.job, as_tensors(data)
         if not examples or not len(examples[0]):
             return None
-        table = job.algorithm
-        orders = epoch_orders(
-            len(examples[0]),
-            batch_size=table.batch_size,
-            generator=torch_generator(job.seed, round, client, "batches"),
-            epochs=table.epochs,
-            steps=table.steps,
-        )
+        size = job.algorithm.batch_size
+        orders = epoch_orders(len(examples[0]), **ordering_of(job, round, client))
         first = next(orders)
-        if not steps.takes_rows(examples, first[: table.batch_size], update):
+        if not steps.takes_rows(examples, first[:size], update):
             return None
-        return steps.take_rows(examples, chain([first], orders), table.batch_size, update, rate)
+        return steps.take_rows(examples, chain([first], orders), size, update, rate)
 
     def _replayed(
         self, steps: Steps, data: Any, update: Update, rate: float, round: int, client: str
     ) -> tuple[Tensor, list[int]]:
         """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
         job = self.world.job
-        batches = training_batches(
-            data,
-            batch_size=job.algorithm.batch_size,
-            generator=torch_generator(job.seed, round, client, "batches"),
-            epochs=job.algorithm.epochs,
-            steps=job.algorithm.steps,
-            device=self.device,
-        )
+        batches = training_batches(data, **ordering_of(job, round, client), device=self.device)
         first = next(batches)
         steps.prepare(first.data, update)
         seed = derive_seed(job.seed, round, client, "training")
