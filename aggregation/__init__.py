@@ -10,10 +10,6 @@ that a job file uses.
 
 from roundtable.aggregation import rules
 from roundtable.aggregation.diagnosis import Diagnosis
-from roundtable.aggregation.files import FileMatrix
-from roundtable.aggregation.gram import combine, gram, squared_distances, squared_norms
-from roundtable.aggregation.matrix import MixedRows, TensorMatrix, UpdateMatrix
-from roundtable.aggregation.mean import StreamingMean
 from roundtable.aggregation.optimizers import (
     FedAdagrad,
     FedAdam,
@@ -28,6 +24,10 @@ from roundtable.aggregation.optimizers import (
 from roundtable.aggregation.pipeline import Aggregate, AggregationConfig, aggregate
 from roundtable.aggregation.preaggregation import PRE_AGGREGATIONS
 from roundtable.aggregation.registry import ENTRY_POINT_GROUP, RULES, RuleResult, find_rule, rule_names
+from roundtable.aggregation.rows.file_matrix import FileMatrix
+from roundtable.aggregation.rows.gram import combine, gram, squared_distances, squared_norms
+from roundtable.aggregation.rows.matrix import MixedRows, TensorMatrix, UpdateMatrix
+from roundtable.aggregation.rules.mean import StreamingMean
 from roundtable.aggregation.schedules import Schedule
 from roundtable.aggregation.stages import Context
 from roundtable.aggregation.validation import ClientRow, Exclusion, check_update

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from roundtable.aggregation.gram import squared_distances
+from roundtable.aggregation.rows.gram import squared_distances
 from roundtable.aggregation.validation import Exclusion
 
 _ARRAYS = ("norms", "influence", "contribution", "cosine", "distance")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundtable.aggregation.matrix import CELL, UpdateMatrix
 from roundtable.aggregation.registry import Kept, RuleResult
+from roundtable.aggregation.rows.matrix import CELL, UpdateMatrix
 
 _SAMPLED_CELLS = 32
 

@@ -12,12 +12,12 @@ import torch
 
 from roundtable.aggregation.conditions import NotFinite
 from roundtable.aggregation.diagnosis import Diagnosis, contributions, pairwise
-from roundtable.aggregation.gram import gram
 from roundtable.aggregation.influence import sampled_shares
-from roundtable.aggregation.matrix import UpdateMatrix
 from roundtable.aggregation.preaggregation import find_pre_aggregation
-from roundtable.aggregation.reductions import is_finite
 from roundtable.aggregation.registry import Rule, RuleResult, find_rule
+from roundtable.aggregation.rows.gram import gram
+from roundtable.aggregation.rows.matrix import UpdateMatrix
+from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.aggregation.stages import Context, Stages
 from roundtable.aggregation.validation import (
     ClientRow,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundtable.aggregation.conditions import require, require_positive
-from roundtable.aggregation.gram import finite_gram, finite_norms, squared_distances, without_rounding
-from roundtable.aggregation.matrix import UpdateMatrix
 from roundtable.aggregation.registry import check_parameters
+from roundtable.aggregation.rows.gram import finite_gram, finite_norms, squared_distances, without_rounding
+from roundtable.aggregation.rows.matrix import UpdateMatrix
 from roundtable.core.errors import AggregationError, ConfigError
 from roundtable.core.seeds import numpy_generator
 

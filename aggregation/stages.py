@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundtable.aggregation.matrix import MixedRows, UpdateMatrix
 from roundtable.aggregation.preaggregation import find_pre_aggregation
 from roundtable.aggregation.registry import Rule, RuleResult, find_rule
+from roundtable.aggregation.rows.matrix import MixedRows, UpdateMatrix
 from roundtable.aggregation.validation import Exclusion
 from roundtable.core.errors import AggregationError
 from roundtable.core.seeds import derive_seed

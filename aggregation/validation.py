@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from roundtable.aggregation.gram import gram, squared_norms
-from roundtable.aggregation.matrix import TensorMatrix, UpdateMatrix
+from roundtable.aggregation.rows.gram import gram, squared_norms
+from roundtable.aggregation.rows.matrix import TensorMatrix, UpdateMatrix
 from roundtable.core.errors import InvalidUpdate
 
 ValidationPolicy = Literal["exclude", "clip", "fail"]

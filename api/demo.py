@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import roundtable
+from roundtable.child_processes import Children
 from roundtable.core.errors import ConfigError, ResourceError, UnavailableError
-from roundtable.core.identity import create_ca, issue
-from roundtable.processes import Children
+from roundtable.core.identity.credentials import create_ca, issue
 
 if TYPE_CHECKING:
     from roundtable.core.config import JobConfig
@@ -115,7 +115,7 @@ class Demo:
     def _write_shards(self, job: JobConfig) -> None:
         import numpy as np
 
-        from roundtable.simulation.partition import make_partition
+        from roundtable.simulation.world.partition import make_partition
 
         images, labels = _digits()
         partition = make_partition(job.simulation.partition, job.seed)
@@ -162,10 +162,10 @@ class Demo:
 
     def _centralised(self, prepared: Prepared) -> float:
         """Test accuracy of the same task trained on all silos' data in one place, with as many passes."""
-        from roundtable.client.evaluation import evaluate
-        from roundtable.client.training import train
+        from roundtable.client.training.evaluation import evaluate
+        from roundtable.client.training.local_training import train
         from roundtable.core.task import Site, Task
-        from roundtable.simulation.sequential import one_thread
+        from roundtable.simulation.backends.sequential import one_thread
 
         task, job, layout = prepared.task, prepared.job, prepared.model.layout
         assert isinstance(task, Task)

@@ -17,8 +17,15 @@ from pathlib import Path
 from typing import Literal
 
 from roundtable.core.errors import RoundtableError
-from roundtable.core.handshake import check_connection, split_address
-from roundtable.core.identity import NODE_KEY, OPERATOR_ROLES, TOKEN, Credentials, Role, load_credentials
+from roundtable.core.identity.credentials import (
+    NODE_KEY,
+    OPERATOR_ROLES,
+    TOKEN,
+    Credentials,
+    Role,
+    load_credentials,
+)
+from roundtable.core.identity.handshake import check_connection, split_address
 
 _GIB = 1 << 30
 _SOON_DAYS = 30

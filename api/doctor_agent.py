@@ -10,13 +10,13 @@ from pathlib import Path
 
 import grpc
 
-from roundtable.client.config import AgentConfig, load_agent_config
-from roundtable.client.connection import Session, explain, hello, open_channel
-from roundtable.client.hashing import hash_of_task
-from roundtable.client.lock import locked
-from roundtable.client.workshop import choose_device
+from roundtable.client.agent.connection import Session, explain, hello, open_channel
+from roundtable.client.agent.state_lock import locked
+from roundtable.client.policy.config import AgentConfig, load_agent_config
+from roundtable.client.policy.task_hash import hash_of_task
+from roundtable.client.worker.executor import choose_device
 from roundtable.core.errors import ResourceError, RoundtableError
-from roundtable.core.handshake import check_connection
+from roundtable.core.identity.handshake import check_connection
 from roundtable.doctor import Check, clock, disk, folder_writable, machine, shown_credentials, taken
 from roundtable.proto.pieces import agents_stub
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from roundtable.core.errors import RoundtableError
-from roundtable.core.identity import NODE_CERTIFICATE, Authority
+from roundtable.core.identity.credentials import NODE_CERTIFICATE, Authority
 from roundtable.doctor import Check, clock, disk, folder_writable, machine, shown_credentials, taken
-from roundtable.server.bucket import Bucket
 from roundtable.server.config import ServerConfig
+from roundtable.server.storage.bucket import Bucket
 from roundtable.server.store import Database
 from roundtable.settings import coordinator_settings
 

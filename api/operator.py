@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Self
 import grpc
 from blake3 import blake3
 
-from roundtable.access import channel_credentials, signing_identity
 from roundtable.core.errors import ResourceError, RoundtableError, TransferError, UnavailableError
-from roundtable.core.handshake import check_connection, split_address
-from roundtable.core.signing import job_values, sign
+from roundtable.core.identity.handshake import check_connection, split_address
+from roundtable.core.identity.signing import job_values, sign
+from roundtable.operator_credentials import channel_credentials, signing_identity
 from roundtable.proto import CHUNK_BYTES, operator_pb2, operator_pb2_grpc
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
 from roundtable.rpc_errors import translated

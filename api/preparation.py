@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from roundtable.client.private_training import check_task
+from roundtable.client.training.private_training import check_task
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError, LayoutError
-from roundtable.core.initial import initial_model
+from roundtable.core.initial_model import initial_model
 from roundtable.core.models import Model, open_model
 from roundtable.core.task import AnyTask, load_task
-from roundtable.engine.feasible import check_rule
-from roundtable.engine.plan import make_plan, weak_signal_of
+from roundtable.engine.validation.feasibility import check_rule
+from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.privacy import PrivacyConfig
-from roundtable.simulation.config import check_population
-from roundtable.simulation.tables import check_tables
+from roundtable.simulation.world.config import check_population
+from roundtable.simulation.world.tables_check import check_tables
 
 
 @dataclass(frozen=True)

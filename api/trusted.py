@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from roundtable.client.root import NAME, RootData
+from roundtable.client.training.trusted_data import NAME, RootData
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, RoundtableError
 from roundtable.core.layout import Layout

@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from roundtable.core import JobConfig, Layout, Model
 from roundtable.core.errors import UnavailableError
-from roundtable.core.identity import create_ca, issue, load_credentials
+from roundtable.core.identity.credentials import create_ca, issue, load_credentials
 from roundtable.core.models import save_model
 from roundtable.operator import OperatorClient
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roundtable.privacy import NoiseSource, PrivacyConfig, compose, gaussian_charge, solve_noise
-from roundtable.privacy.audit import Audit, one_run_audit
+from roundtable.privacy.canary_audit import Audit, one_run_audit
 from roundtable.privacy.example_level import make_private
-from roundtable.privacy.example_level.training import secure_sources
+from roundtable.privacy.example_level.dp_sgd import secure_sources
 
 CLIP, DELTA = 1.0, 1e-6
 

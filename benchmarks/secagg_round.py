@@ -22,7 +22,7 @@ import torch
 from transport import coordinator, run_agent, spawn
 
 from roundtable.core import Layout, Model, parse_job, save_model
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.operator import OperatorClient
 
 AGENTS = ("alder", "birch", "cedar")

@@ -32,10 +32,10 @@ import grpc
 import torch
 
 from roundtable.client import Agent, AgentConfig, Trained, Work
-from roundtable.client.metrics import Metrics
 from roundtable.client.trainer import Progress, write_update
+from roundtable.client.training.metrics import Metrics
 from roundtable.core import Layout, Model, parse_job, save_model
-from roundtable.core.identity import create_ca, issue, load_credentials
+from roundtable.core.identity.credentials import create_ca, issue, load_credentials
 from roundtable.operator import OperatorClient
 from roundtable.proto.channel import CLIENT_OPTIONS, SERVER_OPTIONS
 

@@ -10,15 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundtable.client.agent import Agent, run_agent
-    from roundtable.client.batches import NoExamples
-    from roundtable.client.config import AgentConfig, load_agent_config
-    from roundtable.client.connection import Refused
-    from roundtable.client.evaluation import evaluate
+    from roundtable.client.agent.agent import Agent, run_agent
+    from roundtable.client.agent.connection import Refused
     from roundtable.client.failures import WorkFailed
-    from roundtable.client.script_trainer import Round
+    from roundtable.client.policy.config import AgentConfig, load_agent_config
     from roundtable.client.trainer import Trained, Trainer, Work
-    from roundtable.client.training import LocalUpdate, split_data, train
+    from roundtable.client.training.batches import NoExamples
+    from roundtable.client.training.evaluation import evaluate
+    from roundtable.client.training.local_training import LocalUpdate, split_data, train
+    from roundtable.client.worker.script_trainer import Round
 
 __all__ = [
     "Agent",
@@ -39,21 +39,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Agent": "agent",
-    "AgentConfig": "config",
-    "LocalUpdate": "training",
-    "NoExamples": "batches",
-    "Refused": "connection",
-    "Round": "script_trainer",
+    "Agent": "agent.agent",
+    "AgentConfig": "policy.config",
+    "LocalUpdate": "training.local_training",
+    "NoExamples": "training.batches",
+    "Refused": "agent.connection",
+    "Round": "worker.script_trainer",
     "Trained": "trainer",
     "Trainer": "trainer",
     "Work": "trainer",
     "WorkFailed": "failures",
-    "evaluate": "evaluation",
-    "load_agent_config": "config",
-    "run_agent": "agent",
-    "split_data": "training",
-    "train": "training",
+    "evaluate": "training.evaluation",
+    "load_agent_config": "policy.config",
+    "run_agent": "agent.agent",
+    "split_data": "training.local_training",
+    "train": "training.local_training",
 }
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import grpc
 
-from roundtable.client.batches import count_examples
-from roundtable.client.config import AgentConfig
-from roundtable.client.connection import Session, explain, hello, open_channel
-from roundtable.client.lock import locked
-from roundtable.client.training import split_data
-from roundtable.client.workshop import choose_device
-from roundtable.core.identity import load_credentials
+from roundtable.client.agent.connection import Session, explain, hello, open_channel
+from roundtable.client.agent.state_lock import locked
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.training.batches import count_examples
+from roundtable.client.training.local_training import split_data
+from roundtable.client.worker.executor import choose_device
+from roundtable.core.identity.credentials import load_credentials
 from roundtable.core.layout import Layout
 from roundtable.core.task import ArrayTask, Site, initial_state, load_task
 from roundtable.proto.pieces import agents_stub

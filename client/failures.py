@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundtable.client.batches import NoExamples
+from roundtable.client.training.batches import NoExamples
 from roundtable.core.errors import (
     BudgetExceeded,
     ConfigError,

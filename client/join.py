@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from roundtable.client.agent import Agent
-from roundtable.client.config import AgentConfig, load_agent_config
-from roundtable.client.script_trainer import Evaluator, Round, ScriptTrainer
+from roundtable.client.agent.agent import Agent
+from roundtable.client.policy.config import AgentConfig, load_agent_config
+from roundtable.client.worker.script_trainer import Evaluator, Round, ScriptTrainer
 
 CONFIG_VARIABLE = "ROUNDTABLE_AGENT"
 _JOIN_SECONDS = 60.0

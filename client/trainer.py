@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from roundtable.client.files import write_file
-from roundtable.client.metrics import Metrics
-from roundtable.client.steps import StepKey
+from roundtable.client.durable_files import write_file
+from roundtable.client.step_key import StepKey
+from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import get_encoding
 

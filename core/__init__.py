@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from roundtable.core.config import JobConfig, job_from_json, load_job, parse_job
     from roundtable.core.encodings import ENCODINGS, Encoding, get_encoding
     from roundtable.core.errors import RoundtableError, SiteFailure
-    from roundtable.core.initial import initial_model
+    from roundtable.core.initial_model import initial_model
     from roundtable.core.layout import Layout, LayoutRules, TensorSpec
     from roundtable.core.models import Model, model_digest, open_model, save_model
     from roundtable.core.seeds import derive_seed, numpy_generator, torch_generator
@@ -22,7 +22,7 @@ _HOMES = {
     "config": ("JobConfig", "job_from_json", "load_job", "parse_job"),
     "encodings": ("ENCODINGS", "Encoding", "get_encoding"),
     "errors": ("RoundtableError", "SiteFailure"),
-    "initial": ("initial_model",),
+    "initial_model": ("initial_model",),
     "layout": ("Layout", "LayoutRules", "TensorSpec"),
     "models": ("Model", "model_digest", "open_model", "save_model"),
     "seeds": ("derive_seed", "numpy_generator", "torch_generator"),

@@ -9,13 +9,13 @@ from roundtable.engine.combine import (
     initial_server_state,
     try_rule,
 )
-from roundtable.engine.engine import RoundEngine
-from roundtable.engine.groups import GroupMean, GroupMeans, combine_groups
+from roundtable.engine.group_means import GroupMean, GroupMeans, combine_groups
 from roundtable.engine.metrics import add_up, figures, mean, means
-from roundtable.engine.plan import Plan, PrivacyPlan, make_plan
 from roundtable.engine.population import NumberedClients, NumberedNames, Population, Roster
+from roundtable.engine.round_engine import RoundEngine
 from roundtable.engine.selection import STRATEGIES, Candidate
 from roundtable.engine.state import record_from_plain, record_to_plain
+from roundtable.engine.validation.round_plan import Plan, PrivacyPlan, make_plan
 from roundtable.engine.view import ClientView, EngineView
 
 __all__ = [

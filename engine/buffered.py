@@ -24,8 +24,8 @@ from roundtable.core.errors import SiteFailure
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
-from roundtable.engine.engine import RoundEngine
 from roundtable.engine.phases import Phases
+from roundtable.engine.round_engine import RoundEngine
 from roundtable.engine.selection import STRATEGIES, quorum
 from roundtable.engine.state import Assignment, Attempt
 

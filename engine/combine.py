@@ -22,15 +22,15 @@ from roundtable.aggregation import (
     UpdateMatrix,
     aggregate,
 )
-from roundtable.aggregation.reductions import is_finite
+from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.core.errors import AggregationError, EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
 from roundtable.core.seeds import derive_seed
-from roundtable.engine.discount import discounted
 from roundtable.engine.messages import Update
-from roundtable.engine.past import remembered, sums_with
-from roundtable.engine.plan import Plan, PrivacyPlan
+from roundtable.engine.staleness import discounted
+from roundtable.engine.update_history import remembered, sums_with
+from roundtable.engine.validation.round_plan import Plan, PrivacyPlan
 from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource, local_gaussian_charge
 
 

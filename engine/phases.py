@@ -10,10 +10,10 @@ from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
 from roundtable.engine.records import record_of, record_without_model, shown
-from roundtable.engine.secure import fewest, fewest_updates
 from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
 from roundtable.engine.state import Attempt
 from roundtable.engine.stopping import missing_metric, stop_reason
+from roundtable.engine.validation.secure_feasibility import fewest, fewest_updates
 from roundtable.engine.view import view
 
 MOST_REPEATS = 2

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
-from roundtable.engine.chronicle import Chronicle
 from roundtable.engine.messages import TRAIN, Aggregated, ClientState, JobStatus, RoundRecord, Step, Update
+from roundtable.engine.round_summary import Chronicle
 
 
 @dataclass

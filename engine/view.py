@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from roundtable.core.config import JobConfig
 from roundtable.engine import messages as m
 from roundtable.engine.population import Population
-from roundtable.engine.secure import fewest
 from roundtable.engine.selection import least_for_selection, rested
 from roundtable.engine.state import Attempt, ClientRecord, EngineState
+from roundtable.engine.validation.secure_feasibility import fewest
 
 _SHOWN = 5
 

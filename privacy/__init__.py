@@ -4,25 +4,25 @@ Pure code: no network, no database. Importing this is cheap; accountants, Opacus
 by the functions that need them.
 """
 
-from roundtable.privacy.accounting import compose, merged, relation_of
-from roundtable.privacy.audit import Audit, one_run_audit
-from roundtable.privacy.calibration import solve_noise, solve_steps
-from roundtable.privacy.central import CentralDP, CentralResult, RowMatrix
-from roundtable.privacy.charge import Charge, gaussian_charge, local_gaussian_charge
-from roundtable.privacy.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
+from roundtable.privacy.accounting.accountants import compose, merged, relation_of
+from roundtable.privacy.accounting.calibration import solve_noise, solve_steps
+from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
+from roundtable.privacy.accounting.ledger import Budget, Entry, Spent, check, hold, reserved, spent
+from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
+from roundtable.privacy.canary_audit import Audit, one_run_audit
 from roundtable.privacy.config import PrivacyConfig, check_delta
-from roundtable.privacy.discrete import discrete_gaussian, skellam
-from roundtable.privacy.distributed import DistributedDP, decode, encode
-from roundtable.privacy.ftrl import BandedFTRL, CorrelatedNoise, best_bands, eligible, prefix_error
-from roundtable.privacy.ledger import Budget, Entry, Spent, check, hold, reserved, spent
 from roundtable.privacy.levels import charges, ftrl_plan, noise_for
-from roundtable.privacy.mechanisms import NoisyVector, add_gaussian, local_gaussian
-from roundtable.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from roundtable.privacy.mechanisms.central_noise import CentralDP, CentralResult, RowMatrix
+from roundtable.privacy.mechanisms.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
+from roundtable.privacy.mechanisms.discrete import discrete_gaussian, skellam
+from roundtable.privacy.mechanisms.distributed import DistributedDP, decode, encode
+from roundtable.privacy.mechanisms.ftrl import BandedFTRL, CorrelatedNoise, best_bands, eligible, prefix_error
+from roundtable.privacy.mechanisms.gaussian_mechanism import NoisyVector, add_gaussian, local_gaussian
+from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
+from roundtable.privacy.mechanisms.tree import TreeFTRL
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render, weak_signal
-from roundtable.privacy.sampling import SamplingModel, accountant_for
 from roundtable.privacy.secure_round import SecureMean, SecureRound, distributed_noise
 from roundtable.privacy.statement import account_statement, statement
-from roundtable.privacy.tree import TreeFTRL
 
 __all__ = [
     "AdaptiveClip",

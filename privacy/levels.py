@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy.accounting import compose
-from roundtable.privacy.calibration import solve_noise
-from roundtable.privacy.central import CentralDP
-from roundtable.privacy.charge import Charge, gaussian_charge, local_gaussian_charge
-from roundtable.privacy.clipping import AdaptiveClip
+from roundtable.privacy.accounting.accountants import compose
+from roundtable.privacy.accounting.calibration import solve_noise
+from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
+from roundtable.privacy.accounting.sampling import SamplingModel
 from roundtable.privacy.config import PrivacyConfig
-from roundtable.privacy.distributed import DistributedDP
-from roundtable.privacy.ftrl import BandedFTRL
-from roundtable.privacy.sampling import SamplingModel
+from roundtable.privacy.mechanisms.central_noise import CentralDP
+from roundtable.privacy.mechanisms.clipping import AdaptiveClip
+from roundtable.privacy.mechanisms.distributed import DistributedDP
+from roundtable.privacy.mechanisms.ftrl import BandedFTRL
 
 _STEP = 1.002
 

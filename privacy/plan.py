@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy.accounting import compose
-from roundtable.privacy.calibration import solve_noise
-from roundtable.privacy.charge import gaussian_charge
+from roundtable.privacy.accounting.accountants import compose
+from roundtable.privacy.accounting.calibration import solve_noise
+from roundtable.privacy.accounting.charge import gaussian_charge
+from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
 from roundtable.privacy.config import PrivacyConfig
-from roundtable.privacy.ftrl import BandedFTRL, best_bands, prefix_error
 from roundtable.privacy.levels import charges, ftrl_plan, noise_for
-from roundtable.privacy.sampling import SamplingModel, accountant_for
+from roundtable.privacy.mechanisms.ftrl import BandedFTRL, best_bands, prefix_error
 
 _POINTS = 12
 _WEAK, _HOPELESS = 10.0, 1.0

@@ -21,11 +21,11 @@ from torch import Tensor
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError
 from roundtable.core.seeds import derive_seed
+from roundtable.privacy.accounting.sampling import accountant_for
 from roundtable.privacy.config import PrivacyConfig
-from roundtable.privacy.distributed import DistributedDP, decode, encode
 from roundtable.privacy.levels import noise_for
-from roundtable.privacy.noise import NoiseSource, SecureNoise
-from roundtable.privacy.sampling import accountant_for
+from roundtable.privacy.mechanisms.distributed import DistributedDP, decode, encode
+from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise
 from roundtable.privacy.secagg import (
     ArraySource,
     QuantisedUpdate,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from roundtable.privacy.charge import Charge
+from roundtable.privacy.accounting.charge import Charge
+from roundtable.privacy.accounting.ledger import Spent
 from roundtable.privacy.config import PrivacyConfig
-from roundtable.privacy.ledger import Spent
 
 _UNIT = {
     "client": "all data of any one participating organisation (silo)",

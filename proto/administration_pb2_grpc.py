@@ -106,7 +106,7 @@ class Enrolment(object):
 
 
 class AdministrationStub(object):
-    """For operators; see server/permissions.py for who may call what.
+    """For operators; see server/auth/permissions.py for who may call what.
     """
 
     def __init__(self, channel):
@@ -153,7 +153,7 @@ class AdministrationStub(object):
 
 
 class AdministrationServicer(object):
-    """For operators; see server/permissions.py for who may call what.
+    """For operators; see server/auth/permissions.py for who may call what.
     """
 
     def Invite(self, request, context):
@@ -247,7 +247,7 @@ def add_AdministrationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Administration(object):
-    """For operators; see server/permissions.py for who may call what.
+    """For operators; see server/auth/permissions.py for who may call what.
     """
 
     @staticmethod

@@ -71,7 +71,7 @@ class EnrolmentServicer(metaclass=abc.ABCMeta):
 def add_EnrolmentServicer_to_server(servicer: EnrolmentServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
 class AdministrationStub:
-    """For operators; see server/permissions.py for who may call what."""
+    """For operators; see server/auth/permissions.py for who may call what."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Invite: grpc.UnaryUnaryMultiCallable[
@@ -113,7 +113,7 @@ class AdministrationStub:
     """The coordinator's signed statement of where a model comes from."""
 
 class AdministrationAsyncStub:
-    """For operators; see server/permissions.py for who may call what."""
+    """For operators; see server/auth/permissions.py for who may call what."""
 
     Invite: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.administration_pb2.InviteRequest,
@@ -154,7 +154,7 @@ class AdministrationAsyncStub:
     """The coordinator's signed statement of where a model comes from."""
 
 class AdministrationServicer(metaclass=abc.ABCMeta):
-    """For operators; see server/permissions.py for who may call what."""
+    """For operators; see server/auth/permissions.py for who may call what."""
 
     @abc.abstractmethod
     def Invite(

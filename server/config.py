@@ -10,10 +10,10 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.core.config import Seconds, Table
 from roundtable.core.errors import ConfigError
-from roundtable.core.logs import LogFormat
+from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
-from roundtable.server.alerts import AlertTable
-from roundtable.server.oidc import OidcTable
+from roundtable.server.auth.oidc import OidcTable
+from roundtable.server.operations.alerts import AlertTable
 
 
 class RootTable(Table):

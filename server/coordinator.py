@@ -16,37 +16,37 @@ from pathlib import Path
 
 import grpc
 
+from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import IdentityError, ResourceError, StorageError
-from roundtable.core.identity import Credentials, load_credentials
-from roundtable.core.memory import tune_for_transfers
-from roundtable.core.monitoring import monitored
-from roundtable.core.tracing import Tracer, open_tracer
-from roundtable.core.watchdog import keep_watchdog
+from roundtable.core.identity.credentials import Credentials, load_credentials
+from roundtable.core.observability.monitoring import monitored
+from roundtable.core.observability.tracing import Tracer, open_tracer
+from roundtable.core.observability.watchdog import keep_watchdog
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
-from roundtable.server.agents import AgentService
-from roundtable.server.alerts import Alerts
-from roundtable.server.artifacts import LocalArtifacts
-from roundtable.server.bucket import Bucket
 from roundtable.server.clock import steady_time, watch_clock
-from roundtable.server.combining import Trusted
 from roundtable.server.config import ServerConfig
-from roundtable.server.copies import Copies
-from roundtable.server.effects import Services
-from roundtable.server.jobs import Jobs
-from roundtable.server.leadership import Leadership
-from roundtable.server.metrics import CoordinatorPage, DatabaseAway
-from roundtable.server.observing import Observer
-from roundtable.server.operators import OperatorService
-from roundtable.server.retention import Retention
-from roundtable.server.security import Security
-from roundtable.server.sessions import Sessions
+from roundtable.server.jobs.actions import Services
+from roundtable.server.jobs.combining import Trusted
+from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.sessions import Sessions
+from roundtable.server.leadership.election import Leadership
+from roundtable.server.metrics_page import CoordinatorPage, DatabaseAway
+from roundtable.server.operations.alerts import Alerts
+from roundtable.server.operations.coordinator_observer import Observer
+from roundtable.server.services.agents import AgentService
+from roundtable.server.services.operators import OperatorService
+from roundtable.server.services.security import Security
+from roundtable.server.services.uploads import Uploads
+from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.bucket import Bucket
+from roundtable.server.storage.replicas import Copies
+from roundtable.server.storage.retention import Retention
 from roundtable.server.store import ClientRow, Database
 from roundtable.server.store.artifacts import Keep, all_digests
-from roundtable.server.store.clients import seen
-from roundtable.server.store.grouped import GroupedWrites
-from roundtable.server.uploads import Uploads
+from roundtable.server.store.client_rows import seen
+from roundtable.server.store.group_commit import GroupedWrites
 
 log = logging.getLogger("roundtable.server")
 

@@ -84,8 +84,8 @@ class Failed:
 class Backend(Protocol):
     """Runs clients. Answers come in any order, one for each piece of work.
 
-    Every backend gives the result of `roundtable.client.training.train`, whatever it does to be
-    faster: the sequential one to the last bit, or equal to within float32 rounding where it says so
+    Every backend gives the result of `client/training/local_training.py`, whatever it does to be faster:
+    the sequential one to the last bit, or equal to within float32 rounding where it says so
     (stacks draw dropout's masks otherwise).
     """
 

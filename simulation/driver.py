@@ -23,15 +23,15 @@ from roundtable.core.models import Model, model_digest
 from roundtable.engine import GroupMeans, combine_groups, engine_for, try_rule
 from roundtable.engine import messages as m
 from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
-from roundtable.engine.plan import Plan
+from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import SeededNoise
+from roundtable.simulation.attempt import Collected, LocalState, Workshop
 from roundtable.simulation.backend import Backend, Failed, Trained, World
-from roundtable.simulation.clients import trusted_data
-from roundtable.simulation.devices import Transfer
-from roundtable.simulation.faults import Fault, Faults
-from roundtable.simulation.fleet import Fleet
 from roundtable.simulation.ledger import SimulatedLedger
-from roundtable.simulation.workshop import Collected, LocalState, Workshop
+from roundtable.simulation.world.devices import Transfer
+from roundtable.simulation.world.dropouts import Fault, Faults
+from roundtable.simulation.world.fleet import Fleet
+from roundtable.simulation.world.simulated_clients import trusted_data
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roundtable.client.private_training import example_charge
+from roundtable.client.training.private_training import example_charge
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded
 from roundtable.engine import messages as m
-from roundtable.engine.plan import Plan
+from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import Budget, Charge, Spent, compose, hold, merged, relation_of, statement
 
 

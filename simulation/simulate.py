@@ -15,29 +15,29 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from roundtable.client.private_training import check_task
+from roundtable.client.training.private_training import check_task
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ResourceError, TaskError
-from roundtable.core.initial import initial_model
+from roundtable.core.initial_model import initial_model
+from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task
-from roundtable.core.tracking import TrackedRun, Trackers, check_trackers
-from roundtable.engine.feasible import check_budget, check_rule
 from roundtable.engine.messages import Note, RoundRecord, Step
-from roundtable.engine.plan import make_plan, weak_signal_of
+from roundtable.engine.validation.feasibility import check_budget, check_rule
+from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.simulation.backend import World
-from roundtable.simulation.choose import make_backend
-from roundtable.simulation.comparison import flat
-from roundtable.simulation.config import check_population, devices_table
-from roundtable.simulation.devices import Devices
+from roundtable.simulation.backends.sequential import one_thread
+from roundtable.simulation.buffered_driver import driver_of
+from roundtable.simulation.choose_backend import make_backend
 from roundtable.simulation.driver import Checkpoint
-from roundtable.simulation.fleet import Fleet
-from roundtable.simulation.history import History
-from roundtable.simulation.overlapping import driver_of
-from roundtable.simulation.progress import Progress, Report
-from roundtable.simulation.result import Result
-from roundtable.simulation.rundir import RunDirectory
-from roundtable.simulation.sequential import one_thread
-from roundtable.simulation.usage import Meter
+from roundtable.simulation.reporting.comparison import flat
+from roundtable.simulation.reporting.history import History
+from roundtable.simulation.reporting.progress import Progress, Report
+from roundtable.simulation.reporting.result import Result
+from roundtable.simulation.reporting.run_directory import RunDirectory
+from roundtable.simulation.reporting.usage import Meter
+from roundtable.simulation.world.config import check_population, devices_table
+from roundtable.simulation.world.devices import Devices
+from roundtable.simulation.world.fleet import Fleet
 
 
 def simulate(

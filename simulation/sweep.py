@@ -11,8 +11,8 @@ from typing import Any
 from roundtable.core.config import load_job
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import AnyTask, ArrayTask, Task
-from roundtable.simulation.comparison import Comparison, compare
-from roundtable.simulation.progress import Progress
+from roundtable.simulation.reporting.comparison import Comparison, compare
+from roundtable.simulation.reporting.progress import Progress
 from roundtable.simulation.simulate import simulate
 
 Overrides = Mapping[str, Any]

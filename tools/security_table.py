@@ -1,4 +1,4 @@
-"""Writes the table of calls and roles into docs/security.md, from server/permissions.py."""
+"""Writes the table of calls and roles into docs/security.md, from server/auth/permissions.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from roundtable.server.permissions import as_markdown
+from roundtable.server.auth.permissions import as_markdown
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "security.md"
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roundtable.cli.job_view import loading_lines
-from roundtable.cli.output import duration, interruptible, print_json
-from roundtable.cli.watching import Silent, follow, make_display
+from roundtable.cli.jobs.job_view import loading_lines
+from roundtable.cli.jobs.watch import Silent, follow, make_display
+from roundtable.cli.shared.output import duration, interruptible, print_json
 
 if TYPE_CHECKING:
     from roundtable.demo import DemoResult

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roundtable.cli.options import connection_options, json_option
-from roundtable.cli.output import console, print_json
+from roundtable.cli.shared.options import connection_options, json_option
+from roundtable.cli.shared.output import console, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 
 import click
 
-from roundtable.cli.audit import audit, model
-from roundtable.cli.backup import backup, restore
-from roundtable.cli.ca import ca
-from roundtable.cli.client import client
-from roundtable.cli.clients import clients
 from roundtable.cli.completion import completion
+from roundtable.cli.coordinator.audit import audit, model
+from roundtable.cli.coordinator.backup import backup, restore
+from roundtable.cli.coordinator.ca import ca
+from roundtable.cli.coordinator.server import server
+from roundtable.cli.coordinator.trust import invite, token
 from roundtable.cli.demo import demo
 from roundtable.cli.doctor import doctor
-from roundtable.cli.job import job
-from roundtable.cli.privacy import privacy
-from roundtable.cli.server import server
+from roundtable.cli.jobs.clients import clients
+from roundtable.cli.jobs.job import job
+from roundtable.cli.jobs.privacy import privacy
+from roundtable.cli.silo.client import client
 from roundtable.cli.simulate import simulate
 from roundtable.cli.sweep import compare, sweep
-from roundtable.cli.trust import invite, token
 from roundtable.cli.version import version
 from roundtable.core import extras
 from roundtable.core.errors import ConfigError, RoundtableError

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from roundtable.cli.options import json_option, set_option
-from roundtable.cli.output import console, duration, interruptible, print_json
-from roundtable.cli.rounds import round_line
+from roundtable.cli.shared.options import json_option, set_option
+from roundtable.cli.shared.output import console, duration, interruptible, print_json
+from roundtable.cli.shared.rounds import round_line
 
 if TYPE_CHECKING:
     from roundtable.simulation import Progress, Result

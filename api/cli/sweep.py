@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roundtable.cli.options import json_option, parse_value
-from roundtable.cli.output import interruptible, print_json, print_table
+from roundtable.cli.shared.options import json_option, parse_value
+from roundtable.cli.shared.output import interruptible, print_json, print_table
 from roundtable.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from importlib.metadata import version as installed
 import click
 
 from roundtable import __version__
-from roundtable.cli.options import json_option
-from roundtable.cli.output import print_json
+from roundtable.cli.shared.options import json_option
+from roundtable.cli.shared.output import print_json
 
 PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "sqlalchemy", "cryptography", "safetensors", "blake3")
 

@@ -14,7 +14,7 @@ export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="$STATE/cluster/flight-recorder-"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 # Says at once what would otherwise be a hang: a port that is taken, an interface that is not there.
-python -m roundtable.client.cluster.preflight "$HEAD:${PORT:-29400}"
+python -m roundtable.cluster.agent.preflight "$HEAD:${PORT:-29400}"
 exec torchrun \
     --nnodes "${NODES:-1}" \
     --nproc-per-node "${DEVICES:-gpu}" \
@@ -22,4 +22,4 @@ exec torchrun \
     --rdzv-backend c10d \
     --rdzv-endpoint "$HEAD:${PORT:-29400}" \
     --rdzv-id "${JOB:-roundtable}" \
-    -m roundtable.client.cluster.rank "$STATE/cluster"
+    -m roundtable.cluster.train.rank "$STATE/cluster"

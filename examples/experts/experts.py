@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import roundtable as rt
-from roundtable.client.cluster.experts import MixtureOfExperts
+from roundtable.cluster.parallel.experts import MixtureOfExperts
 
 LENGTH, VOCABULARY, DIM = 16, 32, 32
 

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from roundtable.privacy.example_level import layers
-from roundtable.privacy.example_level.clipping import LossFunction, UnsupportedModel, clip_factors, sum_loss
+from roundtable.privacy.example_level.per_example_clipping import (
+    LossFunction,
+    UnsupportedModel,
+    clip_factors,
+    sum_loss,
+)
 
 Handler = Callable[[Any, Tensor, Tensor], layers.LayerGradient]
 

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy.example_level.bookkeeping import HANDLERS
-from roundtable.privacy.example_level.clipping import ClippedSum, LossFunction, UnsupportedModel, clip_factors
+from roundtable.privacy.example_level.per_example_clipping import (
+    ClippedSum,
+    LossFunction,
+    UnsupportedModel,
+    clip_factors,
+)
 
 Fetch = Callable[[Tensor], Any]
 

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundtable.privacy.example_level.clipping import LossFunction, UnsupportedModel, clip_factors, sum_loss
+from roundtable.privacy.example_level.per_example_clipping import (
+    LossFunction,
+    UnsupportedModel,
+    clip_factors,
+    sum_loss,
+)
 
 INSTANTIATING = ("hooks", "functorch", "expanded_weights")
 MODES = (*INSTANTIATING, "ghost")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy.example_level.bookkeeping import BookKeeping
 from roundtable.privacy.example_level.checks import Fetch, check_sums, sums_one_by_one
-from roundtable.privacy.example_level.clipping import ClippedSum, LossFunction, UnsupportedModel
 from roundtable.privacy.example_level.opacus_sums import INSTANTIATING, opacus_sum
 from roundtable.privacy.example_level.opacus_sums import MODES as OPACUS_MODES
+from roundtable.privacy.example_level.per_example_clipping import ClippedSum, LossFunction, UnsupportedModel
 
 MODES = (BookKeeping.name, *OPACUS_MODES)
 _CHECKED_EXAMPLES = 3

@@ -34,9 +34,7 @@ from roundtable.privacy.secagg.client import ClientPhase, SecAggClient
 from roundtable.privacy.secagg.graph import combine_beacon, commit
 from roundtable.privacy.secagg.grouped import GroupedServer, Least
 from roundtable.privacy.secagg.groups import largest_group, make_groups, overrun
-from roundtable.privacy.secagg.keys import Ed25519Signer, MemoryReleases, Releases, Session, Signer
-from roundtable.privacy.secagg.masks import ArraySource, VectorSource
-from roundtable.privacy.secagg.memory import (
+from roundtable.privacy.secagg.in_process import (
     GroupSums,
     SecureSum,
     plain_groups,
@@ -44,10 +42,12 @@ from roundtable.privacy.secagg.memory import (
     run_groups_in_memory,
     run_in_memory,
 )
+from roundtable.privacy.secagg.keys import Ed25519Signer, MemoryReleases, Releases, Session, Signer
+from roundtable.privacy.secagg.masks import ArraySource, VectorSource
 from roundtable.privacy.secagg.parameters import MINIMUM_COHORT, SecAggParameters, choose_parameters
 from roundtable.privacy.secagg.quantise import QuantisedUpdate, Quantiser
 from roundtable.privacy.secagg.server import SecAggServer, ServerPhase
-from roundtable.privacy.secagg.tally import Tally
+from roundtable.privacy.secagg.sum_tail import Tally
 
 __all__ = [
     "MINIMUM_COHORT",

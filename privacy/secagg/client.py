@@ -26,10 +26,12 @@ from roundtable.core.errors import ProtocolError
 from roundtable.privacy.secagg import keys, shamir
 from roundtable.privacy.secagg.cohort import assemble
 from roundtable.privacy.secagg.custody import Cohort, Custody
+from roundtable.privacy.secagg.framing import Envelope, Kind, seal, unseal
 from roundtable.privacy.secagg.graph import NONCE_BYTES, combine_beacon, commit
 from roundtable.privacy.secagg.groups import split
 from roundtable.privacy.secagg.masks import MaskSum, VectorSource, pack, piece_length, reduce_ring, ring_dtype
-from roundtable.privacy.secagg.messages import (
+from roundtable.privacy.secagg.parameters import MINIMUM_COHORT, SecAggParameters
+from roundtable.privacy.secagg.payloads import (
     MAXIMUM_REASON,
     Advert,
     Evidence,
@@ -39,9 +41,7 @@ from roundtable.privacy.secagg.messages import (
     check_name,
     nonces_from_bytes,
 )
-from roundtable.privacy.secagg.parameters import MINIMUM_COHORT, SecAggParameters
 from roundtable.privacy.secagg.snapshot import from_snapshot, to_snapshot
-from roundtable.privacy.secagg.wire import Envelope, Kind, seal, unseal
 
 
 class ClientPhase(Enum):

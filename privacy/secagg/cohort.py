@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from roundtable.core.errors import ProtocolError
 from roundtable.privacy.secagg.custody import Cohort
+from roundtable.privacy.secagg.framing import Envelope, Kind
 from roundtable.privacy.secagg.keys import Session, session_id, verifier
-from roundtable.privacy.secagg.messages import Advert, Peers, check_name
 from roundtable.privacy.secagg.parameters import SecAggParameters
-from roundtable.privacy.secagg.wire import Envelope, Kind
+from roundtable.privacy.secagg.payloads import Advert, Peers, check_name
 
 
 def assemble(

@@ -13,11 +13,11 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from roundtable.core.errors import ProtocolError
+from roundtable.privacy.secagg.framing import Kind, signed_bytes
 from roundtable.privacy.secagg.graph import Graph
 from roundtable.privacy.secagg.keys import KEY_BYTES, Session, verifier, with_beacon
-from roundtable.privacy.secagg.messages import Evidence, members_from_bytes, members_to_bytes
 from roundtable.privacy.secagg.parameters import SecAggParameters
-from roundtable.privacy.secagg.wire import Kind, signed_bytes
+from roundtable.privacy.secagg.payloads import Evidence, members_from_bytes, members_to_bytes
 
 PAIR_BYTES = 2 * KEY_BYTES
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from roundtable.core.errors import PrivacyError, ProtocolError
+from roundtable.privacy.secagg.framing import unseal
 from roundtable.privacy.secagg.groups import split
 from roundtable.privacy.secagg.keys import Session
 from roundtable.privacy.secagg.masks import Ring
 from roundtable.privacy.secagg.parameters import SecAggParameters
 from roundtable.privacy.secagg.server import Body, SecAggServer, ServerPhase
-from roundtable.privacy.secagg.wire import unseal
 
 Workspace = Callable[[int], Ring]
 

@@ -15,7 +15,7 @@ from roundtable.core.errors import ProtocolError
 from roundtable.privacy.secagg import keys, shamir
 from roundtable.privacy.secagg.custody import Cohort
 from roundtable.privacy.secagg.masks import MaskSum, Ring, piece_length, reduce_ring
-from roundtable.privacy.secagg.messages import Advert
+from roundtable.privacy.secagg.payloads import Advert
 
 ATTEMPTS_AT_A_SECRET = 5000
 """Enough to find any two liars among 100 responders, in about a second."""

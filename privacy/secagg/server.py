@@ -23,10 +23,12 @@ import numpy.typing as npt
 
 from roundtable.core.errors import PrivacyError, ProtocolError
 from roundtable.privacy.secagg.custody import Cohort
+from roundtable.privacy.secagg.framing import Envelope, Kind, seal, unseal
 from roundtable.privacy.secagg.graph import NONCE_BYTES, combine_beacon, commit
 from roundtable.privacy.secagg.keys import Session, session_id, verifier
 from roundtable.privacy.secagg.masks import PIECE_BYTES, Ring, reduce_ring, ring_dtype, unpack
-from roundtable.privacy.secagg.messages import (
+from roundtable.privacy.secagg.parameters import SecAggParameters
+from roundtable.privacy.secagg.payloads import (
     DIGEST_BYTES,
     Advert,
     Evidence,
@@ -39,9 +41,7 @@ from roundtable.privacy.secagg.messages import (
     reason_from_bytes,
     unmask_from_bytes,
 )
-from roundtable.privacy.secagg.parameters import SecAggParameters
 from roundtable.privacy.secagg.recovery import Reconstruction, remaining_masks, unmask
-from roundtable.privacy.secagg.wire import Envelope, Kind, seal, unseal
 
 Body: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 

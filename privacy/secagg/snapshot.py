@@ -11,15 +11,15 @@ import struct
 
 from roundtable.core.errors import ProtocolError
 from roundtable.privacy.secagg.custody import PAIR_BYTES, Cohort, Custody
+from roundtable.privacy.secagg.framing import Kind, Reader, seal, unseal
 from roundtable.privacy.secagg.keys import KEY_BYTES, Session
-from roundtable.privacy.secagg.messages import (
+from roundtable.privacy.secagg.parameters import PARAMETERS_BYTES, SecAggParameters
+from roundtable.privacy.secagg.payloads import (
     DIGEST_BYTES,
     members_from_bytes,
     members_size,
     members_to_bytes,
 )
-from roundtable.privacy.secagg.parameters import PARAMETERS_BYTES, SecAggParameters
-from roundtable.privacy.secagg.wire import Kind, Reader, seal, unseal
 
 _SESSION = struct.Struct("<HQQQ")
 

@@ -10,8 +10,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
-from roundtable.core.audit import Entry, entry
-from roundtable.core.signing import canonical, job_digest
+from roundtable.core.evidence.audit_log import Entry, entry
+from roundtable.core.identity.signing import canonical, job_digest
 from roundtable.server.store import tables
 from roundtable.server.store.rows import EventRow, to_json
 from roundtable.server.versions import versions

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundtable.aggregation import RULES, AggregationConfig, ClientRow, Context, TensorMatrix, aggregate
-from roundtable.aggregation import kernels as kernels_module
-from roundtable.aggregation.gram import combine, gram, squared_norms
-from roundtable.aggregation.matrix import CELL, SelectedRows
-from roundtable.aggregation.networks import merge_exchange, network_for_mean, sorted_wires
+from roundtable.aggregation.rows import kernels as kernels_module
+from roundtable.aggregation.rows.gram import combine, gram, squared_norms
+from roundtable.aggregation.rows.matrix import CELL, SelectedRows
+from roundtable.aggregation.rows.sorting_networks import merge_exchange, network_for_mean, sorted_wires
 from roundtable.core.errors import AggregationError
 
 compiled = pytest.mark.skipif(kernels_module.load() is None, reason="no C++ compiler on this machine")
@@ -89,7 +89,7 @@ def test_kernels_agree_with_numpy(
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_show(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rule through kernels, whatever the number of threads, as without kernels."""
-    monkeypatch.setattr("roundtable.aggregation.workers._LEAST", 1 << 10)
+    monkeypatch.setattr("roundtable.aggregation.rows.column_threads._LEAST", 1 << 10)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     values = torch.randn(9, 3 * CELL + 77, generator=torch.Generator().manual_seed(2))
     clients = [ClientRow(f"silo-{index}") for index in range(9)]
@@ -202,7 +202,7 @@ def test_what_an_accelerator_would_do_agrees_and_never_goes_through_numpy(
         return aggregate(matrix, clients, AggregationConfig(name, parameters, pre), context=context).vector
 
     expected = work()
-    for module in ("matrix", "kernels", "reductions", "coordinate"):
+    for module in ("rows.matrix", "rows.kernels", "rows.reductions", "rules.coordinate"):
         monkeypatch.setattr(f"roundtable.aggregation.{module}.accelerated", lambda device: True)
     fetched, to_numpy = set(), torch.Tensor.numpy
 

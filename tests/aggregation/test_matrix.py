@@ -24,8 +24,8 @@ from roundtable.aggregation import (
     combine,
     gram,
 )
-from roundtable.aggregation import matrix as matrix_module
-from roundtable.aggregation.matrix import CELL
+from roundtable.aggregation.rows import matrix as matrix_module
+from roundtable.aggregation.rows.matrix import CELL
 from roundtable.core.errors import InvalidUpdate
 
 ROWS, COLUMNS = 11, 5 * CELL + 123
@@ -95,8 +95,8 @@ def test_files_give_what_memory_gives(
         parameters = {**parameters, "pivot": 3} if "pivot" in parameters else parameters
     config = AggregationConfig(rule, parameters, pre)
     in_memory = aggregate(TensorMatrix(values), clients(), config, seed=3, context=context(values))
-    for module in ("matrix", "files"):
-        name = f"roundtable.aggregation.{module}.block_width"
+    for module in ("matrix", "file_matrix"):
+        name = f"roundtable.aggregation.rows.{module}.block_width"
         monkeypatch.setattr(name, lambda rows, itemsize, budget: CELL)
     out_of_core = aggregate(
         FileMatrix(files, COLUMNS, offset=8), clients(), config, seed=3, context=context(values)

@@ -20,8 +20,8 @@ from roundtable.aggregation.attacks import (
     inner_product_manipulation,
     sign_flip,
 )
-from roundtable.aggregation.krum import krum_scores, mean_of_rows
 from roundtable.aggregation.registry import find_rule
+from roundtable.aggregation.rules.krum import krum_scores, mean_of_rows
 from roundtable.core.errors import AggregationError
 
 Case = dict[str, Any]

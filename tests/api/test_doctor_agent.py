@@ -17,7 +17,7 @@ from powerless import errors_of, powerless
 from processes import free_port
 from scripted_agent import ScriptedAgent
 
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.doctor import Check
 from roundtable.doctor_agent import examine_agent
 from roundtable.operator import OperatorClient

@@ -15,7 +15,7 @@ from processes import free_port
 from service import running
 
 from roundtable.cli.main import run
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.doctor import Check
 from roundtable.doctor_coordinator import _postgresql, examine_coordinator
 from roundtable.server import load_server_config

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from roundtable.core import Site, load_job, load_task
-from roundtable.core.initial import initial_model
+from roundtable.core.initial_model import initial_model
 
 
 @pytest.fixture(scope="module")

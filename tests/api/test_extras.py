@@ -40,7 +40,7 @@ def run(without: str, *words: str, folder: Path) -> subprocess.CompletedProcess[
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    from roundtable.core.identity import create_ca, issue
+    from roundtable.core.identity.credentials import create_ca, issue
 
     create_ca(tmp_path / "ca")
     issue(tmp_path / "ca", "hub", "coordinator", tmp_path / "hub", hosts=("127.0.0.1",))

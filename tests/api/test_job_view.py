@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roundtable.cli.job_view import print_detail
+from roundtable.cli.jobs.job_view import print_detail
 from roundtable.proto.common_pb2 import Event
 from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from roundtable.child_processes import Child, Children
 from roundtable.core.errors import ResourceError
-from roundtable.processes import Child, Children
 
 
 def test_a_child_that_ends_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:

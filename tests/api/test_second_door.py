@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from roundtable.child_processes import Children
 from roundtable.core import save_model
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.demo import await_agents, free_port
 from roundtable.operator import OperatorClient
 from roundtable.preparation import prepare
-from roundtable.processes import Children
 
 SILOS = ("north", "south")
 

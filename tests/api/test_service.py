@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import roundtable as rt
+from roundtable.child_processes import Children
 from roundtable.core import Layout, Model, open_model, save_model
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.demo import await_agents, free_port
 from roundtable.preparation import prepare
-from roundtable.processes import Children
 
 Command = Any
 

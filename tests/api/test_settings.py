@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roundtable.core.errors import ConfigError
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.server.store import Database
 from roundtable.settings import coordinator_settings, take_variables
 

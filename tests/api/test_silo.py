@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from roundtable.client.known_jobs import KnownJob, KnownJobs
+from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
 from roundtable.core.config import load_job
-from roundtable.core.identity import create_ca, issue
-from roundtable.core.signing import job_digest
+from roundtable.core.identity.credentials import create_ca, issue
+from roundtable.core.identity.signing import job_digest
 
 Command: TypeAlias = Callable[..., Any]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from roundtable.core.identity import create_ca, issue
+from roundtable.child_processes import Child, Children
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.demo import free_port
-from roundtable.processes import Child, Children
 
 PATIENCE = 200.0
 

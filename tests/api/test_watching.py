@@ -8,8 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from roundtable.cli import watching
-from roundtable.cli.watching import Live, PlainLines, follow
+from roundtable.cli.jobs import watch as watching
+from roundtable.cli.jobs.watch import Live, PlainLines, follow
 from roundtable.proto.common_pb2 import Event
 from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
 

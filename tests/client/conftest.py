@@ -16,17 +16,17 @@ import pytest
 import torch
 from blake3 import blake3
 
-from roundtable.client.agent import Agent
-from roundtable.client.config import AgentConfig
-from roundtable.client.metrics import Metrics
-from roundtable.client.steps import StepKey
+from roundtable.client.agent.agent import Agent
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Progress, Trained, Trainer, Work
-from roundtable.client.training import train
-from roundtable.client.worker_trainer import order_of_work
-from roundtable.client.workshop import Settings, Workshop
+from roundtable.client.training.local_training import train
+from roundtable.client.training.metrics import Metrics
+from roundtable.client.worker.executor import Settings, Workshop
+from roundtable.client.worker.worker_trainer import order_of_work
 from roundtable.core import JobConfig, Model, load_task
-from roundtable.core.identity import create_ca, issue, load_credentials
-from roundtable.core.initial import initial_model
+from roundtable.core.identity.credentials import create_ca, issue, load_credentials
+from roundtable.core.initial_model import initial_model
 from roundtable.core.models import model_blocks
 from roundtable.core.task import Site
 from roundtable.proto import agent_pb2, agent_pb2_grpc, common_pb2

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from roundtable.client import Refused, train
-from roundtable.client.agent import Agent
-from roundtable.client.connection import explain
+from roundtable.client.agent.agent import Agent
+from roundtable.client.agent.connection import explain
 from roundtable.core import Site, initial_state, load_task
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError, UnavailableError
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.proto import agent_pb2, common_pb2
 
 KEY = ("job-1", 1, 1, "train")
@@ -300,7 +300,7 @@ def stranger(tmp_path: Path) -> Path:
 async def test_an_unknown_authority_is_named_once_and_mended_without_a_restart(
     silo, log, stranger: Path, authority: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("roundtable.client.agent._SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("roundtable.client.agent.agent._SLOW_SECONDS", 0.05)
     silo.config = replace(silo.config, credentials=stranger)
     agent = Agent(silo.config, silo.inline())
     running = asyncio.create_task(agent.run())

@@ -12,11 +12,11 @@ import pytest
 import torch
 from federation import NAMES, Federation, agents, federation_of, run_job, silo
 
-from roundtable.client.config import AgentConfig
 from roundtable.client.join import join
-from roundtable.client.script_trainer import Round
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.worker.script_trainer import Round
 from roundtable.core import JobConfig, Layout, Model, load_task
-from roundtable.core.initial import initial_model
+from roundtable.core.initial_model import initial_model
 
 TASK = """
 import torch

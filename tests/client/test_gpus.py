@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from roundtable.client.cluster.launcher import _environment
-from roundtable.client.cluster.resources import ClusterTable, Resources
-from roundtable.client.config import AgentConfig, load_agent_config
-from roundtable.client.gpus import allowed_resources, bound_gpu_memory, memory_fraction, shown_gpus
-from roundtable.client.policy import PolicyTable
-from roundtable.client.worker_trainer import WorkerTrainer
+from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.config import AgentConfig, load_agent_config
+from roundtable.client.policy.gpus import allowed_resources, bound_gpu_memory, memory_fraction, shown_gpus
+from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.worker.worker_trainer import WorkerTrainer
+from roundtable.cluster.agent.launcher import _environment
 from roundtable.core.errors import ConfigError
 
 

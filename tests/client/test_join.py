@@ -18,7 +18,7 @@ from roundtable.client.checks import check_device, check_task, free_bytes, greet
 from roundtable.client.join import join
 from roundtable.core import JobConfig, LayoutRules, load_task
 from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, ResourceError, TaskError
-from roundtable.core.initial import initial_model
+from roundtable.core.initial_model import initial_model
 from roundtable.privacy.example_level import SiloAccount
 
 KEY = ("job-1", 1, 1, "train")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roundtable.client.batches import Batch
-from roundtable.client.micro_batches import CannotSplit, check_splittable, parts
-from roundtable.client.training import train
+from roundtable.client.training.batches import Batch
+from roundtable.client.training.local_training import train
+from roundtable.client.training.micro_batches import CannotSplit, check_splittable, parts
 from roundtable.core import JobConfig, Layout
 from roundtable.core.task import Site, Task
 

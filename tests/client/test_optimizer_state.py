@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roundtable.client.batches import training_batches
-from roundtable.client.training import train
+from roundtable.client.training.batches import training_batches
+from roundtable.client.training.local_training import train
 from roundtable.core import ArrayTask, JobConfig, Layout, Site, Task, torch_generator
 from roundtable.core.errors import TaskError
 

@@ -13,21 +13,21 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.client.config import AgentConfig, load_agent_config
+from roundtable.client.agent.gatekeeper import Gatekeeper
+from roundtable.client.agent.spool import Finished
 from roundtable.client.failures import WorkFailed
-from roundtable.client.gatekeeper import Gatekeeper
-from roundtable.client.hashing import hash_of_task
-from roundtable.client.known_jobs import KnownJobs
-from roundtable.client.policy import PolicyTable, Rules
-from roundtable.client.spool import Finished
-from roundtable.client.steps import StepKey
+from roundtable.client.policy.config import AgentConfig, load_agent_config
+from roundtable.client.policy.known_jobs import KnownJobs
+from roundtable.client.policy.rules import PolicyTable, Rules
+from roundtable.client.policy.task_hash import hash_of_task
+from roundtable.client.step_key import StepKey
 from roundtable.core import parse_job
-from roundtable.core.audit import read_log
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AuditError, ConfigError
-from roundtable.core.identity import create_ca, issue, load_silo_identity
-from roundtable.core.revocation import revoke
-from roundtable.core.signing import job_values, sign, vouch
+from roundtable.core.evidence.audit_log import read_log
+from roundtable.core.identity.credentials import create_ca, issue, load_silo_identity
+from roundtable.core.identity.revocation import revoke
+from roundtable.core.identity.signing import job_values, sign, vouch
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
 

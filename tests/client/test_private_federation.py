@@ -13,10 +13,10 @@ import pytest
 from federation import NAMES, Federation, agents, federation_of, run_job, silo
 
 from roundtable.cli.main import run
-from roundtable.client.config import AgentConfig, PolicyTable
 from roundtable.client.join import join
+from roundtable.client.policy.config import AgentConfig, PolicyTable
 from roundtable.core import JobConfig, load_task
-from roundtable.core.initial import initial_model
+from roundtable.core.initial_model import initial_model
 from roundtable.privacy import compose
 from roundtable.privacy.example_level import SiloAccount
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from roundtable.client.silo_account import Protection, payment
-from roundtable.client.training import LocalUpdate, train
-from roundtable.client.workshop import Order, Settings, Workshop
+from roundtable.client.training.local_training import LocalUpdate, train
+from roundtable.client.training.silo_account import Protection, payment
+from roundtable.client.worker.executor import Order, Settings, Workshop
 from roundtable.core import ArrayTask, Layout, Site, Task, load_task, parse_job, save_model
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded, PrivacyError
-from roundtable.core.initial import initial_model
+from roundtable.core.initial_model import initial_model
 from roundtable.core.task import initial_state
 from roundtable.privacy.example_level import SiloAccount, probe
 

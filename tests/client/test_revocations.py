@@ -13,21 +13,21 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from roundtable.client import revocations
-from roundtable.client.agent import Agent
-from roundtable.client.config import AgentConfig
-from roundtable.client.connection import open_channel
+from roundtable.client.agent import revocations
+from roundtable.client.agent.agent import Agent
+from roundtable.client.agent.connection import open_channel
+from roundtable.client.agent.first_contact import check_first_contact
+from roundtable.client.agent.revocations import Revocations
+from roundtable.client.agent.secure_attempts import SecureAttempts, certificate_of
 from roundtable.client.failures import WorkFailed
-from roundtable.client.first_contact import check_first_contact
-from roundtable.client.policy import PolicyTable
-from roundtable.client.revocations import Revocations
-from roundtable.client.secure import SecureAttempts, certificate_of
-from roundtable.client.steps import StepKey
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.step_key import StepKey
 from roundtable.core import parse_job
 from roundtable.core.errors import IdentityError, UnavailableError
-from roundtable.core.handshake import trusted_root
-from roundtable.core.identity import create_ca, issue
-from roundtable.core.revocation import load_list, revoke
+from roundtable.core.identity.credentials import create_ca, issue
+from roundtable.core.identity.handshake import trusted_root
+from roundtable.core.identity.revocation import load_list, revoke
 from roundtable.operator import OperatorClient
 from roundtable.proto import common_pb2
 from roundtable.proto.pieces import agents_stub

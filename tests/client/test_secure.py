@@ -10,15 +10,15 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from roundtable.client.config import AgentConfig, PolicyTable, load_agent_config
+from roundtable.client.agent.secure_attempts import FileReleases, SecureAttempts, certificate_of
 from roundtable.client.failures import WorkFailed
-from roundtable.client.peers import KnownPeers
-from roundtable.client.secure import FileReleases, SecureAttempts, certificate_of
-from roundtable.client.steps import StepKey
+from roundtable.client.policy.config import AgentConfig, PolicyTable, load_agent_config
+from roundtable.client.policy.peers import KnownPeers
+from roundtable.client.step_key import StepKey
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, ProtocolError
-from roundtable.core.identity import Authority, create_ca, issue
+from roundtable.core.identity.credentials import Authority, create_ca, issue
 from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import SecAggServer
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.client.files import replace_synced, write_file
-from roundtable.client.silo_state import SiloState
-from roundtable.client.spool import Finished, Spool
-from roundtable.client.steps import StepKey
+from roundtable.client.agent.spool import Finished, Spool
+from roundtable.client.durable_files import replace_synced, write_file
+from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import write_update
+from roundtable.client.worker.silo_state import SiloState
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import EncodingError, ProtocolError, ResourceError
 from roundtable.proto import common_pb2

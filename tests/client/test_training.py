@@ -249,7 +249,7 @@ def test_large_tensors_are_gathered_by_batch(monkeypatch: pytest.MonkeyPatch) ->
     task = Linear()
     model, layout, vector = setting(task)
     usual = train(task, model, toy_data(10), job_of(), layout, vector, round=1, client="a")
-    monkeypatch.setattr("roundtable.client.batches._COPY_LIMIT_BYTES", 0)
+    monkeypatch.setattr("roundtable.client.training.batches._COPY_LIMIT_BYTES", 0)
     sparing = train(task, model, toy_data(10), job_of(), layout, vector, round=1, client="a")
     assert torch.equal(usual.delta, sparing.delta)
 

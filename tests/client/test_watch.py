@@ -12,11 +12,11 @@ import pytest
 from federation import NAMES, federation_of, run_job, silo
 from prometheus_client.parser import text_string_to_metric_families
 
-from roundtable.client.agent import Agent
-from roundtable.client.observing import _readable
+from roundtable.client.agent.agent import Agent
+from roundtable.client.agent.agent_observer import _readable
 from roundtable.core import load_task, parse_job
-from roundtable.core.initial import initial_model
-from roundtable.core.tracing import Tracer
+from roundtable.core.initial_model import initial_model
+from roundtable.core.observability.tracing import Tracer
 from roundtable.server import Coordinator
 
 TASK = """

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundtable.client.policy import PolicyTable
-from roundtable.client.worker_trainer import _post_mortem
+from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.worker.worker_trainer import _post_mortem
 
 KEY = ("job-1", 1, 1, "train")
 AGENT = """
@@ -35,7 +35,11 @@ def workers(parent: int) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if int(status[1]) == parent and b"roundtable.client.worker" in command and status[0] != "Z":
+            if (
+                int(status[1]) == parent
+                and b"roundtable.client.worker.worker" in command
+                and status[0] != "Z"
+            ):
                 found.append(int(entry.name))
     return found
 
@@ -89,7 +93,7 @@ async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, mo
         update={"algorithm": silo.job.algorithm.model_copy(update={"epochs": 100_000})}
     )
     silo.play("slow")
-    monkeypatch.setattr("roundtable.client.worker_trainer._STOP_SECONDS", 60.0)
+    monkeypatch.setattr("roundtable.client.worker.worker_trainer._STOP_SECONDS", 60.0)
     async with silo.agent():
         coordinator.say(instruction=silo.instruction(1))
         await coordinator.until(
@@ -100,7 +104,7 @@ async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, mo
         coordinator.say(instruction=silo.instruction(2, phase="evaluate"))
         await coordinator.hear("evaluated")
         assert workers(os.getpid()) == warm
-        monkeypatch.setattr("roundtable.client.worker_trainer._STOP_SECONDS", 0.1)
+        monkeypatch.setattr("roundtable.client.worker.worker_trainer._STOP_SECONDS", 0.1)
         silo.play("hang")
         coordinator.say(instruction=silo.instruction(3))
         await log.until("task: hanging")
@@ -178,7 +182,7 @@ async def test_a_signal_stops_the_agent_cleanly(silo, number: signal.Signals, st
     [(3, 4, "out_of_memory"), (3, 3, "node_failure"), (None, None, "out_of_memory")],
 )
 def test_a_kill_is_called_out_of_memory_on_evidence(monkeypatch, before, after, kind: str) -> None:
-    monkeypatch.setattr("roundtable.client.worker_trainer._oom_kills", lambda: after)
+    monkeypatch.setattr("roundtable.client.worker.worker_trainer._oom_kills", lambda: after)
     assert _post_mortem(-signal.SIGKILL, before, []).kind == kind
 
 

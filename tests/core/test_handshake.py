@@ -15,8 +15,8 @@ import grpc
 import pytest
 
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, UnavailableError
-from roundtable.core.handshake import check_connection, split_address
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
+from roundtable.core.identity.handshake import check_connection, split_address
 
 
 @contextmanager

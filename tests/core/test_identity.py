@@ -16,9 +16,15 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.core.certificates import key_in_request, pem_of, pem_of_key, public_bytes, signing_request
 from roundtable.core.errors import ConfigError, IdentityError
-from roundtable.core.identity import (
+from roundtable.core.identity.certificates import (
+    key_in_request,
+    pem_of,
+    pem_of_key,
+    public_bytes,
+    signing_request,
+)
+from roundtable.core.identity.credentials import (
     ROLES,
     Authority,
     create_ca,
@@ -28,8 +34,8 @@ from roundtable.core.identity import (
     load_silo_identity,
     verify_identity,
 )
-from roundtable.core.invitation import Invitation, Secret
-from roundtable.core.revocation import NOTHING, load_list, newer, parse_list, revoke
+from roundtable.core.identity.invitation import Invitation, Secret
+from roundtable.core.identity.revocation import NOTHING, load_list, newer, parse_list, revoke
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import nn
 
 from roundtable.core import ArrayTask, Task, model_digest, open_model, parse_job, save_model
 from roundtable.core.errors import ConfigError, TaskError
-from roundtable.core.initial import initial_model
+from roundtable.core.initial_model import initial_model
 
 
 class Net(Task):

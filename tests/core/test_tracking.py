@@ -11,7 +11,7 @@ import pytest
 
 from roundtable.core.config import TrackingTable
 from roundtable.core.errors import ConfigError, ResourceError, StorageError
-from roundtable.core.tracking import TrackedRun, Trackers, check_inside, check_trackers
+from roundtable.core.observability.tracking import TrackedRun, Trackers, check_inside, check_trackers
 
 RUN = TrackedRun("digits", "first", "k1", {"cohort.size": 5})
 
@@ -115,7 +115,7 @@ WANDB = """
 import sys
 from pathlib import Path
 from roundtable.core.config import TrackingTable
-from roundtable.core.tracking import TrackedRun, Trackers
+from roundtable.core.observability.tracking import TrackedRun, Trackers
 run = TrackedRun("digits", "first", "k1", {"rounds": 2})
 told = Trackers(TrackingTable(wandb="project"), Path(sys.argv[1]), run, print)
 told.log(1, {"accuracy": 0.5})
@@ -163,7 +163,7 @@ def test_without_the_library_the_extra_is_named(name, module, monkeypatch, tmp_p
             raise ImportError(f"No module named {module!r}")
         return real(wanted, *rest)
 
-    monkeypatch.setattr("roundtable.core.tracking.import_module", absent)
+    monkeypatch.setattr("roundtable.core.observability.tracking.import_module", absent)
     with pytest.raises(ResourceError, match=rf"tracking\.{name} .*'roundtable\[{name}\]'"):
         trackers(tmp_path, **{name: "runs"})
     with pytest.raises(ResourceError, match=rf"roundtable\[{name}\]"):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from roundtable.core.logs import ConsoleFormatter, JsonFormatter, belongs_to
-from roundtable.core.tally import Spread, Tally
-from roundtable.core.tracing import Span, Tracer, span_of, trace_of
-from roundtable.core.watchdog import keep_watchdog
+from roundtable.core.observability.histograms import Spread, Tally
+from roundtable.core.observability.logs import ConsoleFormatter, JsonFormatter, belongs_to
+from roundtable.core.observability.tracing import Span, Tracer, span_of, trace_of
+from roundtable.core.observability.watchdog import keep_watchdog
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import roundtable
-from roundtable.client.config import load_agent_config
+from roundtable.client.policy.config import load_agent_config
 from roundtable.server import load_server_config
 
 ROOT = Path(__file__).resolve().parents[2]

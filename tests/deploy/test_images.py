@@ -15,7 +15,7 @@ import yaml
 from containers import Engine, image_of, installed, need_namespaces, volumes_of
 from postgresql import PostgreSQL
 
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"

@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 from roundtable.cli.main import cli
-from roundtable.client.config import load_agent_config
+from roundtable.client.policy.config import load_agent_config
 from roundtable.core.errors import ConfigError
 from roundtable.server import load_server_config
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "roundtable.rules.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "roundtable.json"
-SOURCES = ("core/monitoring.py", "server/metrics.py", "client/observing.py")
+SOURCES = ("core/observability/monitoring.py", "server/metrics_page.py", "client/agent/agent_observer.py")
 PROCESS = {"process_resident_memory_bytes"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from processes import SILOS, Federation
 
 from roundtable.core.errors import ConfigError, UnavailableError
-from roundtable.core.faults import AGENT_POINTS, COORDINATOR_POINTS, Fault
+from roundtable.core.failpoints import AGENT_POINTS, COORDINATOR_POINTS, Fault
 
 VICTIM = SILOS[0]
 # Where in the job each point is reached; rounds 2 and 3 of three, so that there is a past to keep.

@@ -14,7 +14,7 @@ from processes import SILOS, Federation, free_port
 
 from roundtable.core.errors import StorageError, UnavailableError
 from roundtable.operator import OperatorClient
-from roundtable.server.lease import Lease
+from roundtable.server.leadership.lease import Lease
 from roundtable.server.store import Database, tables
 from roundtable.server.store.database import LeaseLost
 

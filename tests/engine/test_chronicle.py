@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundtable.core.config import StopTable
 from roundtable.engine import messages as m
-from roundtable.engine.chronicle import Chronicle
+from roundtable.engine.round_summary import Chronicle
 from roundtable.engine.stopping import stop_reason
 
 values = st.none() | st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 1.0])

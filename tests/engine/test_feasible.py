@@ -7,7 +7,7 @@ import pytest
 from roundtable.core import parse_job
 from roundtable.core.errors import ConfigError
 from roundtable.engine import make_plan
-from roundtable.engine.feasible import check_budget, check_rule
+from roundtable.engine.validation.feasibility import check_budget, check_rule
 
 
 def check(aggregation: str, clients: int, tables: str = "") -> None:

@@ -16,7 +16,7 @@ from roundtable.engine import (
     initial_server_state,
     make_plan,
 )
-from roundtable.engine.secure import (
+from roundtable.engine.validation.secure_feasibility import (
     fewest,
     fewest_groups,
     fewest_updates,

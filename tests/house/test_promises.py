@@ -66,7 +66,7 @@ def test_nothing_imports_pickle_or_its_kin() -> None:
 
 
 # The vectorised backend compiles the step that it has recorded itself; nothing of it was received.
-COMPILES_ITS_OWN = {Path("simulation/vectorised/program.py")}
+COMPILES_ITS_OWN = {Path("simulation/backends/vectorised/program.py")}
 
 
 def test_nothing_loads_what_may_hold_code() -> None:

@@ -59,7 +59,7 @@ def test_the_credentials_are_issued(tmp_path: Path) -> None:
 
 
 def test_the_agents_file_is_accepted(tmp_path: Path) -> None:
-    from roundtable.client.config import load_agent_config
+    from roundtable.client.policy.config import load_agent_config
 
     (tmp_path / "agent.toml").write_text(next(block for block in blocks("toml") if "coordinator" in block))
     config = load_agent_config(tmp_path / "agent.toml")

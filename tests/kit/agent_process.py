@@ -11,12 +11,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from roundtable.client.agent import Agent
-from roundtable.client.config import AgentConfig
-from roundtable.client.metrics import Metrics
+from roundtable.client.agent.agent import Agent
+from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import Progress, Trained, Work
-from roundtable.client.worker_trainer import order_of_work
-from roundtable.client.workshop import Settings, Workshop
+from roundtable.client.training.metrics import Metrics
+from roundtable.client.worker.executor import Settings, Workshop
+from roundtable.client.worker.worker_trainer import order_of_work
 
 
 class InlineTrainer:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from roundtable.client.agent import Agent
-from roundtable.client.config import AgentConfig
-from roundtable.client.metrics import Metrics
+from roundtable.client.agent.agent import Agent
+from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import Progress, Trained, Work, write_update
+from roundtable.client.training.metrics import Metrics
 from roundtable.core.models import open_model
 from roundtable.core.seeds import torch_generator
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from cluster_cases import Case, bench_of, job_of
 from torch import Tensor, nn
 
-from roundtable.client.cluster.bench import Bench, Progress, StepReport
-from roundtable.client.cluster.checkpoints import Checkpoints, Position
-from roundtable.client.cluster.meshes import Meshes
-from roundtable.client.cluster.shards import local_of, region_of
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.shards import local_of, region_of
+from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.rank_trainer import Bench, Progress, StepReport
 from roundtable.core import JobConfig, Layout
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import Site, initial_state

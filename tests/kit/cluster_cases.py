@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from roundtable.client.cluster.anatomy import dissect
-from roundtable.client.cluster.bench import Bench, Progress, StepReport
-from roundtable.client.cluster.checkpoints import Checkpoints, Position
-from roundtable.client.cluster.hooks import TopK, topk_hook
-from roundtable.client.cluster.links import Links, known_links
-from roundtable.client.cluster.meshes import Meshes
-from roundtable.client.cluster.shards import plain_name, prepare_update, write_deltas
-from roundtable.client.cluster.strategy import Strategy
-from roundtable.client.cluster.survey import example_batch
-from roundtable.client.cluster.tensor_parallel import find_tensor_parallel
-from roundtable.client.cluster.tracing import fake_model, trace
-from roundtable.client.cluster.work import count_work
-from roundtable.client.training import train
+from roundtable.client.training.local_training import train
+from roundtable.cluster.parallel.anatomy import dissect
+from roundtable.cluster.parallel.forward_trace import fake_model, trace
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.shards import plain_name, prepare_update, write_deltas
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
+from roundtable.cluster.plan.arithmetic import count_work
+from roundtable.cluster.plan.links import Links, known_links
+from roundtable.cluster.plan.model_probe import example_batch
+from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.gradient_hooks import TopK, topk_hook
+from roundtable.cluster.train.rank_trainer import Bench, Progress, StepReport
 from roundtable.core import JobConfig, Layout, open_model
-from roundtable.core.memory import tune_for_transfers
+from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.task import Site, Task, initial_state
 
 

@@ -12,9 +12,9 @@ from cluster_cases import Case, bench_of
 from cluster_models import Language
 from torch import Tensor, nn
 
-from roundtable.client.cluster.bench import Progress
-from roundtable.client.cluster.meshes import Meshes
-from roundtable.client.cluster.rank import check_versions
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.train.rank import check_versions
+from roundtable.cluster.train.rank_trainer import Progress
 from roundtable.core import Layout
 from roundtable.core.errors import ConfigError, InvalidUpdate
 from roundtable.core.task import Site, initial_state

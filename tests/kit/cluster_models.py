@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roundtable.client.cluster.experts import MixtureOfExperts
+from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.core import Task
 
 

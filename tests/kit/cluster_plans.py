@@ -8,7 +8,7 @@ import torch
 from cluster_cases import Case, adam
 from cluster_models import Language
 
-from roundtable.client.cluster.strategy import Mesh, Strategy
+from roundtable.cluster.parallel.strategy import Mesh, Strategy
 
 STEPS = {"steps": 4, "batch_size": 8, "max_gradient_norm": 0.5}
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from cluster_models import Language
 from torch import Tensor
 
-from roundtable.client.cluster.bench import Bench, Progress
-from roundtable.client.cluster.meshes import Meshes
-from roundtable.client.cluster.private import Till, fit_examples_privately, noise_on_parts
-from roundtable.client.cluster.shards import prepare_update, write_deltas
-from roundtable.client.cluster.strategy import Strategy
-from roundtable.client.silo_account import Protection
-from roundtable.client.training import train
+from roundtable.client.training.local_training import train
+from roundtable.client.training.silo_account import Protection
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.shards import prepare_update, write_deltas
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.train.private_rounds import Till, fit_examples_privately, noise_on_parts
+from roundtable.cluster.train.rank_trainer import Bench, Progress
 from roundtable.core import JobConfig, Layout
 from roundtable.core.task import Site, initial_state
 from roundtable.privacy import Charge, NoiseSource, PrivacyConfig, SeededNoise

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from roundtable.client.agent import Agent
-from roundtable.client.config import AgentConfig
+from roundtable.client.agent.agent import Agent
+from roundtable.client.policy.config import AgentConfig
 from roundtable.core import JobConfig, Model, open_model, save_model
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.operator import OperatorClient
 from roundtable.server import Coordinator, ServerConfig
 

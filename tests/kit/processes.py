@@ -16,9 +16,9 @@ from typing import Any
 
 from roundtable.core import JobConfig, load_task
 from roundtable.core.errors import UnavailableError
-from roundtable.core.faults import VARIABLE
-from roundtable.core.identity import create_ca, issue
-from roundtable.core.initial import initial_model
+from roundtable.core.failpoints import VARIABLE
+from roundtable.core.identity.credentials import create_ca, issue
+from roundtable.core.initial_model import initial_model
 from roundtable.core.models import save_model
 from roundtable.operator import OperatorClient
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from cluster_models import Language, Mixture
 from torch.profiler import ProfilerActivity, profile
 
-from roundtable.client.cluster.bench import Bench, Progress
-from roundtable.client.cluster.memory import estimate
-from roundtable.client.cluster.meshes import Meshes
-from roundtable.client.cluster.strategy import Strategy
-from roundtable.client.cluster.survey import example_batch, survey
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.memory_estimate import estimate
+from roundtable.cluster.plan.model_probe import example_batch, survey
+from roundtable.cluster.train.rank_trainer import Bench, Progress
 from roundtable.core import JobConfig, Layout
 from roundtable.core.task import Site, initial_state
 

@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 from definite import definite
 
-from roundtable.core.identity import load_credentials
+from roundtable.core.identity.credentials import load_credentials
 from roundtable.proto import CHUNK_BYTES, PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
 from roundtable.proto.channel import CLIENT_OPTIONS
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from service import Operator
 
-from roundtable.client.agent import Agent
-from roundtable.client.config import AgentConfig
-from roundtable.client.metrics import Metrics
+from roundtable.client.agent.agent import Agent
+from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import Progress, Trained, Work, write_update
-from roundtable.core.identity import create_ca, issue
+from roundtable.client.training.metrics import Metrics
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.server import Coordinator, ServerConfig
 
 QUIET = "[evaluation]\nevery = 0\n"

@@ -23,9 +23,9 @@ from typing import Any
 
 from secure_federation import Federation, GivenTrainer, unit
 
-from roundtable.client import secure
-from roundtable.client.agent import Agent
-from roundtable.privacy.secagg.wire import Kind, unseal
+from roundtable.client.agent import secure_attempts as secure
+from roundtable.client.agent.agent import Agent
+from roundtable.privacy.secagg.framing import Kind, unseal
 
 COLUMNS = 1500
 COORDINATOR = """

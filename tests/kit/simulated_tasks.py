@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from roundtable.core import ArrayTask, Layout, Model, Site, Task, initial_state, parse_job
 from roundtable.simulation.backend import Backend, Failed, Trained, Work, World
-from roundtable.simulation.sequential import one_thread
+from roundtable.simulation.backends.sequential import one_thread
 
 SIZES = [7, 12, 1, 5]
 

@@ -14,11 +14,11 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from roundtable.client.cluster import apply
-from roundtable.client.cluster.memory import Survey
-from roundtable.client.cluster.meshes import Meshes
-from roundtable.client.cluster.replica import Replica
-from roundtable.client.cluster.strategy import Strategy
+from roundtable.cluster.parallel import apply_strategy as apply
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.memory_estimate import Survey
+from roundtable.cluster.train.replica import Replica
 from roundtable.core.task import Site, Task
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundtable.core.errors import InvalidUpdate, PrivacyError
 from roundtable.core.seeds import torch_generator
 from roundtable.privacy import AdaptiveClip, SeededNoise, clip, clip_per_layer, l2_norm
-from roundtable.privacy.gaussian import standard_normal
+from roundtable.privacy.mechanisms.gaussian import standard_normal
 
 
 @given(

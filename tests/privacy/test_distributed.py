@@ -26,8 +26,8 @@ from roundtable.privacy import (
     gaussian_charge,
     skellam,
 )
-from roundtable.privacy.distributed import _round
-from roundtable.privacy.rotation import hadamard, rotate, unrotate
+from roundtable.privacy.mechanisms.distributed import _round
+from roundtable.privacy.mechanisms.rotation import hadamard, rotate, unrotate
 
 SEED = b"round 1"
 

@@ -22,7 +22,7 @@ from roundtable.privacy import (
     prefix_error,
     solve_noise,
 )
-from roundtable.privacy.ftrl import square_root_coefficients, toeplitz_sensitivity
+from roundtable.privacy.mechanisms.ftrl import square_root_coefficients, toeplitz_sensitivity
 
 
 @dataclass

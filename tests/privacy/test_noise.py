@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy import SecureNoise, SeededNoise, add_gaussian, gaussian, local_gaussian
-from roundtable.privacy.gaussian import BLOCK, block_of_normals, standard_normal
-from roundtable.privacy.mechanisms import noise_grid, noise_onto
-from roundtable.privacy.noise import KeyStream, bernoulli_mask
+from roundtable.privacy import SecureNoise, SeededNoise, add_gaussian, local_gaussian
+from roundtable.privacy.mechanisms import gaussian
+from roundtable.privacy.mechanisms.gaussian import BLOCK, block_of_normals, standard_normal
+from roundtable.privacy.mechanisms.gaussian_mechanism import noise_grid, noise_onto
+from roundtable.privacy.mechanisms.noise import KeyStream, bernoulli_mask
 
 
 def test_the_variance_is_the_claim_over_many_draws() -> None:

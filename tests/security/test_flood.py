@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 import roundtable as rt
-from roundtable.core.identity import create_ca, issue
+from roundtable.child_processes import Children
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.demo import free_port
-from roundtable.processes import Children
 from roundtable.proto.channel import CLIENT_OPTIONS
 
 CALLS = 1_000_000

@@ -15,21 +15,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roundtable.client.config import load_agent_config
-from roundtable.client.journal import Journal
-from roundtable.client.known_jobs import KnownJobs
+from roundtable.client.agent.silo_log import Journal
+from roundtable.client.policy.config import load_agent_config
+from roundtable.client.policy.known_jobs import KnownJobs
 from roundtable.core import parse_job
-from roundtable.core.audit import read_log
-from roundtable.core.certificates import certificates_in, key_in_request, load_key, signing_request
 from roundtable.core.config import job_from_json
 from roundtable.core.errors import RoundtableError
-from roundtable.core.identity import create_ca, issue, load_credentials, load_silo_identity, verify_identity
-from roundtable.core.invitation import Invitation, Secret
+from roundtable.core.evidence.audit_log import read_log
+from roundtable.core.evidence.provenance_check import check_provenance
+from roundtable.core.identity.certificates import certificates_in, key_in_request, load_key, signing_request
+from roundtable.core.identity.credentials import (
+    create_ca,
+    issue,
+    load_credentials,
+    load_silo_identity,
+    verify_identity,
+)
+from roundtable.core.identity.invitation import Invitation, Secret
+from roundtable.core.identity.revocation import parse_list, revoke
 from roundtable.core.models import open_model
-from roundtable.core.provenance import check_provenance
-from roundtable.core.revocation import parse_list, revoke
 from roundtable.server import load_server_config
-from roundtable.server.oidc import OidcTable, Provider
+from roundtable.server.auth.oidc import OidcTable, Provider
 
 INPUTS = 60
 """For each parser; the slow suite tries a hundred times as many."""

@@ -13,7 +13,7 @@ from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, model_bytes, running
 
 from roundtable.core import Layout, Model
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.server import Coordinator, ServerConfig, load_server_config
 
 

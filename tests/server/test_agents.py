@@ -14,7 +14,7 @@ import torch
 from scripted_agent import ScriptedAgent, secure_channel
 from service import Operator, running
 
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.proto import agent_pb2, agent_pb2_grpc, common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.server import Coordinator, ServerConfig
 

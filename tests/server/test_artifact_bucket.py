@@ -21,11 +21,14 @@ from service import AGENTS, Operator, running
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.doctor_coordinator import examine_coordinator
 from roundtable.proto import agent_pb2, operator_pb2
-from roundtable.server import Coordinator, ServerConfig, bucket, copies, effects, load_server_config
-from roundtable.server.artifacts import DamagedArtifact, LocalArtifacts
-from roundtable.server.backup import back_up, restore
-from roundtable.server.bucket import Bucket
-from roundtable.server.location import Location, Unreachable, blob_name
+from roundtable.server import Coordinator, ServerConfig, load_server_config
+from roundtable.server.jobs import actions as effects
+from roundtable.server.storage import bucket
+from roundtable.server.storage import replicas as copies
+from roundtable.server.storage.artifact_store import DamagedArtifact, LocalArtifacts
+from roundtable.server.storage.backup import back_up, restore
+from roundtable.server.storage.bucket import Bucket
+from roundtable.server.storage.location import Location, Unreachable, blob_name
 from roundtable.server.store import Database
 
 Settings = Callable[..., ServerConfig]

@@ -22,13 +22,13 @@ from google.protobuf.message import Message
 from scripted_agent import ScriptedAgent, secure_channel
 from service import Operator, running
 
-from roundtable.core.identity import issue, load_credentials
+from roundtable.core.identity.credentials import issue, load_credentials
 from roundtable.proto import administration_pb2, agent_pb2, operator_pb2
 from roundtable.proto.channel import CLIENT_OPTIONS
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
 from roundtable.server import Coordinator, ServerConfig
-from roundtable.server.guard import Lockout, RateLimit
-from roundtable.server.permissions import PERMISSIONS
+from roundtable.server.auth.permissions import PERMISSIONS
+from roundtable.server.auth.rate_limit import Lockout, RateLimit
 
 INPUTS = 60
 """Random inputs for each call in the fast suite; the slow one tries fifty times as many."""
@@ -154,7 +154,7 @@ async def test_a_flood_of_calls_slows_only_its_sender(
     access = coordinator.security.access
     access._known = RateLimit(0.001, 50, time.monotonic)
     access._lines = RateLimit(0.001, 10, time.monotonic)
-    caplog.set_level("INFO", "roundtable.server.access")
+    caplog.set_level("INFO", "roundtable.server.auth.access")
     codes = []
     async with Operator(coordinator.port, certificates / "oskar") as flooding:
         for _ in range(300):
@@ -176,8 +176,8 @@ async def test_a_flood_of_calls_slows_only_its_sender(
 async def test_a_flood_of_messages_ends_the_stream(
     settings: Callable[..., ServerConfig], certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roundtable.server.agents.MESSAGES_AT_ONCE", 50.0)
-    monkeypatch.setattr("roundtable.server.agents.MESSAGES_A_SECOND", 0.001)
+    monkeypatch.setattr("roundtable.server.services.agents.MESSAGES_AT_ONCE", 50.0)
+    monkeypatch.setattr("roundtable.server.services.agents.MESSAGES_A_SECOND", 0.001)
     async with running(settings()) as coordinator:
         agent = ScriptedAgent(coordinator.port, certificates / "alder")
         await agent.connect()

@@ -20,13 +20,13 @@ from service import AGENTS, Operator, running
 
 from roundtable.administration import Administrator
 from roundtable.cli.main import cli
-from roundtable.client.journal import Journal
-from roundtable.core.audit import Entry, Log, compare, entry, read_log
-from roundtable.core.crosscheck import differences
+from roundtable.client.agent.silo_log import Journal
 from roundtable.core.errors import AuditError
-from roundtable.core.identity import SiloIdentity, create_ca, issue, load_silo_identity
-from roundtable.core.provenance import check_provenance
-from roundtable.core.signing import envelope, verify
+from roundtable.core.evidence.audit_log import Entry, Log, compare, entry, read_log
+from roundtable.core.evidence.cross_check import differences
+from roundtable.core.evidence.provenance_check import check_provenance
+from roundtable.core.identity.credentials import SiloIdentity, create_ca, issue, load_silo_identity
+from roundtable.core.identity.signing import envelope, verify
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
 from roundtable.server import Coordinator, ServerConfig

@@ -17,7 +17,7 @@ from service import Operator, running
 from roundtable.core.errors import StorageError
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import ServerConfig
-from roundtable.server.backup import back_up, restore
+from roundtable.server.storage.backup import back_up, restore
 
 Settings = Callable[..., ServerConfig]
 TABLE = "[cohort]\nsize = 2\nminimum = 2\n[evaluation]\nevery = 0"

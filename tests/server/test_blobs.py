@@ -11,7 +11,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.storage.artifact_store import LocalArtifacts
 
 KIB = 1 << 10
 SIZES = [1, 4 * KIB - 1, 4 * KIB, 8 * KIB, 12 * KIB + 1, 1100 * KIB]

@@ -18,9 +18,9 @@ from service import Operator, running
 
 from roundtable.core.errors import StorageError
 from roundtable.server import ServerConfig
-from roundtable.server.artifacts import LocalArtifacts
-from roundtable.server.bucket import Bucket
-from roundtable.server.location import Location, Unreachable, blob_name
+from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.bucket import Bucket
+from roundtable.server.storage.location import Location, Unreachable, blob_name
 
 s3fs = pytest.importorskip("s3fs", reason="a bucket on this machine needs s3fs: pip install s3fs")
 ONE = "[cohort]\nsize = 1\n[evaluation]\nevery = 0"

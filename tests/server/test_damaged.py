@@ -14,7 +14,7 @@ from scripted_agent import ScriptedAgent
 from service import Operator
 
 from roundtable.proto import agent_pb2
-from roundtable.server.artifacts import LocalArtifacts
+from roundtable.server.storage.artifact_store import LocalArtifacts
 
 Status = agent_pb2.UploadReceipt
 ONE = torch.ones(4)

@@ -24,8 +24,8 @@ from roundtable.core.errors import ConfigError, ResourceError, StorageError
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig, clock
-from roundtable.server.artifacts import DamagedArtifact, LocalArtifacts
-from roundtable.server.faults import fault_of
+from roundtable.server.operations.incidents import fault_of
+from roundtable.server.storage.artifact_store import DamagedArtifact, LocalArtifacts
 from roundtable.server.store import Database
 from roundtable.server.store import jobs as store
 

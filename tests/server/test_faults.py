@@ -17,8 +17,10 @@ from scripted_agent import ScriptedAgent
 from service import Operator, running
 
 from roundtable.proto import agent_pb2, operator_pb2
-from roundtable.server import Coordinator, ServerConfig, effects, runner
-from roundtable.server.alerts import AlertTable
+from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.jobs import actions as effects
+from roundtable.server.jobs import runner
+from roundtable.server.operations.alerts import AlertTable
 
 ONE = torch.ones(4)
 

@@ -19,17 +19,23 @@ from scripted_agent import ScriptedAgent, secure_channel
 from service import Operator, running
 
 from roundtable.administration import Administrator
-from roundtable.client.enrolment import enroll
+from roundtable.client.agent.enrolment import enroll
 from roundtable.core.errors import IdentityError, RoundtableError, UnavailableError
-from roundtable.core.identity import OPERATOR_ROLES, create_ca, identity_of, issue, load_credentials
-from roundtable.core.invitation import Invitation, Secret
-from roundtable.core.revocation import revoke
-from roundtable.core.signing import check_submission, job_values
+from roundtable.core.identity.credentials import (
+    OPERATOR_ROLES,
+    create_ca,
+    identity_of,
+    issue,
+    load_credentials,
+)
+from roundtable.core.identity.invitation import Invitation, Secret
+from roundtable.core.identity.revocation import revoke
+from roundtable.core.identity.signing import check_submission, job_values
 from roundtable.operator import OperatorClient
 from roundtable.proto import administration_pb2, agent_pb2, common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.server import Coordinator, ServerConfig
-from roundtable.server.agents import AgentService
-from roundtable.server.permissions import CALLERS, PERMISSIONS, as_markdown
+from roundtable.server.auth.permissions import CALLERS, PERMISSIONS, as_markdown
+from roundtable.server.services.agents import AgentService
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -479,7 +485,7 @@ async def test_a_data_scientist_changes_jobs_of_their_own_only(
 async def test_renewal_gives_new_certificates_for_the_same_keys(
     open_coordinator: Coordinator, parties: Path, tmp_path: Path
 ) -> None:
-    from roundtable.client.renewal import keep_renewed
+    from roundtable.client.agent.renewal import keep_renewed
 
     north = tmp_path / "north"
     await enrolled(open_coordinator, await invite(open_coordinator, parties, "north"), north)
@@ -489,7 +495,7 @@ async def test_renewal_gives_new_certificates_for_the_same_keys(
     # Far from its end it is left alone.
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(keep_renewed(agent.stub, north), 0.2)
-    import roundtable.client.renewal as renewal
+    import roundtable.client.agent.renewal as renewal
 
     original = renewal.REMAINING
     renewal.REMAINING = 1.5
@@ -510,8 +516,8 @@ async def test_a_request_cannot_choose_its_name_or_a_weak_key(
 ) -> None:
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-    from roundtable.core.certificates import signing_request
-    from roundtable.core.identity import identity_of
+    from roundtable.core.identity.certificates import signing_request
+    from roundtable.core.identity.credentials import identity_of
     from roundtable.proto import administration_pb2_grpc
 
     invitation = await invite(open_coordinator, parties, "north", uses=3)

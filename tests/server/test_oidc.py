@@ -17,7 +17,7 @@ from service import running
 from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.proto import administration_pb2, administration_pb2_grpc, operator_pb2, operator_pb2_grpc
 from roundtable.server import ServerConfig
-from roundtable.server.oidc import OidcTable, Provider
+from roundtable.server.auth.oidc import OidcTable, Provider
 
 jwt = pytest.importorskip("jwt")
 from cryptography.hazmat.primitives.asymmetric import ec, rsa  # noqa: E402

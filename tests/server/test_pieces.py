@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from roundtable.aggregation import OptimizerState, make_optimizer
 from roundtable.core.errors import ResourceError, StorageError, TransferError
-from roundtable.server import memory
-from roundtable.server.artifacts import LocalArtifacts
-from roundtable.server.finite import FiniteCheck
-from roundtable.server.transfer import in_thread
+from roundtable.server.jobs import sliced_optimizer as memory
+from roundtable.server.services.transfer import in_thread
+from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.finite_check import FiniteCheck
 
 DATA = bytes(range(256)) * 8
 DIGEST = blake3(DATA).hexdigest()

@@ -19,10 +19,10 @@ from service import Operator, running
 from roundtable.cli.main import run
 from roundtable.core.models import open_model
 from roundtable.privacy import Budget, Charge, compose
-from roundtable.privacy.accounting import _compose
+from roundtable.privacy.accounting.accountants import _compose
 from roundtable.proto import operator_pb2, operator_pb2_grpc
 from roundtable.server import ServerConfig
-from roundtable.server.ledger import check_all, worst
+from roundtable.server.jobs.privacy_budget import check_all, worst
 from roundtable.server.store import Database
 from roundtable.server.store.ledger import Total, entries
 

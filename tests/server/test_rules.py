@@ -15,7 +15,7 @@ import torch
 from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
-from roundtable.aggregation.trust import foolsgold_weights
+from roundtable.aggregation.rules.trust_based import foolsgold_weights
 from roundtable.server import Coordinator, ServerConfig, load_server_config
 from roundtable.trusted import TrustedData
 

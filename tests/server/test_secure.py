@@ -15,7 +15,7 @@ import torch
 from secure_federation import QUIET, SECURE, Federation, unit
 from service import Operator
 
-from roundtable.client.config import PolicyTable
+from roundtable.client.policy.config import PolicyTable
 from roundtable.core.models import open_model
 from roundtable.proto import agent_pb2, common_pb2, operator_pb2
 

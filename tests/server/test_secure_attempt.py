@@ -15,9 +15,9 @@ from roundtable.engine import GroupMeans
 from roundtable.engine.messages import Step
 from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import Ed25519Signer, MemoryReleases, SecAggClient, ServerPhase
-from roundtable.server.journal import Journal
-from roundtable.server.secure_attempt import SecureAttempt
-from roundtable.server.sessions import Identity
+from roundtable.server.jobs.secagg.journal import Journal
+from roundtable.server.jobs.secagg.secure_attempt import SecureAttempt
+from roundtable.server.jobs.sessions import Identity
 
 NAMES = ("alder", "birch", "cedar", "dogwood")
 COLUMNS = 60

@@ -13,7 +13,7 @@ import pytest
 import torch
 from secure_federation import QUIET, Federation, GivenTrainer
 
-from roundtable.client import secure as client_secure
+from roundtable.client.agent import secure_attempts as client_secure
 from roundtable.core.models import open_model
 from roundtable.privacy.secagg import ArraySource
 

@@ -18,9 +18,10 @@ import torch
 from secure_federation import QUIET, SECURE, Federation, unit
 from secure_process import COLUMNS, ended, free_port, masked_by, note_masks, start_coordinator, start_silo
 
-from roundtable.client import duties, secure
+from roundtable.client.agent import secure_attempts as secure
+from roundtable.client.agent import step_handler as duties
 from roundtable.core.models import open_model
-from roundtable.privacy.secagg.wire import Kind, unseal
+from roundtable.privacy.secagg.framing import Kind, unseal
 from roundtable.proto import operator_pb2
 
 NAMES = ("alder", "birch", "cedar")

@@ -12,7 +12,7 @@ import pytest
 from service import running
 
 from roundtable.core.errors import ConfigError, ResourceError, RoundtableError, StorageError
-from roundtable.core.identity import issue
+from roundtable.core.identity.credentials import issue
 from roundtable.server import Coordinator, ServerConfig, load_server_config, run_server
 
 Settings = Callable[..., ServerConfig]

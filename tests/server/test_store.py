@@ -29,8 +29,8 @@ from roundtable.server.store import (
 )
 from roundtable.server.store import jobs as store
 from roundtable.server.store.artifacts import Keep, forget_unused, old_models, spent_updates
-from roundtable.server.store.clients import all_clients, remember
-from roundtable.server.store.grouped import GroupedWrites
+from roundtable.server.store.client_rows import all_clients, remember
+from roundtable.server.store.group_commit import GroupedWrites
 from roundtable.server.store.ledger import entries, reserve
 
 

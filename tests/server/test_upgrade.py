@@ -19,7 +19,7 @@ import torch
 from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
-from roundtable.core.identity import create_ca, issue
+from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.proto import PROTOCOL_VERSION
 from roundtable.server import Coordinator, ServerConfig, load_server_config
 

@@ -115,7 +115,7 @@ async def test_a_running_job_shows_who_is_there_and_who_is_needed(
 async def test_a_silo_that_was_revoked_is_not_waited_for(
     settings: Callable[..., ServerConfig], certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roundtable.server.metrics.REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("roundtable.server.metrics_page.REFRESH_SECONDS", 0.0)
 
     def revoke() -> list[str]:
         with Administrator(f"localhost:{coordinator.port}", certificates / "olga") as operator:

@@ -7,8 +7,8 @@ import torch
 
 from roundtable.aggregation import attacks
 from roundtable.core.errors import AggregationError, ConfigError
-from roundtable.simulation.attacks import Attackers
-from roundtable.simulation.config import AttackTable
+from roundtable.simulation.world.attackers import Attackers
+from roundtable.simulation.world.config import AttackTable
 
 TEN = {"simulation__clients": 10, "cohort__size": 10, "rounds": 5}
 

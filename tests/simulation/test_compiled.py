@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roundtable.client.batches import Batch
+from roundtable.client.training.batches import Batch
 from roundtable.core import Layout
-from roundtable.simulation.vectorised import steps as steps_module
-from roundtable.simulation.vectorised.compiled import CompiledProgram
-from roundtable.simulation.vectorised.library import load
-from roundtable.simulation.vectorised.program import StepProgram, Update
-from roundtable.simulation.vectorised.recording import Kind
-from roundtable.simulation.vectorised.steps import Steps
+from roundtable.simulation.backends.vectorised import recorded_steps as steps_module
+from roundtable.simulation.backends.vectorised.compiled_step import CompiledProgram
+from roundtable.simulation.backends.vectorised.library import load
+from roundtable.simulation.backends.vectorised.program import StepProgram, Update
+from roundtable.simulation.backends.vectorised.recorded_steps import Steps
+from roundtable.simulation.backends.vectorised.recording import Kind
 
 pytestmark = pytest.mark.skipif(load() is None, reason="there is no C++ compiler here")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from roundtable.client import evaluate
 from roundtable.core import Site, initial_state
 from roundtable.simulation.backend import Failed, Measured, Work, World
-from roundtable.simulation.clients import Clients
-from roundtable.simulation.sequential import Sequential, one_thread
+from roundtable.simulation.backends.sequential import Sequential, one_thread
+from roundtable.simulation.world.simulated_clients import Clients
 
 
 class Tested(Perceptron):

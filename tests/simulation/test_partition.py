@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site
 from roundtable.simulation import describe_partition
-from roundtable.simulation.partition import PARTITIONERS, make_partition
+from roundtable.simulation.world.partition import PARTITIONERS, make_partition
 
 SPECS = [
     {"name": "iid"},

@@ -12,10 +12,10 @@ from simulated_tasks import Attention, Base, Convolution, Perceptron, Tokens, ru
 from roundtable.core import ArrayTask, Model
 from roundtable.core.errors import ConfigError
 from roundtable.simulation.backend import Backend, Trained, World
-from roundtable.simulation.choose import make_backend
-from roundtable.simulation.sequential import Sequential
-from roundtable.simulation.stacked import Stacked
-from roundtable.simulation.vectorised import Vectorised
+from roundtable.simulation.backends.sequential import Sequential
+from roundtable.simulation.backends.stacked import Stacked
+from roundtable.simulation.backends.vectorised import Vectorised
+from roundtable.simulation.choose_backend import make_backend
 
 # Of an update's norm, and of a loss: bfloat16 rounds to 0.4 %, and a client takes up to six steps here. With
 # rounding, another value may be the largest of those that are pooled, and get the gradient.

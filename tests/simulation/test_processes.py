@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from roundtable.core.errors import ConfigError, TaskError
-from roundtable.simulation import processes, simulate
-from roundtable.simulation.processes import Processes
+from roundtable.simulation import simulate
+from roundtable.simulation.backends import processes
+from roundtable.simulation.backends.processes import Processes
 
 
 @pytest.fixture(autouse=True)

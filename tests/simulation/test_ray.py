@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundtable.simulation import ray_cluster
+from roundtable.simulation.backends import ray_cluster
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install roundtable[ray]")
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roundtable.simulation import Result
-from roundtable.simulation.attacks import Attackers
+from roundtable.simulation.world.attackers import Attackers
 
 Run = Callable[..., Result]
 MOST_ARE_HOSTILE = {"name": "sign_flip", "scale": 5.0, "count": 5}

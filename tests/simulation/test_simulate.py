@@ -231,7 +231,7 @@ class TestTracking:
         def absent(name):
             raise ImportError(f"No module named {name!r}")
 
-        monkeypatch.setattr("roundtable.core.tracking.import_module", absent)
+        monkeypatch.setattr("roundtable.core.observability.tracking.import_module", absent)
         with pytest.raises(ResourceError, match=r"'roundtable\[wandb\]'"):
             run(tracking={"wandb": "project"})
 
@@ -250,6 +250,6 @@ class TestPandas:
             raise ImportError(f"No module named {name!r}")
 
         history = run(rounds=1).history
-        monkeypatch.setattr("roundtable.simulation.history.import_module", absent)
+        monkeypatch.setattr("roundtable.simulation.reporting.history.import_module", absent)
         with pytest.raises(ResourceError, match=r"pip install 'roundtable\[pandas\]'"):
             history.to_pandas()

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from roundtable.core import Site
 from roundtable.simulation.backend import Failed, Trained, Work, World
-from roundtable.simulation.choose import make_backend
-from roundtable.simulation.sequential import Sequential, one_thread
-from roundtable.simulation.stacked import Stacked
-from roundtable.simulation.stacked.schedule import turns
-from roundtable.simulation.stacked.stack import Stack
+from roundtable.simulation.backends.sequential import Sequential, one_thread
+from roundtable.simulation.backends.stacked import Stacked
+from roundtable.simulation.backends.stacked.schedule import turns
+from roundtable.simulation.backends.stacked.stack import Stack
+from roundtable.simulation.choose_backend import make_backend
 
 
 def stacked(place: World, device: str = "cpu", **budgets: int) -> Stacked:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from roundtable.simulation.usage import Meter, Usage
+from roundtable.simulation.reporting.usage import Meter, Usage
 
 WORKER = "import sys; block = bytearray(1) * (64 << 20); sum(range(3_000_000)); print(1, flush=True); input()"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roundtable.simulation import Result
-from roundtable.simulation.attacks import Attackers
+from roundtable.simulation.world.attackers import Attackers
 
 Run = Callable[..., Result]
 ATTACK = {"name": "gaussian", "scale": 100.0, "count": 2}

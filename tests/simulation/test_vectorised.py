@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from roundtable.core import ArrayTask
 from roundtable.simulation.backend import Failed, Trained, Work, World
-from roundtable.simulation.sequential import Sequential, one_thread
-from roundtable.simulation.vectorised import Vectorised, why_not
+from roundtable.simulation.backends.sequential import Sequential, one_thread
+from roundtable.simulation.backends.vectorised import Vectorised, why_not
 
 # Without compiled kernels the update takes one of two ways.
 CASES = [(name, True) for name in ALGORITHMS] + [("fedprox", False), ("prox-clipped", False)]
@@ -25,7 +25,7 @@ def test_recorded_clients_equal_sequential_ones(
     task: type[Base], name: str, compiler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiler:
-        monkeypatch.setattr("roundtable.simulation.vectorised.steps.load", lambda: None)
+        monkeypatch.setattr("roundtable.simulation.backends.vectorised.recorded_steps.load", lambda: None)
     place = world(task(), ALGORITHMS[name])
     vectorised = Vectorised(place, device="cpu")
     expected, wanted = run(Sequential(place), place)
@@ -68,7 +68,7 @@ def test_no_global_generator_is_moved() -> None:
 
 
 def test_matrix_gradients_are_added_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundtable.simulation.vectorised.steps.load", lambda: None)
+    monkeypatch.setattr("roundtable.simulation.backends.vectorised.recorded_steps.load", lambda: None)
     place = world(Perceptron())
     backend = Vectorised(place, device="cpu")
     run(backend, place)

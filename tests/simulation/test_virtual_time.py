@@ -9,9 +9,9 @@ import pytest
 
 from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.engine import NumberedNames
-from roundtable.simulation.config import DevicesTable
-from roundtable.simulation.devices import Devices, Transfer
-from roundtable.simulation.fleet import Fleet
+from roundtable.simulation.world.config import DevicesTable
+from roundtable.simulation.world.devices import Devices, Transfer
+from roundtable.simulation.world.fleet import Fleet
 
 DAY = 86400.0
 

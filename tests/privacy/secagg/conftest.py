@@ -18,7 +18,7 @@ from roundtable.privacy.secagg import (
     Session,
     choose_parameters,
 )
-from roundtable.privacy.secagg.wire import Envelope, Kind, seal, unseal
+from roundtable.privacy.secagg.framing import Envelope, Kind, seal, unseal
 
 NOBODY: frozenset[int] = frozenset()
 

@@ -21,10 +21,11 @@ from roundtable.privacy.secagg import (
     keys,
     shamir,
 )
+from roundtable.privacy.secagg.framing import Kind, seal, unseal
 from roundtable.privacy.secagg.graph import NONCE_BYTES, combine_beacon
 from roundtable.privacy.secagg.keys import BOX_BYTES, KEY_BYTES, KeyPair
 from roundtable.privacy.secagg.masks import MaskSum
-from roundtable.privacy.secagg.messages import (
+from roundtable.privacy.secagg.payloads import (
     Advert,
     Evidence,
     Inbox,
@@ -34,7 +35,6 @@ from roundtable.privacy.secagg.messages import (
     members_from_bytes,
     members_to_bytes,
 )
-from roundtable.privacy.secagg.wire import Kind, seal, unseal
 
 Alter = Callable[..., bytes]
 

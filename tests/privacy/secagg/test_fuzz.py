@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from roundtable.core.errors import ProtocolError
 from roundtable.privacy.secagg import SecAggClient, SecAggParameters, ServerPhase, choose_parameters
-from roundtable.privacy.secagg.messages import (
+from roundtable.privacy.secagg.framing import MAXIMUM_MESSAGE, Kind, seal, unseal
+from roundtable.privacy.secagg.payloads import (
     Advert,
     Evidence,
     Inbox,
@@ -28,7 +29,6 @@ from roundtable.privacy.secagg.messages import (
     unmask_from_bytes,
 )
 from roundtable.privacy.secagg.snapshot import from_snapshot
-from roundtable.privacy.secagg.wire import MAXIMUM_MESSAGE, Kind, seal, unseal
 
 N = 4
 TO_SILO = (ServerPhase.SHARES, ServerPhase.MASKED, ServerPhase.CONSENT, ServerPhase.UNMASK)

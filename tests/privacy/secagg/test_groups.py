@@ -28,8 +28,8 @@ from roundtable.privacy.secagg import (
     plain_groups,
     run_groups_in_memory,
 )
-from roundtable.privacy.secagg.messages import Peers
-from roundtable.privacy.secagg.wire import Envelope, Kind, unseal
+from roundtable.privacy.secagg.framing import Envelope, Kind, unseal
+from roundtable.privacy.secagg.payloads import Peers
 
 Alter = Callable[[bytes, Callable[[Envelope], bytes]], bytes]
 ANY = Least()

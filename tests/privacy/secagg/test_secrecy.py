@@ -15,9 +15,9 @@ import pytest
 from scipy import stats
 
 from roundtable.privacy.secagg import ServerPhase, Session, choose_parameters, keys
+from roundtable.privacy.secagg.framing import unseal
 from roundtable.privacy.secagg.masks import MaskSum
 from roundtable.privacy.secagg.recovery import Reconstruction
-from roundtable.privacy.secagg.wire import unseal
 
 LENGTH = 20_000
 SIGNIFICANCE = 1e-6

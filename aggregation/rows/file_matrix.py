@@ -1,0 +1,143 @@
+"""Updates kept as files, one row each: for rounds whose clients × parameters do not fit in memory.
+
+Rows are read with positioned reads into two buffers that take turns: while a rule works on one block, a
+thread fills the other. What stays in memory is two blocks, however large the files are; the pages that the
+system caches belong to nobody and go when memory is needed. A file that is cut short while it is being read
+raises an error, where a mapping of it would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from roundtable.aggregation.rows.matrix import (
+    BLOCK_BYTES,
+    Block,
+    SelectedRows,
+    UpdateMatrix,
+    block_ranges,
+    block_width,
+)
+from roundtable.core.errors import InvalidUpdate
+
+_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class FileMatrix:
+    """Rows of little-endian values in files: row i is `columns` values from byte `offset` of file i.
+
+    Raises InvalidUpdate (`layout`) where a file is missing or shorter than its row.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        columns: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        offset: int = 0,
+    ) -> None:
+        if dtype not in _STORED:
+            raise InvalidUpdate("layout", f"rows are stored as float32 or bfloat16, not {dtype!r}")
+        self._paths = [Path(path) for path in paths]
+        self._columns = columns
+        self._stored = _STORED[dtype]
+        self._offset = offset
+        needed = offset + columns * self._stored.itemsize
+        for path in self._paths:
+            size = path.stat().st_size if path.is_file() else -1
+            if size < needed:
+                found = f"has {size} bytes" if size >= 0 else "is missing"
+                raise InvalidUpdate(
+                    "layout", f"update {path} {found}; {columns} values of {dtype} need {needed} bytes"
+                )
+
+    @property
+    def rows(self) -> int:
+        return len(self._paths)
+
+    @property
+    def columns(self) -> int:
+        return self._columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def block(self, start: int, stop: int) -> torch.Tensor:
+        with ExitStack() as stack:
+            files = self._open(stack)
+            return self._read(files, torch.empty(self.rows, stop - start, dtype=self._stored), start, stop)
+
+    def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        width = min(block_width(self.rows, 4, budget_bytes // 2), max(self.columns, 1))
+        ranges = list(block_ranges(self.columns, width))
+        buffers = [torch.empty(self.rows, width, dtype=self._stored) for _ in range(min(2, len(ranges)))]
+        with ExitStack() as stack:
+            files = self._open(stack)
+            reader = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="updates"))
+            ahead: Future[torch.Tensor] | None = None
+            for index, (start, stop) in enumerate(ranges):
+                values = ahead.result() if ahead else self._read(files, buffers[0], start, stop)
+                if index + 1 < len(ranges):
+                    ahead = reader.submit(self._read, files, buffers[(index + 1) % 2], *ranges[index + 1])
+                yield start, stop, values.float()
+
+    def select(self, indices: Sequence[int]) -> UpdateMatrix:
+        return SelectedFiles(self, indices, self.subset(indices))
+
+    def subset(self, indices: Sequence[int]) -> FileMatrix:
+        """The rows named by `indices` as a matrix of their own: the other files are not read at all."""
+        chosen = object.__new__(FileMatrix)
+        chosen._paths = [self._paths[index] for index in indices]
+        chosen._columns, chosen._stored, chosen._offset = self._columns, self._stored, self._offset
+        return chosen
+
+    def _open(self, stack: ExitStack) -> list[int]:
+        files = []
+        for path in self._paths:
+            file = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, file)
+            files.append(file)
+        return files
+
+    def _read(self, files: list[int], buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        values = buffer[:, : stop - start]
+        bytes_each = self._stored.itemsize
+        position = self._offset + start * bytes_each
+        for file, path, row in zip(files, self._paths, values.view(torch.uint8).numpy(), strict=True):
+            view = memoryview(row)
+            done = 0
+            while done < len(view):
+                count = os.preadv(file, [view[done:]], position + done)
+                if count == 0:
+                    raise InvalidUpdate("layout", f"update {path} was cut short while it was read")
+                done += count
+        return values
+
+
+class SelectedFiles(SelectedRows):
+    """Some rows of a `FileMatrix`; the files of the others are not read."""
+
+    def __init__(self, base: UpdateMatrix, indices: Sequence[int], files: FileMatrix) -> None:
+        super().__init__(base, indices)
+        self.files = files
+
+    def block(self, start: int, stop: int) -> torch.Tensor:
+        return self.files.block(start, stop)
+
+    def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        return self.files.blocks(budget_bytes)
+
+    def select(self, indices: Sequence[int]) -> UpdateMatrix:
+        return SelectedFiles(self, indices, self.files.subset(indices))

@@ -1,0 +1,132 @@
+"""Inner products of updates, in float64: all that a distance-based rule has to know.
+
+A rule that looks at norms, distances, angles or principal directions of n updates is a function of their
+n × n Gram matrix, and its answer is a linear combination of the updates. So two passes over the data are
+enough however many iterations the rule makes, and they work out of core.
+
+Float64 is not a luxury: updates of one round share a large common part, and in float32 the distances of
+near-equal updates drown in cancellation (Krum then picks the wrong one). Centring on a row first would let
+a single hostile row of large norm destroy the precision of all others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+
+import numpy as np
+import torch
+
+from roundtable.aggregation.conditions import NotFinite
+from roundtable.aggregation.rows.file_matrix import FileMatrix, SelectedFiles
+from roundtable.aggregation.rows.kernels import blocks_with_kernels
+from roundtable.aggregation.rows.matrix import CELL, MixedRows, SelectedRows, UpdateMatrix, block_ranges
+from roundtable.aggregation.rows.reductions import as_numpy, combine_block, in_float64, sum_over_cells
+from roundtable.core.errors import AggregationError
+
+_grams: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
+_norms: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
+
+
+def gram(matrix: UpdateMatrix) -> np.ndarray:
+    """⟨row i, row j⟩ for all pairs, [n, n] in float64: one pass over the data, remembered for this matrix.
+
+    A row that is not finite spoils only its own line and column.
+    """
+    if isinstance(matrix, SelectedRows) and matrix.in_order:
+        return np.asarray(gram(matrix.base)[np.ix_(matrix.indices, matrix.indices)])
+    if isinstance(matrix, MixedRows):
+        mixed = matrix.mixing @ gram(matrix.base) @ matrix.mixing.T
+        return np.asarray((mixed + mixed.T) / 2)
+    if matrix not in _grams:
+        _grams[matrix] = sum_over_cells(matrix, "gram_cells", (matrix.rows, matrix.rows), lambda x: x @ x.T)
+    return _grams[matrix]
+
+
+def finite_gram(matrix: UpdateMatrix) -> np.ndarray:
+    """`gram`, for a rule: raises AggregationError where an update is not finite."""
+    products = gram(matrix)
+    if not np.isfinite(np.diagonal(products)).all():
+        raise NotFinite
+    return products
+
+
+def finite_norms(matrix: UpdateMatrix) -> np.ndarray:
+    """‖row i‖, [n], for a rule: raises AggregationError where an update is not finite."""
+    norms = np.sqrt(squared_norms(matrix))
+    if not np.isfinite(norms).all():
+        raise NotFinite
+    return np.asarray(norms)
+
+
+def squared_norms(matrix: UpdateMatrix) -> np.ndarray:
+    """‖row i‖², [n] in float64: from the Gram matrix where it is known, else by one pass, remembered."""
+    if isinstance(matrix, SelectedRows) and matrix.in_order:
+        return squared_norms(matrix.base)[list(matrix.indices)]
+    if isinstance(matrix, MixedRows):
+        return _mixed_norms(matrix)
+    if matrix in _grams:
+        return np.diagonal(_grams[matrix]).copy()
+    if matrix not in _norms:
+        _norms[matrix] = sum_over_cells(matrix, "norm_cells", (matrix.rows,), lambda x: (x * x).sum(1))
+    return _norms[matrix]
+
+
+def squared_distances(products: np.ndarray) -> np.ndarray:
+    """‖row i − row j‖² from the Gram matrix, [n, n]; never negative, zero on the diagonal."""
+    norms = np.diagonal(products)
+    distances = np.maximum(norms[:, None] + norms[None, :] - 2 * products, 0.0)
+    np.fill_diagonal(distances, 0.0)
+    return np.asarray(distances)
+
+
+def without_rounding(values: np.ndarray) -> np.ndarray:
+    """Distances or scores to be ranked, cut to 40 bits each: what is equal but for rounding becomes a tie,
+    and a stable sort then decides it by row, not by noise."""
+    mantissa, exponent = np.frexp(values)
+    return np.asarray(np.ldexp(np.round(mantissa * 2.0**40), exponent - 40))
+
+
+def inner_products(matrix: UpdateMatrix, vector: torch.Tensor) -> tuple[np.ndarray, float]:
+    """⟨row i, vector⟩ for all rows, [n], and ‖vector‖², in float64: one pass over the data."""
+    if isinstance(matrix, MixedRows):
+        across, own = inner_products(matrix.base, vector)
+        return np.asarray(matrix.mixing @ across), own
+    if vector.shape != (matrix.columns,):
+        raise AggregationError(
+            f"a vector of {vector.numel()} values cannot be compared with updates of {matrix.columns}"
+        )
+    across, own = np.zeros(matrix.rows), 0.0
+    for begin, _, values in matrix.blocks():
+        for start, stop in block_ranges(values.shape[1], CELL):
+            part = in_float64(vector[begin + start : begin + stop].to(values.device))
+            across += as_numpy(in_float64(values[:, start:stop]) @ part)
+            own += float(part @ part)
+    return across, own
+
+
+def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Σ_i factors[i] · row i, [d] in the dtype of the matrix; rows with factor 0 are not looked at."""
+    if isinstance(matrix, MixedRows):
+        return combine(matrix.base, factors @ matrix.mixing, out)
+    if isinstance(matrix, SelectedRows) and matrix.in_order:
+        spread = np.zeros(matrix.base.rows)
+        spread[list(matrix.indices)] = factors
+        return combine(matrix.base, spread, out)
+    used = np.flatnonzero(factors)
+    size = matrix.rows * matrix.columns
+    matrix = matrix.files if isinstance(matrix, SelectedFiles) else matrix
+    if isinstance(matrix, FileMatrix) and len(used) < matrix.rows:
+        matrix, factors = matrix.subset(used.tolist()), factors[used]
+    if out is None:
+        out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
+    for start, stop, values, compiled in blocks_with_kernels(matrix, size):
+        combine_block(values, factors, out[start:stop], compiled)
+    return out
+
+
+def _mixed_norms(matrix: MixedRows) -> np.ndarray:
+    mixing = matrix.mixing
+    if mixing.shape[0] == mixing.shape[1] and np.array_equal(mixing, np.diag(np.diagonal(mixing))):
+        return np.asarray(np.diagonal(mixing) ** 2 * squared_norms(matrix.base))
+    return np.diagonal(gram(matrix)).copy()

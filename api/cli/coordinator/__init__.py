@@ -1,0 +1,1 @@
+"""Commands of the coordinator and its operators: service, certificates, trust, backups, audit."""

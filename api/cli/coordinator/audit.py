@@ -1,0 +1,144 @@
+"""`roundtable audit`, `roundtable model verify`: what really happened, checked offline."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from roundtable.cli.coordinator.trust import administrate
+from roundtable.cli.shared.options import connection_options, json_option
+from roundtable.cli.shared.output import print_json
+
+if TYPE_CHECKING:
+    from roundtable.core.evidence.audit_log import Log
+
+_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+_ca = click.option(
+    "--ca", "authority", type=_FILE, default="ca.crt", show_default=True, help="The root's certificate."
+)
+
+
+@click.group()
+def audit() -> None:
+    """Export and check the audit log."""
+
+
+@audit.command("export")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@connection_options
+def export(output: Path, coordinator: str | None, credentials: Path | None) -> None:
+    """Write the coordinator's whole audit log, signed up to its end, as JSON lines."""
+    count = 0
+    with administrate(coordinator, credentials) as operator, output.open("w", encoding="utf-8") as file:
+        for line in operator.audit():
+            file.write(line + "\n")
+            count += line.startswith('{"entry"')
+    click.echo(f"Wrote {count} entries to {output}. Keep it: a later export must go on where this one ends.")
+
+
+@audit.command("verify")
+@click.argument("file", type=_FILE)
+@_ca
+@click.option("--since", type=_FILE, help="An earlier export: FILE must contain all of it, unchanged.")
+@click.option("--silo", is_flag=True, help="FILE is a silo's own log, audit.jsonl in its state folder.")
+@json_option
+def verify(file: Path, authority: Path, since: Path | None, silo: bool, as_json: bool) -> None:
+    """Find any entry of FILE that was changed, removed, or moved. Needs the root's certificate only."""
+    from roundtable.core.evidence.audit_log import check_signed, compare
+
+    log = _read(file, authority, silo)
+    if not silo:
+        check_signed(log)
+    if since is not None:
+        compare(_read(since, authority, silo), log)
+    signed = (
+        f"signed by {', '.join(sorted(log.signers))} up to entry {log.sealed}" if log.seals else "unsigned"
+    )
+    open_end = len(log.entries) - log.sealed
+    if as_json:
+        print_json({"entries": len(log.entries), "signed": log.sealed, "signers": sorted(log.signers)})
+        return
+    click.echo(f"{file} is sound: {len(log.entries)} entries, {signed}.")
+    if open_end:
+        click.echo(f"The last {open_end} are chained, but not signed yet.")
+
+
+@audit.command("cross-check")
+@click.argument("coordinators", metavar="COORDINATOR_LOG", type=_FILE)
+@click.argument("silos", metavar="SILO_LOG", type=_FILE)
+@_ca
+def cross_check(coordinators: Path, silos: Path, authority: Path) -> int:
+    """Lay a silo's own log beside the coordinator's: do both tell the same story?"""
+    from roundtable.core.evidence.audit_log import check_signed
+    from roundtable.core.evidence.cross_check import differences
+
+    theirs, own = _read(coordinators, authority, False), _read(silos, authority, True)
+    check_signed(theirs)
+    names = {str(item.detail["client"]) for item in own.entries if item.action == "receipt"} | own.signers
+    if len(names) != 1:
+        raise click.UsageError(f"{silos} is the log of {len(names)} silos, not of one")
+    (name,) = names
+    found = differences(theirs, own, name, authority.read_bytes())
+    for line in found:
+        click.echo(line)
+    receipts = sum(item.action == "receipt" for item in own.entries)
+    if not found:
+        click.echo(f"Both logs agree on {name}: {receipts} receipts, all signed by the coordinator.")
+    return 1 if found else 0
+
+
+@click.group()
+def model() -> None:
+    """Where a model comes from."""
+
+
+@model.command("provenance")
+@click.argument("job")
+@click.option("--round", "number", type=click.IntRange(0), default=0, help="Default: the newest.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@connection_options
+def provenance(
+    job: str, number: int, output: Path, coordinator: str | None, credentials: Path | None
+) -> None:
+    """Fetch the coordinator's signed statement of JOB's model; keep it beside the model's file."""
+    with administrate(coordinator, credentials) as operator:
+        output.write_text(operator.provenance(job, number) + "\n", encoding="utf-8")
+    click.echo(f"Wrote {output}. Check it with: roundtable model verify MODEL --statement {output}")
+
+
+@model.command("verify")
+@click.argument("file", type=_FILE)
+@click.option("--statement", type=_FILE, help="Default: FILE with .provenance.json at its end.")
+@_ca
+@json_option
+def verify_model(file: Path, statement: Path | None, authority: Path, as_json: bool) -> None:
+    """Check offline that FILE is the model of a signed statement, and say what the statement says."""
+    from roundtable.core.evidence.provenance_check import check_provenance
+
+    place = statement or file.with_name(f"{file.name}.provenance.json")
+    signer, values = check_provenance(file, place, authority.read_bytes())
+    if as_json:
+        print_json({"signer": signer, **values})
+        return
+    rounds = values["rounds"]
+    silos = {name for one in rounds for name in one["participants"]}
+    made = datetime.fromtimestamp(rounds[-1]["ended"], UTC)
+    click.echo(f"{file} is the model of job {values['job']} ({values['name']}), round {rounds[-1]['round']}.")
+    click.echo(f"  signed by       {signer}, Roundtable {values['version']}")
+    click.echo(f"  made            {made:%Y-%m-%d %H:%M} UTC, submitted by {values['submitter']}")
+    click.echo(f"  participants    {len(silos)} silos under pseudonyms, {len(rounds)} rounds")
+    click.echo(f"  configuration   {values['config']}")
+    click.echo(
+        f"  privacy         {json.dumps(values['privacy']) if values['privacy'] else 'none was asked for'}"
+    )
+
+
+def _read(file: Path, authority: Path, silo: bool) -> Log:
+    from roundtable.core.evidence.audit_log import read_log
+
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        return read_log(lines, authority.read_bytes(), "agent" if silo else "coordinator")

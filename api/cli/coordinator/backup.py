@@ -1,0 +1,47 @@
+"""`roundtable backup` and `roundtable restore`: a coordinator's state in a folder, and back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+_CONFIG = click.Path(path_type=Path, dir_okay=False, exists=True)
+
+
+@click.command()
+@click.argument("config", type=_CONFIG)
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+def backup(config: Path, folder: Path) -> None:
+    """Write the state of the coordinator of CONFIG (coordinator.toml) into the new FOLDER, verified.
+
+    The coordinator may run meanwhile. Certificates and keys are not part of it.
+    """
+    from roundtable.server.storage.backup import back_up
+    from roundtable.settings import coordinator_settings
+
+    manifest = back_up(coordinator_settings(config), folder)
+    click.echo(f"Backed up {len(manifest['artifacts'])} artifacts and the database into {folder}.")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("config", type=_CONFIG)
+@click.option(
+    "--new-identity",
+    is_flag=True,
+    help="Silos have gone on since the backup: accept that this is lost, and be another coordinator to them.",
+)
+def restore(folder: Path, config: Path, new_identity: bool) -> None:
+    """Fill the empty database and artifact folder of CONFIG (coordinator.toml) from the backup in FOLDER."""
+    from roundtable.server.storage.backup import restore as fill
+    from roundtable.settings import coordinator_settings
+
+    manifest = fill(coordinator_settings(config), folder, new_identity)
+    made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["created"]))
+    click.echo(f"Restored the state of {made}: {len(manifest['artifacts'])} artifacts.")
+    if new_identity:
+        click.echo(
+            "Privacy that was spent after the backup is not in the ledger: charge it again if you know it."
+        )

@@ -1,0 +1,96 @@
+"""`roundtable ca`: certificates for everyone who takes part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from roundtable.core.identity.credentials import ROLES
+
+if TYPE_CHECKING:
+    from roundtable.core.identity.credentials import Role
+
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.group()
+def ca() -> None:
+    """Make a certificate authority and issue credentials."""
+
+
+@ca.command("init")
+@click.argument("folder", type=_FOLDER, default="ca")
+@click.option("--name", default="Roundtable CA", show_default=True, help="Name of the authority.")
+@click.option("--passphrase", is_flag=True, help="Ask for a passphrase that seals ca.key.")
+def init(folder: Path, name: str, passphrase: bool) -> None:
+    """Make a new certificate authority in FOLDER (default: ./ca).
+
+    ca.key is the root and belongs offline. issuing.key may certify silos that were invited and nobody
+    else; a coordinator that enrols silos holds it (`ca issue --role coordinator --enrols`).
+    """
+    from roundtable.core.identity.credentials import create_ca
+
+    seal = None
+    if passphrase:
+        seal = str(click.prompt("Passphrase", hide_input=True, confirmation_prompt=True)).encode()
+    certificate = create_ca(folder, name, seal=seal)
+    click.echo(f"Made {certificate} and {folder / 'ca.key'}, and the issuing authority below it.")
+    click.echo("Keep ca.key secret and offline: whoever has it can pose as anyone.")
+    click.echo(f"Next: roundtable ca issue coordinator --role coordinator --host HOSTNAME --ca {folder}")
+
+
+@ca.command("issue")
+@click.argument("name")
+@click.option("--role", type=click.Choice(ROLES), required=True)
+@click.option("--host", "hosts", multiple=True, help="DNS name or IP address of the coordinator; repeatable.")
+@click.option(
+    "--ca", "ca_folder", type=_FOLDER, default="ca", show_default=True, help="Folder of the authority."
+)
+@click.option("--out", type=_FOLDER, help="Folder for the credentials; default: ./NAME.")
+@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="Validity.")
+@click.option("--enrols", is_flag=True, help="Give the coordinator the issuing key, to enrol invited silos.")
+def issue(
+    name: str,
+    role: str,
+    hosts: tuple[str, ...],
+    ca_folder: Path,
+    out: Path | None,
+    days: int,
+    enrols: bool,
+) -> None:
+    """Issue credentials for NAME: ca.crt, node.crt and node.key in a folder.
+
+    With identity.crt and identity.key it signs: in secure aggregation, jobs, receipts and the audit log.
+    """
+    from roundtable.core.identity.credentials import issue as issue_credentials
+    from roundtable.core.identity.credentials import load_credentials
+
+    folder = issue_credentials(
+        ca_folder, name, cast("Role", role), out or Path(name), hosts, days=days, enrols=enrols
+    )
+    expires = load_credentials(folder).expires
+    click.echo(f"Issued {role} {name!r} in {folder}, valid until {expires:%Y-%m-%d}.")
+    click.echo(f"Move the folder to {name!r} over a secure channel and delete it here.")
+
+
+@ca.command("revoke")
+@click.argument("certificate", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--ca", "ca_folder", type=_FOLDER, default="ca", show_default=True, help="Folder of the authority."
+)
+def revoke(certificate: Path, ca_folder: Path) -> None:
+    """Put CERTIFICATE (a .crt file that the authority issued) on the authority's list, offline.
+
+    To void a silo's certificates at a coordinator that runs, use `roundtable client revoke`.
+    """
+    from roundtable.core.identity.revocation import revoke as revoke_certificate
+
+    path = revoke_certificate(ca_folder, certificate)
+    click.echo(
+        f"Added to {path}. Copy it into the coordinator's credentials folder; it counts in seconds there,"
+    )
+    click.echo(
+        "and the coordinator hands it on. To void a coordinator, copy it to the silos and operators too."
+    )

@@ -1,0 +1,114 @@
+"""`roundtable server`: the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roundtable.cli.shared.install import install_server
+from roundtable.core.observability.logs import LogFormat, write_logs
+
+if TYPE_CHECKING:
+    from roundtable.server.config import ServerConfig
+    from roundtable.server.jobs.combining import Trusted
+
+
+class _Server(click.Command):
+    """Takes a file, or the word `install`; a file of that name is `./install`."""
+
+    def get_command(self, _: click.Context, name: str) -> click.Command:
+        return install_server if name == "install" else self
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["install"]:
+            return install_server.make_context(f"{info_name} install", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=_Server)
+@click.argument("config", required=False, type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--listen", metavar="HOST:PORT", help="Where agents and operators connect; port 0 takes a free one."
+)
+@click.option(
+    "--enrolment",
+    metavar="HOST:PORT",
+    help="Where invited silos and operators with tokens connect; default: none.",
+)
+@click.option(
+    "--state", type=click.Path(path_type=Path), help="Folder of the embedded database and the artifacts."
+)
+@click.option(
+    "--database",
+    metavar="URL",
+    envvar="ROUNDTABLE_DATABASE",
+    show_envvar=True,
+    help="sqlite:///... or postgresql://...; with a password in it, better by the variable.",
+)
+@click.option(
+    "--bucket",
+    metavar="URL",
+    help="Object store that holds models and updates, such as s3://bucket/prefix; default: none.",
+)
+@click.option(
+    "--credentials", type=click.Path(path_type=Path), help="Folder with ca.crt, node.crt and node.key."
+)
+def server(
+    config: Path | None,
+    listen: str | None,
+    enrolment: str | None,
+    state: Path | None,
+    database: str | None,
+    bucket: str | None,
+    credentials: Path | None,
+) -> None:
+    """Run the coordinator, with the settings of CONFIG (coordinator.toml); options win.
+
+    Ctrl-C stops it cleanly; started again on the same state it goes on with every job.
+    `roundtable server install --systemd CONFIG` makes it a service of this machine.
+    """
+    from roundtable.server.config import load_server_config
+    from roundtable.server.coordinator import run_server
+    from roundtable.settings import DATABASE, take_variables
+
+    if config is not None:
+        take_variables(config)
+        database = database or os.environ.get(DATABASE) or None
+    options = {"listen": listen, "enrolment": enrolment, "database": database, "bucket": bucket}
+    folders = {"state": _absolute(state), "credentials": _absolute(credentials)}
+    settings = load_server_config(config, {**options, **folders})
+    service_logs(settings.log_format)
+    run_server(settings, _trusted(settings))
+
+
+def _trusted(settings: ServerConfig) -> Trusted | None:
+    """Without trusted data the coordinator needs no task, and imports no training code."""
+    if not settings.root_data:
+        return None
+    from roundtable.trusted import TrustedData
+
+    return TrustedData(settings.root_data)
+
+
+def service_logs(kind: LogFormat) -> None:
+    """A service tells what it does by default, in this form; --verbose adds the rest.
+
+    It leaves no core file, because its keys would be in it, and its files are for this user alone.
+    """
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    write_logs(kind)
+    ours = logging.getLogger("roundtable")
+    ours.setLevel(min(ours.getEffectiveLevel(), logging.INFO))
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """Paths of the command line are relative to where it is typed, not to the file's folder."""
+    return path.absolute() if path else None

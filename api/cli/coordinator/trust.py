@@ -1,0 +1,137 @@
+"""`roundtable invite`, `roundtable token`, `roundtable client revoke`: who may take part."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roundtable.cli.shared.options import connection_options, json_option, require_connection
+from roundtable.cli.shared.output import ago, as_dict, print_json, print_table
+from roundtable.core.durations import parse_duration
+from roundtable.core.identity.credentials import CA_CERTIFICATE, OPERATOR_ROLES, TOKEN
+
+if TYPE_CHECKING:
+    from roundtable.administration import Administrator
+
+
+class Duration(click.ParamType[float]):
+    """A length of time such as 30m, 2d."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return parse_duration(float(value) if str(value).isdecimal() else value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def administrate(coordinator: str | None, credentials: Path | None) -> Administrator:
+    """A connection for these calls, made of the two options."""
+    from roundtable.administration import Administrator
+
+    return Administrator(*require_connection(coordinator, credentials))
+
+
+@click.command()
+@click.argument("silo")
+@click.option("--expires", type=Duration(), default="2d", show_default=True, help="How long it holds.")
+@click.option("--uses", type=click.IntRange(1, 100), default=1, show_default=True, help="How often.")
+@connection_options
+def invite(silo: str, expires: float, uses: int, coordinator: str | None, credentials: Path | None) -> None:
+    """Invite SILO: prints a token that is shown this once and kept nowhere.
+
+    Hand it over on a channel that you trust; it says which authority to believe, and lets its holder
+    enrol as SILO.
+    """
+    with administrate(coordinator, credentials) as operator:
+        found = operator.invite(silo, expires, uses)
+    click.echo(found.invitation)
+    times = "once" if uses == 1 else f"{uses} times"
+    click.echo(f"Holds {times}, until {_day(found.expires)}. At the silo:", err=True)
+    click.echo("  roundtable client enroll --coordinator HOST   (and paste the token)", err=True)
+
+
+@click.command("revoke")
+@click.argument("silo")
+@click.option("--reason", default="", help="For the audit log.")
+@connection_options
+def revoke(silo: str, reason: str, coordinator: str | None, credentials: Path | None) -> None:
+    """Void every certificate of SILO at once, on open connections too. It may be invited again."""
+    with administrate(coordinator, credentials) as operator:
+        known = [client.name for client in operator.clients()]
+        calls = operator.revoke(silo, reason)
+    click.echo(f"Revoked {silo}: certificates and invitations are void; {calls} of its calls were cut off.")
+    if silo not in known:
+        names = ", ".join(known) or "none"
+        click.echo(f"No silo of that name has ever connected here ({names}): is it the right one?", err=True)
+
+
+@click.group()
+def token() -> None:
+    """Tokens for operators who have no certificate."""
+
+
+@token.command("create")
+@click.argument("name")
+@click.option("--role", type=click.Choice(OPERATOR_ROLES), required=True)
+@click.option("--expires", type=Duration(), default="90d", show_default=True, help="How long it holds.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Write a credentials folder instead of printing it."
+)
+@connection_options
+def create(
+    name: str, role: str, expires: float, out: Path | None, coordinator: str | None, credentials: Path | None
+) -> None:
+    """Make a token for NAME; it is shown this once.
+
+    Its holder puts it into a folder as the file `token` (chmod 600), with ca.crt beside it, and
+    connects to the coordinator's `enrolment` address.
+    """
+    from roundtable.core.identity.certificates import read, write_new
+
+    if out is not None and (out / TOKEN).exists():
+        raise click.UsageError(f"{out / TOKEN} exists and is not overwritten; choose another folder")
+    with administrate(coordinator, credentials) as operator:
+        found = operator.create_token(name, role, expires)
+        authority = read(operator.folder / CA_CERTIFICATE)
+    if out is not None:
+        write_new(out, {TOKEN: found.token.encode() + b"\n", CA_CERTIFICATE: authority})
+        click.echo(f"Wrote {out}: --credentials {out} is {name}, {role}, until {_day(found.expires)}.")
+    else:
+        click.echo(found.token)
+        click.echo(f"{name}, {role}, until {_day(found.expires)}.", err=True)
+
+
+@token.command("list")
+@connection_options
+@json_option
+def list_tokens(coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """List tokens; their secrets are not kept."""
+    with administrate(coordinator, credentials) as operator:
+        known = operator.tokens()
+    if as_json:
+        print_json([as_dict(one) for one in known])
+        return
+    rows = [
+        (one.name, one.role, one.author, ago(one.created), "revoked" if one.revoked else _day(one.expires))
+        for one in known
+    ]
+    print_table(("token", "role", "made by", "made", "until"), rows, "There are no tokens.")
+
+
+@token.command("revoke")
+@click.argument("name")
+@connection_options
+def revoke_token(name: str, coordinator: str | None, credentials: Path | None) -> None:
+    """Void the token of NAME at once."""
+    with administrate(coordinator, credentials) as operator:
+        operator.revoke_token(name)
+    click.echo(f"Revoked the token {name}.")
+
+
+def _day(moment: float) -> str:
+    return f"{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M} UTC"

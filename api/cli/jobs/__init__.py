@@ -1,0 +1,1 @@
+"""Commands about jobs: submit, watch, diagnose, privacy."""

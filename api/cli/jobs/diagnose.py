@@ -1,0 +1,115 @@
+"""`roundtable job diagnose`: what a round's updates looked like, and what the rule made of each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roundtable.cli.shared.options import connect, connection_options, json_option
+from roundtable.cli.shared.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from roundtable.aggregation import Diagnosis
+
+
+@click.command("diagnose")
+@click.argument("target", metavar="JOB|RUN_DIR")
+@click.option("--round", "number", type=click.IntRange(min=1), help="Which round; default: the last.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw cosines and distances of all pairs as heat maps into a PNG, SVG or PDF file.",
+)
+@connection_options
+@json_option
+def diagnose(
+    target: str,
+    number: int | None,
+    plot: Path | None,
+    coordinator: str | None,
+    credentials: Path | None,
+    as_json: bool,
+) -> None:
+    """Show who was rejected or weighed down in a round, by which rule and by how much.
+
+    JOB is a submitted job, or the run directory of a simulation. Cosines and distances are there where the
+    rule compares updates, or where the job says `[aggregation] diagnosis = true`.
+    """
+    from roundtable.core.errors import ConfigError
+
+    if (Path(target) / "history.jsonl").is_file():
+        records = _simulated(Path(target))
+    else:
+        with connect(coordinator, credentials) as operator:
+            records = [json.loads(record) for record in operator.job(target).history]
+    if not records:
+        raise ConfigError(f"{target} has no committed round yet: there is nothing to diagnose")
+    record = _chosen(records, number, target)
+    if not record["diagnosis"]:
+        raise ConfigError(
+            f"round {record['round']} of {target} has no diagnosis: under secure aggregation and central "
+            "noise nobody looks at single updates"
+        )
+    found = _diagnosis(record)
+    if plot is not None:
+        _draw(found, plot)
+    if as_json:
+        verdicts = dict(found.verdicts())
+        print_json({"round": record["round"], **record["diagnosis"], "verdicts": verdicts})
+        return
+    _show(found, record, records)
+    if plot is not None:
+        click.echo(f"The heat maps are in {plot}.")
+
+
+def _simulated(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["record"] for line in lines]
+
+
+def _chosen(records: Sequence[dict[str, Any]], number: int | None, target: str) -> dict[str, Any]:
+    from roundtable.core.errors import ConfigError
+
+    if number is None:
+        return records[-1]
+    for record in records:
+        if record["round"] == number:
+            return record
+    raise ConfigError(f"--round {number}: {target} has committed {len(records)} rounds")
+
+
+def _diagnosis(record: dict[str, Any]) -> Diagnosis:
+    from roundtable.aggregation import Diagnosis
+
+    return Diagnosis.from_dict(record["diagnosis"])
+
+
+def _draw(found: Diagnosis, path: Path) -> None:
+    from roundtable.core.errors import ConfigError, ResourceError
+
+    try:
+        found.plot(path)
+    except ImportError as error:
+        raise ResourceError(f"--plot needs matplotlib: pip install 'roundtable[plot]' ({error})") from error
+    except ValueError as error:
+        raise ConfigError(f"--plot {path}: {error}; set [aggregation] diagnosis = true") from error
+
+
+def _show(found: Diagnosis, record: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    click.echo(f"round {record['round']} of {len(records)}: {found.rule} over {len(found.clients)} updates")
+    header, rows = found.table()
+    print_table(header, rows, "no update was used")
+    if found.cosine is None:
+        click.echo("Pairs were not compared; set [aggregation] diagnosis = true to have it done.")
+    times: Counter[str] = Counter()
+    rounds = [_diagnosis(each) for each in records if each["diagnosis"]]
+    for each in rounds:
+        times.update(silo for silo, verdict in each.verdicts() if not verdict.startswith("used"))
+    if times:
+        often = ", ".join(f"{silo} in {count}" for silo, count in sorted(times.items()))
+        click.echo(f"Left out, rejected or weighed down, of {len(rounds)} rounds: {often}.")

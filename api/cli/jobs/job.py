@@ -1,0 +1,270 @@
+"""`roundtable job`: submit, watch and steer jobs, and fetch their models."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roundtable.cli.jobs.diagnose import diagnose
+from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
+from roundtable.cli.jobs.watch import follow, make_display
+from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
+from roundtable.cli.shared.output import ago, as_dict, interruptible, print_json, print_table
+
+if TYPE_CHECKING:
+    from roundtable.operator import OperatorClient
+    from roundtable.proto.operator_pb2 import Job
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.group()
+def job() -> None:
+    """Submit, watch and steer jobs."""
+
+
+@job.command("check")
+@click.argument("file", type=_FILE)
+@set_option
+@json_option
+def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
+    """Check a job file: its keys, its task, the model's layout, aggregation and privacy."""
+    from roundtable.preparation import prepare
+
+    found = summary_of(prepare(file, overrides))
+    if as_json:
+        print_json(found)
+        return
+    click.echo(f"{file} is sound.")
+    for name, value in found.items():
+        click.echo(f"  {name}: {value}")
+
+
+@job.command("submit")
+@click.argument("file", type=_FILE)
+@set_option
+@connection_options
+@click.option(
+    "--model",
+    "start",
+    type=_FILE,
+    help="Start from this artifact, such as another job's model; default: the task's own weights.",
+)
+@click.option("--watch", is_flag=True, help="Show the job's progress until it ends.")
+@click.option("--request-id", help="The same one twice gives the same job: for scripts that retry.")
+@json_option
+def submit(
+    file: Path,
+    overrides: dict[str, Any],
+    coordinator: str | None,
+    credentials: Path | None,
+    start: Path | None,
+    watch: bool,
+    request_id: str | None,
+    as_json: bool,
+) -> int:
+    """Start the job that FILE describes, from a model made here under its seed, or from a given one."""
+    from roundtable.core.models import save_model
+    from roundtable.preparation import prepare
+
+    with connect(coordinator, credentials) as operator:
+        operator.status()
+        prepared = prepare(file, overrides, start)
+        for warning in prepared.warnings:
+            click.echo(f"warning: {warning}", err=True)
+        with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
+            model = Path(folder) / "initial.safetensors"
+            save_model(model, prepared.model)
+            with interruptible("Nothing was started; submit again, what has arrived is not sent twice."):
+                submitted = operator.submit(prepared.job, model, request_id)
+        if as_json and not watch:
+            print_json(as_dict(submitted))
+            return 0
+        click.echo(
+            f"Submitted job {submitted.id} ({submitted.name}, {submitted.rounds} rounds).", err=as_json
+        )
+        if watch:
+            return _watch(operator, submitted.id, 1, as_json)
+        click.echo(f"Watch it:   roundtable job watch {submitted.id}")
+        click.echo(f"Its model:  roundtable job model {submitted.id} -o model.safetensors")
+        return 0
+
+
+@job.command("list")
+@connection_options
+@json_option
+def list_jobs(coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """List all jobs, the newest first."""
+    with connect(coordinator, credentials) as operator:
+        jobs = operator.jobs()
+    if as_json:
+        print_json([as_dict(found) for found in jobs])
+        return
+    rows = [
+        (
+            found.id,
+            found.name,
+            found.status,
+            f"{found.rounds_done}/{found.rounds}",
+            ago(found.submitted),
+            found.submitter,
+            found.reason,
+        )
+        for found in jobs
+    ]
+    columns = ("job", "name", "status", "rounds", "submitted", "by", "reason")
+    print_table(columns, rows, "No job yet; start one with `roundtable job submit job.toml`.")
+
+
+@job.command("show")
+@click.argument("target", metavar="JOB|FILE")
+@click.option("--resolved", is_flag=True, help="Print the configuration with every default.")
+@set_option
+@connection_options
+@json_option
+def show(
+    target: str,
+    resolved: bool,
+    overrides: dict[str, Any],
+    coordinator: str | None,
+    credentials: Path | None,
+    as_json: bool,
+) -> None:
+    """Show a job: its state, rounds and silos. With --resolved, JOB may also be a job file."""
+    from roundtable.core.config import job_from_json, load_job
+
+    path = Path(target)
+    if resolved and (path.suffix == ".toml" or path.is_file()):
+        _print_resolved(load_job(path, overrides), as_json)
+        return
+    with connect(coordinator, credentials) as operator:
+        detail = operator.job(target)
+    if resolved:
+        _print_resolved(job_from_json(detail.job_config), as_json)
+    elif as_json:
+        values = as_dict(detail)
+        values["job_config"] = json.loads(detail.job_config or "{}")
+        values["history"] = [json.loads(record) for record in detail.history]
+        print_json(values)
+    else:
+        print_detail(detail)
+
+
+job.add_command(diagnose)
+
+
+@job.command("watch")
+@click.argument("name", metavar="JOB")
+@click.option(
+    "--from", "start", type=click.IntRange(1), default=1, show_default=True, help="First event shown."
+)
+@connection_options
+@json_option
+def watch(name: str, start: int, coordinator: str | None, credentials: Path | None, as_json: bool) -> int:
+    """Show a job's progress until it ends; Ctrl-C leaves the job running."""
+    with connect(coordinator, credentials) as operator:
+        return _watch(operator, name, start, as_json)
+
+
+@job.command("cancel")
+@click.argument("name", metavar="JOB")
+@connection_options
+@json_option
+def cancel(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """Stop a job for good; the newest committed model stays."""
+    _steer(coordinator, credentials, as_json, lambda operator: operator.cancel(name))
+
+
+@job.command("pause")
+@click.argument("name", metavar="JOB")
+@connection_options
+@json_option
+def pause(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """Stop a job for now; the round that runs is given up."""
+    _steer(coordinator, credentials, as_json, lambda operator: operator.pause(name))
+
+
+@job.command("resume")
+@click.argument("name", metavar="JOB")
+@connection_options
+@json_option
+def resume(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """Go on with a paused job, at the round where it stopped."""
+    _steer(coordinator, credentials, as_json, lambda operator: operator.resume(name))
+
+
+@job.command("model")
+@click.argument("name", metavar="JOB")
+@click.option("-o", "--output", type=_FILE, help="Where to write it; default: NAME.safetensors.")
+@connection_options
+@json_option
+def model(
+    name: str, output: Path | None, coordinator: str | None, credentials: Path | None, as_json: bool
+) -> None:
+    """Fetch a job's newest model as a safetensors file, and verify it."""
+    with connect(coordinator, credentials) as operator:
+        detail = operator.job(name)
+        found = detail.job
+        path = output or Path(f"{found.name}.safetensors")
+        hint = "What has arrived is kept; the same command goes on from there."
+        with interruptible(hint):
+            operator.get_artifact(found.model.digest, found.model.size, path)
+    if as_json:
+        values = {"path": str(path), "digest": found.model.digest, "size": found.model.size}
+        print_json({**values, "round": found.rounds_done})
+        return
+    click.echo(f"Wrote {path}: {found.name} after round {found.rounds_done} of {found.rounds}, verified.")
+    if json.loads(detail.job_config).get("privacy"):
+        from roundtable.core.models import open_model
+
+        click.echo(open_model(path).metadata.get("privacy", ""))
+    click.echo("Load it with:")
+    for line in loading_lines(json.loads(detail.job_config).get("task", ""), path):
+        click.echo(f"  {line}")
+
+
+def _watch(operator: OperatorClient, name: str, start: int, as_json: bool) -> int:
+    hint = f"The job goes on; see it again with `roundtable job watch {name}`."
+    with interruptible(hint):
+        ended = follow(operator.watch(name, start), make_display(as_json))
+    if ended is None:
+        return 0
+    if not as_json:
+        click.echo(
+            f"Job {ended.id} is {ended.status}: {ended.reason}"
+            if ended.reason
+            else f"Job {ended.id} is {ended.status}."
+        )
+        if ended.status == "paused":
+            click.echo(f"Go on with `roundtable job resume {ended.id}`.")
+    return 0 if ended.status == "finished" else 1
+
+
+def _steer(
+    coordinator: str | None,
+    credentials: Path | None,
+    as_json: bool,
+    action: Callable[[OperatorClient], Job],
+) -> None:
+    with connect(coordinator, credentials) as operator:
+        found = action(operator)
+    if as_json:
+        print_json(as_dict(found))
+        return
+    click.echo(
+        f"Job {found.id} ({found.name}) is {found.status}, {found.rounds_done} of {found.rounds} rounds done."
+    )
+
+
+def _print_resolved(config: Any, as_json: bool) -> None:
+    from roundtable.cli.shared.resolved import render
+
+    if as_json:
+        print_json(config.model_dump(mode="json"))
+    else:
+        click.echo(render(config), nl=False)

@@ -1,0 +1,145 @@
+"""How a job reads: what a file describes, where a submitted one stands, how its model is loaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roundtable.cli.shared.output import ago, duration, print_table
+from roundtable.cli.shared.rounds import figures_of, metrics_of
+
+if TYPE_CHECKING:
+    from roundtable.preparation import Prepared
+    from roundtable.proto.operator_pb2 import ClientActivity, JobDetail
+
+
+def loading_lines(task: str, path: Path) -> list[str]:
+    """Three lines of Python that load a model file."""
+    return [
+        "import roundtable as rt",
+        f'model = rt.load_task("{task}").model()',
+        f'model.load_state_dict(rt.load_model("{path}"))',
+    ]
+
+
+def summary_of(prepared: Prepared) -> dict[str, Any]:
+    """What a sound job file amounts to, by name."""
+    from roundtable.core.task import lacks
+    from roundtable.engine.validation.secure_feasibility import secure_summary
+
+    job, layout = prepared.job, prepared.model.layout
+    missing = lacks(prepared.task)
+    by_script = f"by scripts at the silos (rt.join): the task has no {', '.join(missing)}"
+    staying = [spec.name for spec in layout.tensors if spec.rule != "average"]
+    warning = {"warning": " ".join(prepared.warnings)} if prepared.warnings else {}
+    return (
+        {
+            "name": job.title,
+            "task": type(prepared.task).__name__,
+            "trained": by_script if missing else "by the task, at the silos",
+            "rounds": job.rounds,
+            "algorithm": job.algorithm.name,
+            "aggregation": job.aggregation.rule,
+            "privacy": job.privacy.get("level", "none"),
+            "parameters": layout.size,
+            "bytes a round and silo": 4 * layout.size,
+            "tensors that do not travel": staying,
+            "layout": layout.fingerprint,
+            "digest": job.digest,
+        }
+        | warning
+        | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.size)) else {})
+    )
+
+
+def print_detail(detail: JobDetail) -> None:
+    """A submitted job: its state, its silos, its rounds."""
+    found = detail.job
+    click.echo(f"job        {found.id}  {found.name}")
+    click.echo(f"status     {found.status}{': ' + found.reason if found.reason else ''}")
+    click.echo(f"rounds     {found.rounds_done} of {found.rounds} committed")
+    click.echo(f"submitted  {ago(found.submitted)} by {found.submitter}")
+    click.echo(f"model      {found.model.digest[:16]}  {found.model.size:,} bytes")
+    if detail.waiting_for:
+        click.echo(f"now        round {detail.round}, attempt {detail.attempt}: {detail.waiting_for}")
+    if detail.clients:
+        click.echo("")
+        rows = [
+            (c.client, c.state, duration(max(0.0, time.time() - c.since)), c.note) for c in detail.clients
+        ]
+        print_table(("client", "state", "for", "note"), rows, "")
+    _print_steps(detail)
+    _print_faults(detail)
+    records = [json.loads(record) for record in detail.history]
+    if records:
+        click.echo("")
+        _print_history(records)
+
+
+def _print_steps(detail: JobDetail) -> None:
+    """The newest training step of each silo with a cluster."""
+    rows = [step_row(client) for client in detail.clients if client.HasField("figures")]
+    if rows:
+        click.echo("")
+        names = ("training at", "step", "loss", "rate", "gradient", "speed", "FLOPs", "memory")
+        print_table((*names, "communication", "waiting"), rows, "")
+
+
+def step_row(client: ClientActivity) -> tuple[str, ...]:
+    """A silo's newest step as a table's row; what it does not tell stays empty."""
+    told = {field.name: float(value) for field, value in client.figures.ListFields()}
+
+    def known(name: str, form: str, factor: float = 1.0) -> str:
+        return form.format(told[name] * factor) if name in told else ""
+
+    def part(name: str) -> str:
+        return f"{told[name] / told['seconds']:.0%}" if name in told and told.get("seconds") else ""
+
+    tokens = known("tokens_per_second", "{:,.0f} tokens/s")
+    return (
+        client.client,
+        f"{client.figures.step}/{client.figures.steps}",
+        f"{client.loss:.4f}" if client.loss == client.loss else "",
+        known("learning_rate", "{:.2g}"),
+        known("gradient_norm", "{:.3g}"),
+        tokens or known("examples_per_second", "{:,.1f} examples/s"),
+        known("flops_utilisation", "{:.1%}"),
+        known("memory_bytes", "{:.2f} GiB", 2.0**-30),
+        part("communication_seconds"),
+        part("waiting_seconds"),
+    )
+
+
+def _print_faults(detail: JobDetail) -> None:
+    """What went wrong of late, what was done about it, and what somebody should do."""
+    faults = [(event, json.loads(event.detail)["fault"]) for event in detail.faults]
+    if not faults:
+        return
+    click.echo("")
+    rows = [
+        (ago(event.time), fault["severity"], fault["kind"], event.client, event.round, fault["action"])
+        for event, fault in faults
+    ]
+    print_table(("fault", "severity", "kind", "silo", "round", "what was done"), rows, "")
+    event, fault = faults[-1]
+    click.echo(f"newest     {event.message}")
+    click.echo(f"advice     {fault['advice']}")
+
+
+def _print_history(records: list[dict[str, Any]]) -> None:
+    figures = [figures_of(record) for record in records]
+    names = list(dict.fromkeys(name for each in figures for name in metrics_of(each)))
+    rows = [
+        (
+            record["round"],
+            *(metrics_of(each).get(name, "") for name in names),
+            f"{each['contributors']}/{each['cohort']}",
+            duration(each["seconds"]),
+        )
+        for record, each in zip(records, figures, strict=True)
+    ]
+    print_table(("round", *names, "silos", "time"), rows, "")

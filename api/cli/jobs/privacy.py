@@ -1,0 +1,60 @@
+"""`roundtable privacy`: what a job's differential privacy costs before it runs, and what has been spent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from roundtable.cli.jobs.privacy_ledger import budget, export, show
+from roundtable.cli.shared.options import json_option, set_option
+from roundtable.cli.shared.output import print_json
+
+
+@click.group()
+def privacy() -> None:
+    """Plan differential privacy, and see what has been spent."""
+
+
+for _command in (show, budget, export):
+    privacy.add_command(_command)
+
+
+@privacy.command("plan")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@set_option
+@click.option(
+    "--plot",
+    "image",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw it into this image file.",
+)
+@json_option
+def plan(file: Path, overrides: dict[str, Any], image: Path | None, as_json: bool) -> None:
+    """Show the noise, epsilon over the rounds, and other mechanisms for the job that FILE describes."""
+    from roundtable.preparation import likely_population, prepare
+    from roundtable.privacy import PrivacyConfig, plot, privacy_plan, render
+
+    prepared = prepare(file, overrides)
+    job = prepared.job
+    config = PrivacyConfig.from_table(job.privacy)
+    population = likely_population(job)
+    cohort = min(job.cohort.size or population, population)
+    if job.cohort.probability is not None:
+        cohort = max(1, round(job.cohort.probability * population))
+    found = privacy_plan(
+        config,
+        strategy=job.cohort.strategy,
+        population=population,
+        cohort=cohort,
+        rounds=job.rounds,
+        dimension=prepared.model.layout.size,
+    )
+    if image is not None:
+        plot(found, image)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        click.echo(render(found))

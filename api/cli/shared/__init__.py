@@ -1,0 +1,1 @@
+"""What several commands share: options, output, how rounds read, services of a machine."""

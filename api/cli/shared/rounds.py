@@ -1,0 +1,56 @@
+"""How a committed round reads in a terminal, a log and a table: the same words everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roundtable.cli.shared.output import duration
+
+
+def round_line(number: int, rounds: int, figures: Mapping[str, Any]) -> str:
+    """One line, for example `round  3/20  accuracy 0.9123  loss 0.3011  3 of 3 silos  0.8 s`.
+
+    `figures` has `training` and `evaluation` (name → mean), `contributors` and `cohort`, `seconds` where
+    time is real, and `epsilon`, spent so far, under differential privacy.
+    """
+    width = len(str(rounds))
+    parts = [f"round {number:{width}d}/{rounds}"]
+    parts += [f"{name} {value}" for name, value in metrics_of(figures).items()]
+    if "epsilon" in figures:
+        parts.append(f"epsilon {figures['epsilon']:.3f}")
+    parts.append(f"{figures.get('contributors', 0)} of {figures.get('cohort', 0)} silos")
+    if "seconds" in figures:
+        parts.append(duration(figures["seconds"]))
+    return "  ".join(parts)
+
+
+def metrics_of(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Name → formatted mean: what was evaluated, the loss last, then the loss of training."""
+    evaluation: Mapping[str, float] = figures.get("evaluation") or {}
+    training: Mapping[str, float] = figures.get("training") or {}
+    names = [*sorted(set(evaluation) - {"loss"}), *(["loss"] if "loss" in evaluation else [])]
+    found = {name: f"{evaluation[name]:.4f}" for name in names}
+    if "loss" in training:
+        found["training loss"] = f"{training['loss']:.4f}"
+    return found
+
+
+def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of one entry of a job's history."""
+    return {
+        "training": _means(record["training"]),
+        "evaluation": _means(record["evaluation"]),
+        "cohort": len(record["cohort"]),
+        "contributors": len(record["contributors"]),
+        "seconds": record["ended"] - record["started"],
+        **_epsilon(record["charge"]),
+    }
+
+
+def _epsilon(charge: Mapping[str, Any]) -> dict[str, float]:
+    return {"epsilon": charge["epsilon"]} if "epsilon" in charge else {}
+
+
+def _means(sums: Mapping[str, Any]) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in sums.items() if count}

@@ -1,0 +1,1 @@
+"""Commands of a silo: its agent, its cluster, its answers to jobs."""

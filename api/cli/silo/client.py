@@ -1,0 +1,56 @@
+"""`roundtable client`: a silo's agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from roundtable.cli.coordinator.server import service_logs
+from roundtable.cli.coordinator.trust import revoke
+from roundtable.cli.doctor import client_doctor
+from roundtable.cli.shared.install import install
+from roundtable.cli.silo.cluster import plan, profile, verify_cluster
+from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
+
+
+@click.group(invoke_without_command=True)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    default="agent.toml",
+    show_default=True,
+    help="The silo's settings: coordinator, credentials, tasks, data.",
+)
+@click.pass_context
+def client(context: click.Context, config: Path) -> int | None:
+    """Run a silo's agent. It connects to the coordinator by itself, and again whenever it has to.
+
+    Ctrl-C stops it cleanly; a finished update that was not delivered waits on disk for the next start.
+    """
+    context.obj = config
+    if context.invoked_subcommand is not None:
+        return None
+    from roundtable.client.agent.agent import run_agent
+    from roundtable.client.policy.config import load_agent_config
+
+    settings = load_agent_config(config)
+    service_logs(settings.log_format)
+    return run_agent(settings)
+
+
+for command in (
+    approve,
+    client_doctor,
+    enroll,
+    explain,
+    forget,
+    hash_task,
+    jobs,
+    plan,
+    profile,
+    revoke,
+    verify_cluster,
+    install,
+):
+    client.add_command(command)

@@ -1,0 +1,147 @@
+"""`roundtable client plan`: how the silo's cluster would train a job."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from roundtable.cli.shared.options import json_option, set_option
+from roundtable.cli.shared.output import print_table
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--world", type=click.IntRange(1), help="Devices in all; default: as [cluster] says.")
+@click.option("--memory", metavar="SIZE", help="Memory of one device, for example 80GiB.")
+@click.option("--task", "reference", help="The task's code, where agent.toml does not name it.")
+@json_option
+@set_option
+@click.pass_context
+def plan(
+    context: click.Context,
+    job_file: Path,
+    world: int | None,
+    memory: str | None,
+    reference: str | None,
+    as_json: bool,
+    overrides: dict[str, object],
+) -> None:
+    """Print the strategy for a job on this silo's cluster, its memory by term, and why it was chosen.
+
+    Nothing is trained and no weight is made, so it runs without a GPU: try --world and --memory.
+    """
+    from roundtable.cluster.tools.planning import plan_job
+
+    found = plan_job(context.obj, job_file, overrides, world, memory, reference)
+    if as_json:
+        click.echo(json.dumps(found.to_plain(), indent=2))
+        return
+    click.echo(f"{found.parameters:,} parameters on {found.resources}")
+    click.echo(f"strategy      {found.strategy}")
+    click.echo(f"a step        {found.micro_batches} micro-batches on each rank")
+    click.echo("\nmemory of the fullest device")
+    for line in found.estimate.lines():
+        click.echo(f"  {line}")
+    click.echo("\nlinks")
+    said = ["not measured yet: the first round measures them, and this plan assumes nothing of them"]
+    for line in found.links.lines(time.time()) if found.links is not None else said:
+        click.echo(f"  {line}")
+    click.echo("\nwhy")
+    for reason in found.reasons:
+        click.echo(f"  {reason}")
+
+
+@click.command("verify-cluster")
+@click.option(
+    "--world", type=click.IntRange(2), help="Ranks here; default: this machine's GPUs, or 2 on a CPU."
+)
+@json_option
+def verify_cluster(world: int | None, as_json: bool) -> int:
+    """Check this machine's devices: all-reduce bandwidth, and every strategy against one process.
+
+    For several nodes start `torchrun ... -m roundtable.cluster.tools.verify cuda` on each of them.
+    """
+    from roundtable.cluster.tools.verify import TOLERANCE
+    from roundtable.cluster.tools.verifying import verify_here
+
+    found = verify_here(world)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        click.echo(f"{found['world']} ranks, {found['backend']}, torch {found['torch']}")
+        for row in found["all_reduce"]:
+            click.echo(f"  all-reduce {row['bytes']:>12,} B   {row['bus'] / 1e9:8.3f} GB/s")
+        for row in found["checks"]:
+            verdict = "equal" if row["difference"] <= TOLERANCE else "DIFFERENT"
+            click.echo(f"  {verdict:<10} {row['difference']:.1e}   {row['strategy']}")
+    return int(any(row["difference"] > TOLERANCE for row in found["checks"]))
+
+
+@click.command("profile")
+@click.argument("job_file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps to profile.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="trace.json",
+    show_default=True,
+    help="The trace, for chrome://tracing or Perfetto.",
+)
+@click.option("--worlds", metavar="N,N", help="Time the steps on so many ranks each, and write no trace.")
+@json_option
+@set_option
+@click.pass_context
+def profile(
+    context: click.Context,
+    job_file: Path,
+    steps: int,
+    output: Path,
+    worlds: str | None,
+    as_json: bool,
+    overrides: dict[str, object],
+) -> None:
+    """Run a few training steps of a job on one device under torch's profiler, and write the trace.
+
+    With --worlds 1,2,4 report how they speed up with the number of ranks on this machine.
+    """
+    if worlds is not None:
+        _scaling(context.obj, job_file, worlds, steps, as_json, overrides)
+        return
+    from roundtable.cluster.tools.profiling import profile_job
+
+    found = profile_job(context.obj, job_file, overrides, steps, output)
+    click.echo(found.table)
+    click.echo(f"{found.examples_per_second:,.0f} examples a second on {found.device}; trace: {found.trace}")
+
+
+def _scaling(
+    agent: Path, job_file: Path, worlds: str, steps: int, as_json: bool, overrides: dict[str, object]
+) -> None:
+    from roundtable.cluster.tools.scaling import scaling
+
+    try:
+        numbers = sorted({int(word) for word in worlds.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise click.BadParameter(f"--worlds {worlds!r}: write numbers of ranks with commas, 1,2,4")
+    found = scaling(agent, job_file, overrides, numbers, steps)
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    names = ("ranks", "examples/s", "efficiency", "communication", "strategy")
+    rows = [
+        (
+            one.world,
+            f"{one.examples_per_second:,.1f}",
+            f"{one.efficiency:.0%}",
+            f"{one.communication:.0%}",
+            one.strategy,
+        )
+        for one in found
+    ]
+    print_table(names, rows, "")

@@ -1,0 +1,188 @@
+"""`roundtable client …`: how a silo enrols, and what it says to jobs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from roundtable.cli.shared.options import json_option
+from roundtable.cli.shared.output import ago, print_json, print_table
+from roundtable.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from roundtable.client.policy.config import AgentConfig
+    from roundtable.client.policy.rules import Rules
+
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--coordinator", metavar="HOST[:PORT]", required=True, help="Its enrolment address; port 7444.")
+@click.option(
+    "--token",
+    envvar="ROUNDTABLE_TOKEN",
+    show_envvar=True,
+    help="The invitation; asked for if it is left out, so that no process list shows it. - reads a line.",
+)
+@click.option("--credentials", type=_FOLDER, default="credentials", show_default=True, help="Folder to fill.")
+@click.option("--passphrase", is_flag=True, help="Ask for a passphrase that seals the keys on disk.")
+def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: bool) -> None:
+    """Enrol this silo with an invitation: makes its keys here, and gets certificates for them.
+
+    The keys never leave this machine. The coordinator is believed only if its authority is the one that
+    the invitation names.
+    """
+    from roundtable.client.agent.enrolment import enroll as enrol_silo
+    from roundtable.core.identity.invitation import Invitation
+
+    if token is None:
+        token = click.prompt("Invitation", hide_input=True)
+    elif token == "-":
+        token = sys.stdin.readline()
+    invitation = Invitation.parse(str(token))
+    seal = None
+    if passphrase:
+        seal = str(click.prompt("Passphrase", hide_input=True, confirmation_prompt=True)).encode()
+    found = enrol_silo(coordinator, invitation, credentials, seal)
+    click.echo(f"Enrolled as {found.name!r}: {credentials}, valid until {found.expires:%Y-%m-%d}.")
+    click.echo("The agent renews it by itself. Next: name the folder in agent.toml; run `roundtable client`.")
+    if seal:
+        click.echo("The agent reads its passphrase from the file that ROUNDTABLE_PASSPHRASE_FILE names.")
+
+
+@click.command("jobs")
+@json_option
+@click.pass_context
+def jobs(context: click.Context, as_json: bool) -> None:
+    """List the jobs that this silo was asked to take part in, and what its policy says to each."""
+    from datetime import datetime
+
+    from roundtable.client.policy.known_jobs import KnownJobs
+    from roundtable.core.config import job_from_json
+
+    config, rules = _silo(context)
+    known = KnownJobs(config.state)
+    rows: list[tuple[str, ...]] = []
+    found = []
+    for one in known.all():
+        reasons = rules.objections(job_from_json(one.config), one.submitter or None, datetime.now())
+        approval = known.approval(one)
+        said = f"approved by {approval['by']}" if approval else "waits for approval"
+        verdict = reasons[0] if reasons else said if config.policy.approval else "allowed"
+        found.append(
+            {
+                "job": one.id,
+                "task": one.task,
+                "submitter": one.submitter,
+                "first_asked": one.first,
+                "hash": one.digest,
+                "objections": reasons,
+                "approved": approval is not None,
+            }
+        )
+        rows.append((one.id, one.task, one.submitter or "unsigned", ago(one.first), one.digest[:12], verdict))
+    if as_json:
+        print_json(found)
+        return
+    columns = ("job", "task", "submitter", "first asked", "hash", "here")
+    print_table(columns, rows, "The coordinator has not asked for anything yet.")
+
+
+@click.command("approve")
+@click.argument("job")
+@click.option("--yes", is_flag=True, help="Do not show the job and ask.")
+@click.pass_context
+def approve(context: click.Context, job: str, yes: bool) -> None:
+    """Allow JOB as this silo was asked for it; it takes part from the next round on.
+
+    The approval is of this very configuration: a job that changes needs another one.
+    """
+    from datetime import datetime
+
+    from roundtable.cli.shared.resolved import render
+    from roundtable.client.policy.known_jobs import KnownJobs
+    from roundtable.core.config import job_from_json
+    from roundtable.core.identity.signing import VOUCHED_FOR
+
+    config, rules = _silo(context)
+    known = KnownJobs(config.state)
+    found = known.find(job)
+    resolved = job_from_json(found.config)
+    if not yes:
+        click.echo(render(resolved))
+        who = found.submitter or "nobody whose signature proves it"
+        if who.startswith(VOUCHED_FOR):
+            who += " by the coordinator's word"
+        click.confirm(f"Job {found.id}, submitted by {who}, hash {found.digest[:12]}. Take part?", abort=True)
+    known.approve(found)
+    click.echo(f"Approved job {found.id} ({found.task}), configuration {found.digest[:12]}.")
+    for reason in rules.objections(resolved, found.submitter or None, datetime.now()):
+        click.echo(f"The policy refuses it all the same: {reason}")
+
+
+@click.command("explain")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--submitter", help="As if this operator had signed it.")
+@json_option
+@click.pass_context
+def explain(context: click.Context, file: Path, submitter: str | None, as_json: bool) -> int:
+    """Say whether this silo would take part in the job that FILE describes, and if not, why. Runs nothing."""
+    from datetime import datetime
+
+    from roundtable.core.config import load_job
+
+    config, rules = _silo(context)
+    reasons = rules.objections(load_job(file), submitter, datetime.now())
+    if as_json:
+        bounds = list(config.policy.bounds())
+        print_json({"objections": reasons, "approval": config.policy.approval, "bounds": bounds})
+        return 1 if reasons else 0
+    for reason in reasons:
+        click.echo(f"no: {reason}")
+    if not reasons:
+        after = ", once a person has approved it" if config.policy.approval else ""
+        click.echo(f"yes: this silo would take part{after}")
+    for line in config.policy.bounds():
+        click.echo(line)
+    return 1 if reasons else 0
+
+
+@click.command("forget")
+@click.argument("silo")
+@click.pass_context
+def forget(context: click.Context, silo: str) -> None:
+    """Forget the key that SILO has been known by in secure aggregation; its next one is taken as its own.
+
+    For a silo that enrolled again with new keys. Ask its people first: a key that is not theirs is the
+    sign of a coordinator that invents silos.
+    """
+    from roundtable.client.policy.peers import KnownPeers
+
+    config, _ = _silo(context)
+    KnownPeers(config.state).forget(silo)
+    click.echo(f"Forgotten: the next key that {silo} shows is taken as its own.")
+
+
+@click.command("hash")
+@click.argument("task")
+@click.pass_context
+def hash_task(context: click.Context, task: str) -> None:
+    """Print the hash of TASK's code as it is now, for [tasks.TASK] blake3."""
+    from roundtable.client.policy.task_hash import hash_of_task
+
+    config, rules = _silo(context)
+    if task not in rules.references:
+        offered = ", ".join(sorted(rules.references)) or "none"
+        raise ConfigError(f"[tasks] names no {task!r}; it names {offered}")
+    click.echo(hash_of_task(rules.references[task], config.folder))
+
+
+def _silo(context: click.Context) -> tuple[AgentConfig, Rules]:
+    from roundtable.client.policy.config import load_agent_config
+
+    assert context.parent is not None
+    config = load_agent_config(context.parent.params["config"])
+    return config, config.rules()

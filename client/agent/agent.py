@@ -1,0 +1,276 @@
+"""The silo's agent: connects, does what the silo allows, comes back after every loss."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import time
+
+import grpc
+
+from roundtable.client.agent.agent_observer import AgentPage, Observer
+from roundtable.client.agent.connection import (
+    Backoff,
+    Link,
+    Refused,
+    Session,
+    either,
+    explain,
+    hello,
+    open_channel,
+)
+from roundtable.client.agent.coordinator_memory import ACQUAINTANCE, Acquaintance
+from roundtable.client.agent.first_contact import check_first_contact
+from roundtable.client.agent.model_cache import ModelCache
+from roundtable.client.agent.renewal import keep_renewed
+from roundtable.client.agent.secure_attempts import certificate_of
+from roundtable.client.agent.spool import Spool
+from roundtable.client.agent.state_lock import locked
+from roundtable.client.agent.step_handler import Duties
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.trainer import Trainer
+from roundtable.client.worker.executor import choose_device, list_devices
+from roundtable.client.worker.worker_trainer import WorkerTrainer
+from roundtable.core.allocator import tune_for_transfers
+from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
+from roundtable.core.identity.credentials import Credentials, load_credentials
+from roundtable.core.observability.logs import belongs_to
+from roundtable.core.observability.monitoring import monitored
+from roundtable.core.observability.tracing import Tracer, open_tracer
+from roundtable.core.observability.watchdog import keep_watchdog
+from roundtable.proto import agent_pb2
+from roundtable.proto.pieces import agents_stub
+
+_log = logging.getLogger("roundtable.agent")
+# A wrong certificate or version heals only when somebody mends it. At first it may as well be a coordinator
+# that was killed in the middle of a handshake, or a line that spoils bytes; said for so long it is true.
+_SLOW_SECONDS = 60.0
+_SURE_AFTER_SECONDS = 30.0
+_STANDBY_SECONDS = 2.0
+_GOODBYE_SECONDS = 1.0
+_CLOCK_TOLERANCE = 60.0
+_FINISH_SECONDS = 30.0
+
+
+class Agent:
+    """One silo's agent. `run` returns after `stop`, and raises what a person has to mend."""
+
+    def __init__(
+        self, config: AgentConfig, trainer: Trainer | None = None, tracer: Tracer | None = None
+    ) -> None:
+        if not config.tasks:
+            raise ConfigError(
+                "this silo offers no task: name at least one in the [tasks] table of agent.toml, "
+                'for example digits = "tasks/digits.py:Digits"'
+            )
+        self._config = config
+        self._trainer, self._tracer = trainer, tracer
+        self.metrics_port = 0
+        self._stopping = asyncio.Event()
+        self._deliver = False
+        self._coordinator = ""
+        self._complaint = ""
+        self._wrong_since: float | None = None
+        self._addresses = itertools.cycle((config.coordinator, *config.standbys))
+        self._address = next(self._addresses)
+        self._acquaintance: Acquaintance
+        self._observer: Observer
+
+    def stop(self, *, deliver: bool = False) -> None:
+        """Ends `run` cleanly; finished updates stay in the spool for the next start.
+
+        With `deliver` what is under way is answered first, as far as that takes less than half a minute.
+        """
+        self._deliver = deliver
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Takes part until `stop`.
+
+        Raises IdentityError for credentials that cannot be used, ResourceError for a state folder
+        that is in use or a device that is missing, Refused if the coordinator does not want the agent.
+        """
+        tune_for_transfers()
+        identity = load_credentials(self._config.credentials)
+        _check_role(identity)
+        belongs_to(lambda: {"silo": identity.name})
+        choose_device(self._config.device)
+        with locked(self._config.state):
+            trainer = self._trainer or _trainer_for(self._config, identity.name)
+            models = ModelCache(self._config.state / "models", self._config.cached_models)
+            link = Link()
+            observer = Observer(
+                identity.name, self._tracer or open_tracer(self._config.traces, identity.name)
+            )
+            spool = Spool(self._config.state / "spool")
+            self._acquaintance = Acquaintance(self._config.state / ACQUAINTANCE)
+            duties = Duties(self._config, observer, link, trainer, models, spool)
+            self._observer = observer
+            page = AgentPage(
+                self._config.state, identity, observer, lambda: link.stands, lambda: len(duties.spooled)
+            )
+            try:
+                async with monitored(self._config.metrics, page) as self.metrics_port:
+                    await trainer.start()
+                    duties.recover()
+                    await either(
+                        self._stay_connected(duties, link, identity.name), observer.tally.measure_lag()
+                    )
+            finally:
+                await duties.close()
+                await trainer.close()
+                await asyncio.to_thread(observer.close)
+
+    async def _stay_connected(self, duties: Duties, link: Link, name: str) -> None:
+        backoff = Backoff()
+        stopping = asyncio.create_task(self._stopping.wait())
+        session: asyncio.Task[None] | None = None
+        try:
+            while not stopping.done():
+                session = asyncio.create_task(self._serve(duties, link, name, backoff))
+                await asyncio.wait([session, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if not session.done():
+                    if self._deliver:
+                        await self._finish(duties, session)
+                    await self._leave(session, link)
+                    return
+                wait = self._after(session, backoff)
+                await asyncio.wait([stopping], timeout=wait)
+        finally:
+            stopping.cancel()
+            if session is not None:
+                session.cancel()
+
+    async def _serve(self, duties: Duties, link: Link, name: str, backoff: Backoff) -> None:
+        config = self._config
+        try:
+            revoked = duties.gate.revocations.current()
+            async with open_channel(self._address, config.credentials, revoked) as channel:
+                stub = agents_stub(channel)
+                session = Session(stub)
+                own = certificate_of(config.credentials)
+                greeting = hello(config.tasks, dict(config.metadata), list_devices(), duties.spooled, own)
+                welcome = await session.greet(self._acquaintance.introduce(greeting))
+                self._connected(welcome, name)
+                for message in self._acquaintance.meet(welcome.coordinator):
+                    duties.handle(message)
+                duties.gate.meet(welcome.identity)
+                duties.gate.revocations.learn(welcome.revocations)
+                backoff.reset()
+
+                def handle(message: agent_pb2.ToAgent) -> None:
+                    self._acquaintance.note(message)
+                    duties.gate.revocations.learn(message.revocations)
+                    duties.handle(message)
+
+                link.attach(stub, session.outbox)
+                try:
+                    await either(
+                        session.run(welcome.heartbeat_seconds, handle, lambda: duties.state),
+                        keep_renewed(stub, config.credentials),
+                        duties.gate.revocations.watch(revoked),
+                    )
+                finally:
+                    link.detach()
+        except grpc.aio.AioRpcError as error:
+            raise await explain(error, self._address, config.credentials) from error
+
+    def _after(self, session: asyncio.Task[None], backoff: Backoff) -> float:
+        """How long to wait before the next attempt; raises what no attempt can heal."""
+        error = session.exception()
+        if error is None or isinstance(error, Refused) or not isinstance(error, RoundtableError):
+            raise error or ProtocolError("the control stream ended without a reason")
+        if str(error) != self._complaint:
+            self._complaint = str(error)
+            _log.warning("not connected: %s; trying again", error)
+        now = time.monotonic()
+        wrong = isinstance(error, (IdentityError, ProtocolError))
+        self._wrong_since = (self._wrong_since or now) if wrong else None
+        if self._wrong_since is not None and now - self._wrong_since >= _SURE_AFTER_SECONDS:
+            return _SLOW_SECONDS
+        self._address = next(self._addresses)
+        # One of several is active, or will be within seconds.
+        return min(backoff.next(), _STANDBY_SECONDS) if self._config.standbys else backoff.next()
+
+    def _connected(self, welcome: agent_pb2.Welcome, name: str) -> None:
+        again = " again" if self._coordinator else ""
+        self._observer.tally.count("connections")
+        _log.info("connected%s to %s as %s", again, self._address, name)
+        if self._coordinator not in ("", welcome.coordinator):
+            _log.warning("this is another coordinator than before: its database was replaced")
+        offset = welcome.clock - time.time()
+        if abs(offset) > _CLOCK_TOLERANCE:
+            _log.warning(
+                "this machine's clock differs from the coordinator's by %.0f s: set it, or certificates will "
+                "seem expired or not yet valid",
+                offset,
+            )
+        self._coordinator, self._complaint, self._wrong_since = welcome.coordinator, "", None
+
+    async def _finish(self, duties: Duties, session: asyncio.Task[None]) -> None:
+        """Gives what is under way some time, as long as the connection stands."""
+        settled = asyncio.create_task(duties.settled())
+        await asyncio.wait([session, settled], timeout=_FINISH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        settled.cancel()
+
+    async def _leave(self, session: asyncio.Task[None], link: Link) -> None:
+        """Says Goodbye; the coordinator then closes the stream."""
+        link.send(agent_pb2.FromAgent(goodbye=agent_pb2.Goodbye(reason="the agent was stopped")))
+        await asyncio.wait([session], timeout=_GOODBYE_SECONDS)
+        session.cancel()
+        await asyncio.gather(session, return_exceptions=True)
+
+
+def run_agent(config: AgentConfig) -> int:
+    """Runs an agent until SIGINT or SIGTERM; a second one ends it at once. Returns the exit status.
+
+    Raises RoundtableError for what a person has to mend.
+    """
+    return asyncio.run(_run(config))
+
+
+async def _run(config: AgentConfig) -> int:
+    agent = Agent(config)
+    loop = asyncio.get_running_loop()
+    received: list[signal.Signals] = []
+
+    def interrupt(number: signal.Signals) -> None:
+        if received:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        received.append(number)
+        _log.info("stopping; finished updates are kept and delivered at the next start")
+        agent.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt, number)
+    watchdog = asyncio.create_task(keep_watchdog())
+    try:
+        load_credentials(config.credentials)
+        addresses, met = (config.coordinator, *config.standbys), config.state / ACQUAINTANCE
+        await asyncio.to_thread(check_first_contact, addresses, config.credentials, met)
+        await agent.run()
+    finally:
+        watchdog.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    return 130 if signal.SIGINT in received else 0
+
+
+def _trainer_for(config: AgentConfig, name: str) -> Trainer:
+    """A training process, or a group of them where the silo has a cluster."""
+    if config.cluster is None:
+        return WorkerTrainer(config, name, config.state / "jobs")
+    from roundtable.cluster.agent.cluster_trainer import ClusterTrainer
+
+    return ClusterTrainer(config, name, config.state / "jobs")
+
+
+def _check_role(identity: Credentials) -> None:
+    if identity.role != "agent":
+        raise IdentityError(
+            f"the certificate of {identity.name!r} is one of an {identity.role}; an agent needs one with the "
+            "role agent: make it with `roundtable ca issue --role agent`"
+        )

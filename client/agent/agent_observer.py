@@ -1,0 +1,182 @@
+"""What an agent counts, times and traces: told by its duties, shown by its page of metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from roundtable.client.step_key import StepKey
+from roundtable.client.trainer import Figures
+from roundtable.core.identity.credentials import Credentials
+from roundtable.core.observability.histograms import Tally
+from roundtable.core.observability.logs import belongs_to
+from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Interval
+from roundtable.core.observability.tracing import Span, Tracer
+from roundtable.proto import agent_pb2
+from roundtable.proto.pieces import traffic
+
+_Receipt = agent_pb2.UploadReceipt
+_RECEIPTS = {
+    _Receipt.ACCEPTED: "accepted",
+    _Receipt.REJECTED: "rejected",
+    _Receipt.STALE: "stale",
+    _Receipt.DUPLICATE: "duplicate",
+}
+_STEPS_KEPT = 256
+_GPU_SECONDS = 10.0
+_GPU_QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu")
+
+
+@dataclass
+class _Doing:
+    activity: str
+    since: float
+    began: float
+
+
+class Observer:
+    """One for the life of an agent. `silo` is its name."""
+
+    def __init__(self, silo: str, tracer: Tracer | None = None) -> None:
+        self.silo, self.tally = silo, Tally()
+        self._tracer = tracer or Tracer(silo)
+        self.figures: dict[str, float] = {}
+        self._doing: dict[StepKey, _Doing] = {}
+
+    def task(self, work: Coroutine[Any, Any, None], step: StepKey) -> asyncio.Task[None]:
+        """A task for work on a step; what it logs belongs there."""
+        context = copy_context()
+        context.run(belongs_to, lambda: {**step._asdict(), "silo": self.silo})
+        return asyncio.create_task(work, name=step.slug, context=context)
+
+    def doing(self, step: StepKey, activity: str) -> None:
+        """It has gone on to download, train, evaluate or upload, or still does."""
+        now, known = time.time(), self._doing.get(step)
+        if known is None:
+            self._doing[step] = _Doing(activity, now, now)
+            if len(self._doing) > _STEPS_KEPT:
+                del self._doing[next(iter(self._doing))]
+        elif known.activity != activity:
+            self._tell(step, known, now)
+            known.activity, known.since = activity, now
+
+    def stepped(self, loss: float, figures: Figures) -> None:
+        """A training step was taken."""
+        self.figures = {"loss": loss, **figures}
+
+    def ended(self, step: StepKey, outcome: str, error: str = "") -> None:
+        """The step is answered: `outcome` is done, the kind of a failure, or how an upload was answered."""
+        self.tally.count("steps", step.phase, outcome)
+        known, now = self._doing.pop(step, None), time.time()
+        if known is not None:
+            self._tell(step, known, now)
+            span = Span(*step[:3], (step.phase, self.silo), known.began, now, error, {"silo": self.silo})
+            self._tracer.tell(span)
+
+    def receipt(self, step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
+        """What became of an update."""
+        result = _RECEIPTS.get(receipt.status, "unknown")
+        self.tally.count("updates", result)
+        self.ended(step, result, receipt.reason if result == "rejected" else "")
+
+    def close(self) -> None:
+        """Passes on what waits."""
+        self._tracer.close()
+
+    def _tell(self, step: StepKey, known: _Doing, now: float) -> None:
+        self.tally.took("activity", known.activity, now - known.since)
+        path = (step.phase, self.silo, known.activity)
+        self._tracer.tell(Span(*step[:3], path, known.since, now, "", {"silo": self.silo}))
+
+
+class AgentPage:
+    """What is watched of an agent; `connected` and `spooled` ask it."""
+
+    def __init__(
+        self,
+        state: Path,
+        credentials: Credentials,
+        observer: Observer,
+        connected: Callable[[], bool],
+        spooled: Callable[[], int],
+    ) -> None:
+        self._state, self._credentials, self._observer = state, credentials, observer
+        self._connected, self._spooled = connected, spooled
+        self._interval = Interval(_GPU_SECONDS)
+        self._gpus: list[tuple[str, list[float]]] = []
+
+    async def ready(self) -> tuple[bool, str]:
+        """Ready is connected: without its coordinator an agent can do nothing."""
+        return (True, "connected") if self._connected() else (False, "not connected; the log says why")
+
+    async def figures(self) -> list[Metric]:
+        page, tally = Families(), self._observer.tally
+        page.process(tally, *traffic.both())
+        page.surroundings({"state": self._state}, self._credentials.expires.timestamp())
+        page.gauge("roundtable_agent_connected", "1 with a connection", {(): float(self._connected())})
+        queue = {("updates",): float(self._spooled())}
+        page.gauge("roundtable_queue_length", "finished updates that wait for delivery", queue, ("queue",))
+        for name, text, labels in (
+            ("steps", "steps that were answered, by outcome", ("phase", "outcome")),
+            ("updates", "uploads by how they were answered", ("result",)),
+            ("connections", "connections that were made", ()),
+        ):
+            found = {key: float(count) for key, count in tally.of(name).items()}
+            page.counter(f"roundtable_agent_{name}", text, found, labels)
+        text = "how long downloads, training, evaluations and uploads took"
+        spreads = tally.spreads_of("activity")
+        page.histogram("roundtable_agent_activity_seconds", text, spreads, "activity")
+        told = self._observer.figures
+        for name, text in STEP_GAUGES.items():
+            page.gauge(f"roundtable_agent_step_{name}", text, {(): told[name]} if name in told else {})
+        await self._gpu(page)
+        return page.made
+
+    async def _gpu(self, page: Families) -> None:
+        if self._interval.due():
+            self._gpus = await gpus()
+        for place, name, text, factor in (
+            (0, "utilization_ratio", "share of time in which the GPU was busy", 0.01),
+            (1, "memory_used_bytes", "GPU memory in use, by all processes", 1 << 20),
+            (2, "memory_size_bytes", "GPU memory in all", 1 << 20),
+            (3, "temperature_celsius", "the GPU's temperature", 1.0),
+        ):
+            found = {(gpu,): values[place] * factor for gpu, values in self._gpus}
+            page.gauge(f"roundtable_gpu_{name}", text, found, ("gpu",))
+
+
+async def gpus() -> list[tuple[str, list[float]]]:
+    """(index, values of `_GPU_QUERY`) of each NVIDIA GPU as its driver says; none without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = ("--query-gpu=index," + ",".join(_GPU_QUERY), "--format=csv,noheader,nounits")
+    process = await asyncio.create_subprocess_exec(
+        program, *query, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        told, _ = await asyncio.wait_for(process.communicate(), _GPU_SECONDS)
+    except TimeoutError:
+        process.kill()
+        return []
+    return list(_readable(told.decode()))
+
+
+def _readable(text: str) -> list[tuple[str, list[float]]]:
+    found = []
+    for line in text.splitlines():
+        index, *values = [part.strip() for part in line.split(",")]
+        try:
+            found.append((index, [float(value) for value in values]))
+        except ValueError:
+            # "[N/A]": a driver that does not tell.
+            continue
+    return [(index, values) for index, values in found if len(values) == len(_GPU_QUERY)]

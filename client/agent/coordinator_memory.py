@@ -1,0 +1,76 @@
+"""What a silo remembers of its coordinator: which one it was, and how far each job had come.
+
+A coordinator whose database was restored from an old backup knows of less than its silos do. Were it to go
+on, it would ask for steps that were answered already, in another course of events. So the silo says what it
+has seen, and the coordinator refuses it; after a restore that was meant, it has another identity, and the
+silo forgets what belongs to the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from roundtable.client.durable_files import write_file
+from roundtable.core.errors import ResourceError
+from roundtable.proto import agent_pb2, common_pb2
+
+_log = logging.getLogger("roundtable.agent")
+_JOBS_KEPT = 200
+ACQUAINTANCE = "coordinator.json"
+
+
+class Acquaintance:
+    """A small file in the agent's state folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._coordinator = ""
+        self._seen: dict[str, tuple[int, int]] = {}
+        try:
+            found = json.loads(path.read_bytes())
+            self._coordinator = str(found["coordinator"])
+            self._seen = {job: (int(round), int(attempt)) for job, (round, attempt) in found["seen"].items()}
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning("what is remembered of the coordinator cannot be read and is dropped: %s", error)
+
+    def introduce(self, hello: agent_pb2.Hello) -> agent_pb2.Hello:
+        """The hello, with what was seen."""
+        hello.coordinator = self._coordinator
+        for job, (round, attempt) in self._seen.items():
+            hello.seen.add(job=job, round=round, attempt=attempt)
+        return hello
+
+    def meet(self, coordinator: str) -> list[agent_pb2.ToAgent]:
+        """Now it is this coordinator; what has to be heard so that the jobs of another one are forgotten."""
+        if coordinator == self._coordinator:
+            return []
+        old, self._coordinator, self._seen = list(self._seen), coordinator, {}
+        self._write()
+        reason = "the coordinator's database was replaced"
+        steps = [common_pb2.Step(job=job) for job in old]
+        return [agent_pb2.ToAgent(withdraw=agent_pb2.Withdraw(step=step, reason=reason)) for step in steps]
+
+    def note(self, message: agent_pb2.ToAgent) -> None:
+        """Remembers how far a job has come that the silo is asked for; before it begins."""
+        if message.WhichOneof("message") != "instruction":
+            return
+        step = message.instruction.step
+        if (step.round, step.attempt) > self._seen.get(step.job, (0, 0)):
+            self._seen[step.job] = (step.round, step.attempt)
+            for job in list(self._seen)[:-_JOBS_KEPT]:
+                del self._seen[job]
+            self._write()
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        text = json.dumps({"coordinator": self._coordinator, "seen": self._seen})
+        try:
+            write_file(partial, [text.encode()])
+            partial.replace(self._path)
+        except (ResourceError, OSError) as error:
+            # Work goes on: only that an old backup was restored would not be noticed.
+            _log.warning("what was asked for last cannot be kept: %s", error)

@@ -1,0 +1,154 @@
+"""Sending a finished update: from the beginning at first, then from where the coordinator says.
+
+What was delivered is kept while its round lasts, for the case that the coordinator's disk spoils it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from roundtable.client.agent.connection import Backoff, Link, calling
+from roundtable.client.agent.spool import Finished, Spool
+from roundtable.client.agent.step_reports import Reporter
+from roundtable.client.durable_files import digest_of
+from roundtable.client.step_key import StepKey
+from roundtable.core.errors import ResourceError, TransferError, UnavailableError
+from roundtable.core.failpoints import reach
+from roundtable.proto import CHUNK_BYTES, agent_pb2, agent_pb2_grpc
+from roundtable.proto.pieces import Piece
+
+Sent = Callable[[int, int], None]
+_log = logging.getLogger("roundtable.agent")
+_Receipt = agent_pb2.UploadReceipt
+_SYNC_AFTER_SECONDS = 2.0
+_KEPT = 4
+
+
+class Courier:
+    """Delivers what lies in the spool, however often the connection breaks."""
+
+    def __init__(self, link: Link, spool: Spool, reporter: Reporter) -> None:
+        self._link, self._spool, self._reporter = link, spool, reporter
+        self._delivered: OrderedDict[str, Finished] = OrderedDict()
+
+    async def deliver(self, finished: Finished, fresh: bool) -> agent_pb2.UploadReceipt:
+        """Sends the update; a fresh one is kept first, against power cuts too if it has to wait.
+
+        Raises ProtocolError where the coordinator does not take it, TransferError where it is no longer what
+        it was when it was finished.
+        """
+        keeping = asyncio.create_task(self._keep(finished)) if fresh else None
+        try:
+            return await self._send(finished, ask=not fresh)
+        finally:
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.wait([keeping])
+
+    def delivered(self, finished: Finished) -> None:
+        """It has arrived: kept until the job goes on."""
+        self.forget(finished.step.job)
+        self._spool.keep(finished.step)
+        self._delivered[finished.step.job] = finished
+        if len(self._delivered) > _KEPT:
+            self.forget(next(iter(self._delivered)))
+
+    def take_back(self, step: StepKey) -> Finished | None:
+        """The update of this step that was delivered, to be sent again; None if it is not kept."""
+        kept = self._delivered.get(step.job)
+        if kept is None or kept.step != step:
+            return None
+        del self._delivered[step.job]
+        self._spool.take_back(step)
+        return kept
+
+    def forget(self, job: str) -> None:
+        """What was delivered for this job is of no use any more."""
+        kept = self._delivered.pop(job, None)
+        if kept is not None:
+            self._spool.forget(kept.step)
+
+    async def _keep(self, finished: Finished) -> None:
+        """A kill loses nothing from now on; syncing waits, as most updates are gone by then."""
+        try:
+            self._spool.describe(finished)
+            await asyncio.sleep(_SYNC_AFTER_SECONDS)
+            await asyncio.to_thread(self._spool.sync, finished.step)
+        except ResourceError as error:
+            _log.warning("%s: a crash before its delivery would lose it: %s", finished.step, error)
+
+    async def _send(self, finished: Finished, ask: bool) -> agent_pb2.UploadReceipt:
+        step, backoff, place = finished.step, Backoff(), self._spool.bytes_of(finished.step)
+        while True:
+            stub = await self._link.stub()
+            self._reporter.report(step, "uploading", 0, finished.size)
+            try:
+                with calling("the upload broke off"):
+                    return await upload(
+                        stub,
+                        finished,
+                        place,
+                        lambda sent, total: self._reporter.report(step, "uploading", sent, total),
+                        ask=ask,
+                    )
+            except UnavailableError as error:
+                _log.info("%s: the upload is resumed: %s", step, error)
+                if _damaged(error) and await asyncio.to_thread(digest_of, place) != finished.digest:
+                    raise TransferError("the finished update was damaged on the silo's own disk") from error
+            ask = True
+            await asyncio.sleep(backoff.next())
+
+
+def _damaged(error: UnavailableError) -> bool:
+    """Whether the coordinator says that the bytes were not those that were announced."""
+    cause = error.__cause__
+    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.DATA_LOSS
+
+
+async def upload(
+    stub: agent_pb2_grpc.AgentsAsyncStub, update: Finished, source: Path, sent: Sent, *, ask: bool
+) -> agent_pb2.UploadReceipt:
+    """Sends the update and returns the receipt. With `ask`, resumes behind what has arrived before.
+
+    `sent` is called with (bytes sent, bytes in all). Raises grpc's error for a lost connection.
+    """
+    offset = 0
+    if ask:
+        state = await stub.UploadStatus(update.header())
+        if not state.wanted:
+            return state.receipt
+        offset = state.offset
+    parts: Any = _parts(update, source, offset, sent)
+    receipt = await stub.Upload(parts)
+    reach("receipt_here", update.step.round, update.step.phase)
+    return receipt
+
+
+async def _parts(
+    update: Finished, source: Path, offset: int, sent: Sent
+) -> AsyncIterator[agent_pb2.UploadHeader | Piece]:
+    yield update.header(offset)
+    with source.open("rb") as file:
+        file.seek(offset)
+        while data := file.read(CHUNK_BYTES):
+            yield Piece(offset, data)
+            offset += len(data)
+            sent(offset, update.size)
+            reach("upload_part", update.step.round, update.step.phase)
+
+
+def tell(step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
+    """What became of an update, in the silo's log."""
+    if receipt.status in (_Receipt.ACCEPTED, _Receipt.DUPLICATE):
+        _log.info("%s: delivered", step)
+    elif receipt.status == _Receipt.STALE:
+        _log.info("%s: came too late and is dropped (%s)", step, receipt.reason or "the step is over")
+    else:
+        _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason)

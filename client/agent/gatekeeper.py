@@ -1,0 +1,165 @@
+"""Asks the silo's policy before each step, and keeps the silo's own log.
+
+The first instruction of a job fixes what the job is: its configuration's digest, who submitted it, its
+initial model. Every later one is compared with that. A job that is not allowed, or not yet, is answered
+with all the reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import datetime
+
+from roundtable.client.agent.revocations import Revocations
+from roundtable.client.agent.silo_log import NAME, Journal
+from roundtable.client.agent.spool import Finished
+from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
+from roundtable.client.policy.rules import Metrics
+from roundtable.client.step_key import StepKey
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import IdentityError
+from roundtable.core.identity.credentials import CA_CERTIFICATE
+from roundtable.core.identity.signing import check_submission, job_digest, verify
+from roundtable.privacy import PrivacyConfig
+from roundtable.proto import agent_pb2, common_pb2
+from roundtable.proto.receipts import receipt_values
+
+_log = logging.getLogger("roundtable.agent")
+_TRAIN = "train"
+
+
+class Gatekeeper:
+    """One for the life of an agent."""
+
+    def __init__(self, config: AgentConfig, name: str) -> None:
+        self._config, self._name = config, name
+        self.rules = config.rules()
+        self._jobs = KnownJobs(config.state)
+        self.journal = Journal(config.state / NAME, config.credentials)
+        self.revocations = Revocations(config.credentials, config.state)
+        self._coordinator = b""
+
+    def meet(self, identity: bytes) -> None:
+        """The certificate with which the coordinator says that it signs receipts."""
+        self._coordinator = identity
+
+    def admit(self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig) -> str:
+        """The silo's own code for the step; WorkFailed with every reason why the silo does not do it."""
+        try:
+            known = self._known(step, instruction, job)
+            reasons = self.rules.objections(job, known.submitter or None, datetime.now())
+            if self._config.policy.approval and not reasons and self._jobs.approval(known) is None:
+                how = f"roundtable client approve {known.id}"
+                reasons.append(f"a person at this silo has to approve the job first: {how}")
+            reasons += self._to_step(step, instruction, job, known)
+        except IdentityError as error:
+            reasons = [str(error)]
+        if reasons:
+            self.journal.note(self._name, "refused", step.job, step=str(step), reasons=reasons)
+            raise WorkFailed("refused", "; ".join(reasons))
+        model = instruction.train.model if step.phase == _TRAIN else instruction.evaluate.model
+        self.journal.note(
+            "coordinator",
+            "instructed",
+            step.job,
+            config=known.digest,
+            round=step.round,
+            attempt=step.attempt,
+            phase=step.phase,
+            model=model.digest,
+            submitter=known.submitter,
+        )
+        return self.rules.references[self.rules.task_name(job.task)]
+
+    def seconds(self, deadline: float) -> float:
+        """How long a step may take: as the round says, and no longer than the policy."""
+        most = self._config.policy.seconds
+        return max(0.0, deadline if most is None else min(deadline, most))
+
+    def leaving(self, metrics: Metrics) -> dict[str, tuple[float, int]]:
+        """What of a step's metrics leaves the silo."""
+        return self.rules.leaving(metrics)
+
+    def is_quiet(self, job: JobConfig) -> bool:
+        """Whether the progress of training stays here: it holds counts and the loss in the clear."""
+        privacy = PrivacyConfig.from_table(job.privacy)
+        hidden = privacy.secure_aggregation or privacy.level != "none"
+        return hidden or self._config.policy.metrics == "none"
+
+    def received(self, finished: Finished, receipt: agent_pb2.UploadReceipt) -> None:
+        """Keeps a receipt; a signature that does not hold is noted, and the coordinator named."""
+        step = finished.step
+        header = agent_pb2.UploadHeader(
+            step=step.message(), content=common_pb2.Artifact(digest=finished.digest, size=finished.size)
+        )
+        values = receipt_values(self._name, header, receipt)
+        signature, sound = receipt.signature, False
+        if signature and self._coordinator:
+            try:
+                ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
+                verify(self._coordinator, ca, "coordinator", "receipt", values, signature)
+                self.revocations.check(self._coordinator, "the coordinator's identity")
+                sound = True
+            except IdentityError as error:
+                _log.error("%s: the coordinator's receipt does not hold: %s", step, error)
+        proof = {"signature": signature.hex(), "certificate": self._coordinator.decode()} if sound else {}
+        self.journal.note("coordinator", "receipt", step.job, **values, signed=sound, **proof)
+
+    def close(self) -> None:
+        """Signs the log up to its end."""
+        self.journal.seal()
+
+    def _known(self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig) -> KnownJob:
+        """The job as this silo knows it from now on; IdentityError for one that has changed."""
+        digest = job_digest(instruction.job_config)
+        known = self._jobs.get(step.job)
+        if known is None:
+            known = self._introduced(step, instruction, digest, job)
+        if known.digest != digest:
+            raise IdentityError(
+                f"the configuration of job {step.job} is another one than it was at first; a changed job "
+                "must be submitted as a new one"
+            )
+        return known
+
+    def _introduced(
+        self, step: StepKey, instruction: agent_pb2.Instruction, digest: str, job: JobConfig
+    ) -> KnownJob:
+        said, submitter = instruction.submission, ""
+        if said.signature:
+            values = {"config": digest, "model": said.initial_model, "request": said.request_id}
+            ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
+            check_submission(said.certificate, ca, values, said.signature, said.submitter)
+            self.revocations.check(said.certificate, f"the signer of job {step.job}")
+            submitter = said.submitter
+            if (other := self._jobs.of_request(said.request_id)) is not None:
+                raise IdentityError(
+                    f"job {step.job} shows the signature of {other.id}: nobody has submitted it again"
+                )
+        known = KnownJob(
+            step.job,
+            digest,
+            instruction.job_config,
+            job.task,
+            submitter,
+            said.request_id if submitter else "",
+            said.initial_model if submitter else "",
+            time.time(),
+        )
+        self._jobs.remember(known)
+        return known
+
+    def _to_step(
+        self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig, known: KnownJob
+    ) -> list[str]:
+        """What is wrong with this step of a job that is allowed."""
+        reasons = []
+        if not 1 <= step.round <= job.rounds:
+            reasons.append(f"round {step.round} is none of the job's, which has {job.rounds}")
+        first = step.phase == _TRAIN and step.round == 1 and known.initial_model
+        if first and instruction.train.model.digest != known.initial_model:
+            reasons.append("round 1 begins with another model than the one that the submitter signed")
+        return reasons

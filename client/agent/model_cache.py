@@ -1,0 +1,139 @@
+"""Downloaded models by digest: what a silo has, it does not download again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from blake3 import blake3
+
+from roundtable.client.durable_files import digest_of, explained
+from roundtable.core.errors import ProtocolError, ResourceError, TransferError
+from roundtable.core.failpoints import reach
+from roundtable.proto import agent_pb2_grpc, common_pb2
+
+_log = logging.getLogger("roundtable.agent")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FREE_BYTES = 16 << 20
+
+Received = Callable[[int, int], None]
+
+
+class ModelCache:
+    """The newest few artifacts in a folder, and the beginnings of those that are on their way."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._verified: set[str] = set()
+        self._turn = asyncio.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def fetch(
+        self,
+        stub: agent_pb2_grpc.AgentsAsyncStub,
+        artifact: common_pb2.Artifact,
+        received: Received,
+        users: int = 1,
+    ) -> Path:
+        """The artifact's file, downloaded from where an earlier attempt stopped, and verified.
+
+        `received` is called with (bytes here, bytes in all); while `users` steps are under way, the
+        models that they may still read are kept. Raises TransferError for bytes that are
+        not the artifact's, ResourceError for a full disk, and grpc's error for a lost connection.
+        """
+        if not _DIGEST.fullmatch(artifact.digest):
+            raise ProtocolError(f"{artifact.digest!r} is no BLAKE3 digest")
+        async with self._turn:
+            path = self._folder / f"{artifact.digest}.safetensors"
+            if not self._have(path, artifact):
+                # Before and not after: the pages of memory that the oldest file had serve the new one.
+                self._prune(max(self._keep, users) - 1)
+                await self._download(stub, artifact, path, received)
+            os.utime(path)
+            self._verified.add(artifact.digest)
+            return path
+
+    def _have(self, path: Path, artifact: common_pb2.Artifact) -> bool:
+        if not path.is_file():
+            return False
+        # A file from before this process started may have been cut short by a crash of the machine.
+        if artifact.digest in self._verified or digest_of(path) == artifact.digest:
+            return True
+        _log.warning("the cached model %s is damaged and is downloaded again", artifact.digest[:12])
+        path.unlink()
+        return False
+
+    async def _download(
+        self,
+        stub: agent_pb2_grpc.AgentsAsyncStub,
+        artifact: common_pb2.Artifact,
+        path: Path,
+        received: Received,
+    ) -> None:
+        partial = path.with_suffix(".partial")
+        have = partial.stat().st_size if partial.exists() else 0
+        if have > artifact.size:
+            partial.unlink()
+            have = 0
+        self._check_space(artifact.size - have)
+        digest = blake3()
+        if have:
+            digest.update_mmap(partial)
+        try:
+            await _receive(stub, artifact, partial, have, digest, received)
+        except OSError as error:
+            raise explained(error, partial) from error
+        if digest.hexdigest() != artifact.digest:
+            partial.unlink()
+            raise TransferError(
+                f"the model {artifact.digest[:12]} arrived with other bytes than its digest says; "
+                "it is downloaded again from the beginning at the next attempt"
+            )
+        partial.replace(path)
+
+    def _check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self._folder).free
+        if free < needed + _FREE_BYTES:
+            raise ResourceError(
+                f"the silo's disk is full: the model needs {needed / 1e6:.0f} MB more, "
+                f"{free / 1e6:.0f} MB are free; free some space in the agent's state folder"
+            )
+
+    def _prune(self, keep: int) -> None:
+        files = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+        for file in files[: max(0, len(files) - keep)]:
+            file.unlink()
+            self._verified.discard(file.stem)
+
+
+async def _receive(
+    stub: agent_pb2_grpc.AgentsAsyncStub,
+    artifact: common_pb2.Artifact,
+    partial: Path,
+    have: int,
+    digest: blake3,
+    received: Received,
+) -> None:
+    with partial.open("ab") as file:
+        if have < artifact.size:
+            call = stub.Download(common_pb2.DownloadRequest(digest=artifact.digest, offset=have))
+            async for chunk in call:
+                if chunk.offset != have or have + len(chunk.data) > artifact.size:
+                    call.cancel()
+                    raise TransferError(
+                        f"the model came with a piece at {chunk.offset} of {artifact.size} bytes, "
+                        f"expected at {have}"
+                    )
+                file.write(chunk.data)
+                digest.update(chunk.data)
+                have += len(chunk.data)
+                received(have, artifact.size)
+                reach("model_part")
+    if have != artifact.size:
+        raise TransferError(f"the model ended after {have} of {artifact.size} bytes")

@@ -1,0 +1,309 @@
+"""The silo's part in secure aggregation: who may be its peers, what it masks, what survives a restart.
+
+In memory are the attempts under way; in the state folder, sealed under a key that only the silo's
+identity gives, is what an attempt needs after its vector is masked. A restart before that loses the
+attempt's keys: the silo says so and waits for the next one, with fresh keys. `releases.json` is the
+durable memory of which attempt of a round was unmasked: no second one ever is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from roundtable.client.agent.revocations import Revocations
+from roundtable.client.durable_files import replace_synced, write_file
+from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.peers import KnownPeers
+from roundtable.client.step_key import StepKey
+from roundtable.client.training.metrics import Metrics
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import IdentityError, PrivacyError, ProtocolError
+from roundtable.core.failpoints import reach
+from roundtable.core.identity.credentials import (
+    SiloIdentity,
+    load_credentials,
+    load_silo_identity,
+    verify_identity,
+)
+from roundtable.privacy import PrivacyConfig, SecureRound
+from roundtable.privacy.secagg import ClientPhase, Ed25519Signer, SecAggClient
+from roundtable.privacy.secagg.framing import Kind, unseal
+
+_log = logging.getLogger("roundtable.agent")
+PHASE = "secure"
+MASKED = "masked"
+_MASKED = (ClientPhase.COMMITTED, ClientPhase.CONSENTED)
+_NONCE_BYTES = 12
+_DIGEST_BYTES = 32
+
+
+def is_secure(job: JobConfig) -> bool:
+    """Whether the job's updates travel masked."""
+    return PrivacyConfig.from_table(job.privacy).secure_aggregation
+
+
+def certificate_of(folder: Path) -> bytes:
+    """The identity certificate that the agent announces; empty where it has none, as older credentials."""
+    try:
+        return load_silo_identity(folder).certificate
+    except IdentityError as error:
+        _log.info("this silo cannot take part in secure aggregation: %s", error)
+        return b""
+
+
+class FileReleases:
+    """`Releases` in a file: for each job the last round that was unmasked, and in which attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._last: dict[str, list[int]] = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            self._last = {}
+        except ValueError as error:
+            raise ProtocolError(
+                f"{path} is damaged: without it a round could be unmasked twice; restore it from a backup"
+            ) from error
+
+    def claim(self, job: str, round: int, attempt: int) -> bool:
+        """See `Releases`. A round before the last is never unmasked any more."""
+        last = self._last.get(job, [0, 0])
+        if last[0] >= round:
+            return last == [round, attempt]
+        changed = {**self._last, job: [round, attempt]}
+        replace_synced(self._path, [json.dumps(changed).encode()])
+        self._last = changed
+        return True
+
+
+class SecureAttempt:
+    """One attempt at this silo."""
+
+    def __init__(self, client: SecAggClient, round: SecureRound | None) -> None:
+        self.client, self._round = client, round
+        self.advert = client.advertise() if round is not None else b""
+        self._settled = asyncio.Event()
+        self._failure = ""
+
+    def settle(self, failure: str = "") -> None:
+        """The vector can be masked now, or never for this reason."""
+        self._failure = self._failure or failure
+        self._settled.set()
+
+    async def ready(self) -> None:
+        """Returns when the vector can be masked; WorkFailed if it never will."""
+        await self._settled.wait()
+        if self._failure:
+            raise WorkFailed("protocol_violation", f"secure aggregation was given up: {self._failure}")
+
+    def mask(self, plain: Path, out: Path, examples: int, metrics: Metrics) -> tuple[str, int]:
+        """Masks the float32 update in `plain` into `out`; (BLAKE3, bytes). Blocks for as long as it takes."""
+        assert self._round is not None, "a restored attempt has masked its vector already"
+        update = np.memmap(plain, dtype="<f4", mode="r")
+        total, count = metrics.get("loss", (math.nan, 0))
+        source = self._round.encode(update, examples, total / count if count else None)
+        return write_file(out, self.client.masked_chunks(source))
+
+
+class SecureAttempts:
+    """Every attempt of secure aggregation that this silo takes part in."""
+
+    def __init__(self, config: AgentConfig, name: str) -> None:
+        self._config, self._name = config, name
+        self._folder = config.state / PHASE
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._attempts: dict[StepKey, SecureAttempt] = {}
+        self._releases: FileReleases | None = None
+        self._revocations = Revocations(config.credentials, config.state)
+        self._peers = KnownPeers(config.state)
+
+    def check(self, job: JobConfig) -> None:
+        """Raises WorkFailed for a job that asks for less than this silo's policy demands."""
+        policy = self._config.policy
+        if policy.secure_aggregation and not is_secure(job):
+            raise WorkFailed(
+                "refused",
+                "this silo takes part only with secure aggregation ([policy] secure_aggregation = true); "
+                "set privacy.secure_aggregation = true in the job",
+            )
+
+    def begin(
+        self, step: StepKey, job: JobConfig, columns: int, identities: Iterable[bytes]
+    ) -> SecureAttempt:
+        """Takes part in an attempt, with fresh keys.
+
+        Raises WorkFailed where the silo has no identity, or the peers that are announced are too few
+        or not of its authority.
+        """
+        self.forget_job(step.job)
+        if job.transfer.encoding != "float32":
+            raise WorkFailed("refused", "secure aggregation masks float32 updates (transfer.encoding)")
+        own, directory = self._own(), self._directory(identities)
+        least = self._config.policy.minimum_cohort
+        if directory.get(self._name) != own.key.public_key().public_bytes_raw():
+            raise WorkFailed(
+                "refused", "the coordinator announces another identity for this silo than its own"
+            )
+        among = PrivacyConfig.from_table(job.privacy).group_size or len(directory)
+        if min(among, len(directory)) < least:
+            raise WorkFailed(
+                "refused",
+                f"a sum is over {min(among, len(directory))} silos, and this one hides only among at least "
+                f"{least} ([policy] minimum_cohort)",
+            )
+        try:
+            round = SecureRound.of(job, columns, len(directory), step.round)
+        except PrivacyError as error:
+            raise WorkFailed("refused", str(error)) from error
+        session = round.session(step.job, step.round, step.attempt)
+        signer = Ed25519Signer(own.key)
+        least = max(least, round.fewest)
+        client = SecAggClient(session, round.parameters, self._name, signer, directory, self._memory(), least)
+        attempt = self._attempts[_key(step)] = SecureAttempt(client, round)
+        return attempt
+
+    def find(self, step: StepKey) -> SecureAttempt | None:
+        """The attempt of this step, in whatever phase; None for one that is over or lost."""
+        return self._attempts.get(_key(step))
+
+    def handle(self, step: StepKey, message: bytes) -> bytes | None:
+        """The coordinator's next message; returns the answer, if it has one, once that can be repeated.
+
+        A message that is refused ends the attempt here: the answer then says why.
+        """
+        attempt = self.find(step)
+        if attempt is None:
+            if (said := self._said_before(step, message)) is not None:
+                return said
+            raise WorkFailed(
+                "node_failure",
+                "the silo was restarted before its update was masked: the keys of this attempt are gone",
+            )
+        client = attempt.client
+        try:
+            if client.phase in _MASKED and unseal(message).kind < Kind.ALIVE:
+                return None  # Heard before the restart, and sent again after it.
+            answer = client.handle(message)
+        except ProtocolError as error:
+            _log.error("%s: secure aggregation is given up: %s", step, error)
+            attempt.settle(str(error))
+            self.forget(step)
+            return client.abort(str(error))
+        if client.phase is ClientPhase.READY:
+            attempt.settle()
+        elif client.phase is ClientPhase.CONSENTED:
+            self.keep(step)
+        elif client.phase is ClientPhase.DONE:
+            assert answer is not None
+            self._shares_are_out(_key(step), message, answer)
+        return answer
+
+    def keep(self, step: StepKey) -> None:
+        """Makes durable what a restart needs to go on."""
+        attempt = self.find(step)
+        if attempt is not None:
+            reach("masked", step.round, step.phase)
+            key, nonce = _key(step), os.urandom(_NONCE_BYTES)
+            sealed = self._cipher().encrypt(nonce, attempt.client.snapshot(), key.slug.encode())
+            replace_synced(self._file(key), [nonce, sealed])
+            reach("keys_kept", step.round, step.phase)
+
+    def _shares_are_out(self, key: StepKey, message: bytes, answer: bytes) -> None:
+        """What was revealed may be asked for again, should it be lost on its way; all else is erased."""
+        replace_synced(self._file(key, "done"), [blake3(message).digest(), answer])
+        self._file(key).unlink(missing_ok=True)
+        _log.info("%s: the silo's shares for the sum of the round are given out", key)
+
+    def _said_before(self, step: StepKey, message: bytes) -> bytes | None:
+        path = self._file(_key(step), "done")
+        if not path.exists():
+            return None
+        said = path.read_bytes()
+        return said[_DIGEST_BYTES:] if said[:_DIGEST_BYTES] == blake3(message).digest() else None
+
+    def recover(self) -> None:
+        """Takes up the attempts of an earlier process that had masked their vector."""
+        for path in list(self._folder.glob("*.sealed")):
+            try:
+                key = _parsed(path.stem)
+                raw = path.read_bytes()
+                opened = self._cipher().decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], key.slug.encode())
+                signer = Ed25519Signer(self._own().key)
+                client = SecAggClient.restore(opened, signer, self._memory())
+            except (InvalidTag, ValueError, ProtocolError, WorkFailed) as error:
+                _log.warning("an attempt of secure aggregation cannot be taken up: %s", error or type(error))
+                path.unlink()
+                continue
+            self._attempts[key] = SecureAttempt(client, None)
+
+    def forget(self, step: StepKey) -> None:
+        """The attempt is over."""
+        self._attempts.pop(_key(step), None)
+        self._file(_key(step)).unlink(missing_ok=True)
+
+    def forget_job(self, job: str) -> None:
+        """Everything of the job is over."""
+        for key in [key for key in self._attempts if key.job == job]:
+            self.forget(key)
+        for path in self._folder.glob(f"{job}.*"):
+            path.unlink()
+
+    def _own(self) -> SiloIdentity:
+        try:
+            return load_silo_identity(self._config.credentials)
+        except IdentityError as error:
+            raise WorkFailed("refused", f"this silo has no identity to sign with: {error}") from error
+
+    def _directory(self, identities: Iterable[bytes]) -> dict[str, bytes]:
+        """Names and keys of the peers, each vouched for by this silo's own authority and nobody else."""
+        authority = load_credentials(self._config.credentials).ca
+        from_root = self._config.policy.identities == "root"
+        found: dict[str, tuple[bytes, bytes]] = {}
+        try:
+            for certificate in identities:
+                name, key = verify_identity(certificate, authority, from_root=from_root)
+                self._revocations.check(certificate, f"the silo {name!r}")
+                if found.setdefault(name, (key, certificate))[0] != key:
+                    raise WorkFailed("refused", f"the coordinator announces two identities for {name}")
+            if not from_root:
+                self._peers.meet(found, authority)
+        except IdentityError as error:
+            raise WorkFailed("refused", f"a peer cannot be trusted: {error}") from error
+        return {name: key for name, (key, _) in found.items()}
+
+    def _memory(self) -> FileReleases:
+        if self._releases is None:
+            self._releases = FileReleases(self._config.state / "releases.json")
+        return self._releases
+
+    def _cipher(self) -> AESGCM:
+        secret = self._own().key.private_bytes_raw()
+        kdf = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=b"roundtable sealed attempt")
+        return AESGCM(kdf.derive(secret))
+
+    def _file(self, key: StepKey, kind: str = "sealed") -> Path:
+        return self._folder / f"{key.slug}.{kind}"
+
+
+def _key(step: StepKey) -> StepKey:
+    """An attempt, whatever phase of it is spoken of."""
+    return step._replace(phase=PHASE)
+
+
+def _parsed(slug: str) -> StepKey:
+    job, round, attempt, phase = slug.rsplit(".", 3)
+    return StepKey(job, int(round), int(attempt), phase)

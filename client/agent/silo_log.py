@@ -1,0 +1,92 @@
+"""The silo's own log: what it was asked, what it sent, what it got a receipt for, what it refused.
+
+`audit.jsonl` in the state folder has the form of the coordinator's audit log (`core/evidence/audit_log.py`),
+so that `roundtable audit cross-check` can lay the two side by side. The coordinator's receipts are kept with
+their signature: it cannot deny later what it acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from roundtable.core.errors import IdentityError, ResourceError
+from roundtable.core.evidence.audit_log import Entry, entry
+from roundtable.core.identity.credentials import load_silo_identity
+from roundtable.core.identity.signing import envelope
+
+_log = logging.getLogger("roundtable.agent")
+NAME = "audit.jsonl"
+_SEAL_EVERY = 20
+
+
+class Journal:
+    """Appends lines; each is on disk when `note` returns. Signed every twenty entries, and at the end."""
+
+    def __init__(self, path: Path, credentials: Path) -> None:
+        self._path, self._credentials = path, credentials
+        self._last, self._sealed = _tail(path)
+
+    def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:
+        """One entry more."""
+        made = entry(time.time(), actor, action, target, detail).after(self._last)
+        self._append(made.to_line())
+        self._last = made
+        if made.sequence - self._sealed >= _SEAL_EVERY:
+            self.seal()
+
+    def seal(self) -> None:
+        """Signs the log up to its end with the silo's identity; without one it is only chained."""
+        if self._last is None or self._last.sequence == self._sealed:
+            return
+        try:
+            identity = load_silo_identity(self._credentials)
+        except IdentityError as error:
+            _log.debug("the silo's log is not signed: %s", error)
+            return
+        values = {"sequence": self._last.sequence, "hash": self._last.hash, "time": time.time()}
+        document = json.dumps(envelope(identity, "seal", values), separators=(",", ":"))
+        self._append(f'{{"seal":{document}}}')
+        self._sealed = self._last.sequence
+
+    def _append(self, line: str) -> None:
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(line.encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ResourceError(
+                f"the silo's log {self._path} cannot be written: {error.strerror}; nothing is done without it"
+            ) from error
+
+
+def _tail(path: Path) -> tuple[Entry | None, int]:
+    """The last entry of a log and the number of the last one that is sealed.
+
+    A last line that a power cut left half written is cut off; the chain itself is for `audit verify`.
+    """
+    last, sealed = None, 0
+    if not path.exists():
+        return None, 0
+    whole = path.read_bytes()
+    if whole and not whole.endswith(b"\n"):
+        whole = whole[: whole.rfind(b"\n") + 1]
+        os.truncate(path, len(whole))
+    for line in whole.splitlines():
+        try:
+            document = json.loads(line)
+            if "entry" in document:
+                last = Entry(**document["entry"])
+            else:
+                sealed = int(document["seal"]["statement"]["sequence"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ResourceError(
+                f"the silo's log {path} is damaged: keep it for whoever looks into it, and move it away"
+            ) from error
+    return last, sealed

@@ -1,0 +1,131 @@
+"""Finished updates on disk until the coordinator has them: encoded bytes, and beside them what they are.
+
+The bytes of a delivered one stay until its round is over: should they be damaged there, they are sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from roundtable.client.durable_files import digest_of, sync, write_file
+from roundtable.client.step_key import StepKey
+from roundtable.client.training.metrics import Metrics
+from roundtable.core.failpoints import reach
+from roundtable.proto import agent_pb2, common_pb2
+
+_log = logging.getLogger("roundtable.agent")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An update that is ready to be sent; `announcement` signs a masked one (hexadecimal)."""
+
+    step: StepKey
+    digest: str
+    size: int
+    layout: str
+    encoding: str
+    examples: int
+    metrics: Metrics
+    announcement: str = ""
+
+    def header(self, offset: int = 0) -> agent_pb2.UploadHeader:
+        """What goes before the bytes."""
+        return agent_pb2.UploadHeader(
+            step=self.step.message(),
+            content=common_pb2.Artifact(digest=self.digest, size=self.size),
+            layout=self.layout,
+            encoding=self.encoding,
+            examples=self.examples,
+            metrics=metric_messages(self.metrics),
+            offset=offset,
+            announcement=bytes.fromhex(self.announcement),
+        )
+
+
+class Spool:
+    """The folder; it survives a kill of the agent at any moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def bytes_of(self, step: StepKey) -> Path:
+        """The encoded bytes of an update; without its description it counts as unfinished."""
+        return self._folder / f"{step.slug}.update"
+
+    def plain_of(self, step: StepKey) -> Path:
+        """An update that is still to be masked; never sent, and gone after a restart."""
+        return self._folder / f"{step.slug}.plain"
+
+    def describe(self, finished: Finished) -> None:
+        """Says what the bytes are: from now on a restart of the agent finds the update."""
+        text = json.dumps(asdict(finished)).encode()
+        partial = self._folder / f".{finished.step.slug}.partial"
+        write_file(partial, [text])
+        partial.replace(self._description(finished.step))
+        reach("update_described", finished.step.round, finished.step.phase)
+
+    def sync(self, step: StepKey) -> None:
+        """Makes the update safe from power cuts too: first its bytes, then what they are."""
+        sync(self.bytes_of(step))
+        sync(self._description(step))
+        sync(self._folder)
+
+    def keep(self, step: StepKey) -> None:
+        """The coordinator has it; the bytes stay until `forget`, `take_back`, or a restart."""
+        self._description(step).unlink(missing_ok=True)
+        self.bytes_of(step).replace(self._sent(step))
+
+    def take_back(self, step: StepKey) -> None:
+        """What was kept is to be delivered again; to be described anew."""
+        self._sent(step).replace(self.bytes_of(step))
+
+    def forget(self, step: StepKey) -> None:
+        """What was kept is of no use any more."""
+        self._sent(step).unlink(missing_ok=True)
+
+    def remove(self, step: StepKey) -> None:
+        """Forgets the update: the coordinator has it or does not want it."""
+        self._description(step).unlink(missing_ok=True)
+        self.bytes_of(step).unlink(missing_ok=True)
+        self.plain_of(step).unlink(missing_ok=True)
+
+    def recover(self) -> list[Finished]:
+        """What an earlier process finished and did not deliver; what is incomplete or damaged is removed."""
+        found = list(self._readable())
+        kept = {path for item in found for path in (self.bytes_of(item.step), self._description(item.step))}
+        for path in self._folder.iterdir():
+            if path not in kept:
+                path.unlink()
+        return sorted(found, key=lambda item: item.step)
+
+    def _readable(self) -> Iterator[Finished]:
+        for path in self._folder.glob("*.json"):
+            try:
+                fields = json.loads(path.read_bytes())
+                metrics = {name: (value, count) for name, (value, count) in fields.pop("metrics").items()}
+                item = Finished(**{**fields, "step": StepKey(*fields["step"]), "metrics": metrics})
+                whole = digest_of(self.bytes_of(item.step)) == item.digest
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                _log.warning("the finished update %s cannot be read and is dropped: %s", path.stem, error)
+                continue
+            if whole:
+                yield item
+            else:
+                _log.warning("the finished update %s is damaged on disk and is dropped", path.stem)
+
+    def _sent(self, step: StepKey) -> Path:
+        return self._folder / f"{step.slug}.sent"
+
+    def _description(self, step: StepKey) -> Path:
+        return self._folder / f"{step.slug}.json"
+
+
+def metric_messages(metrics: Metrics) -> list[common_pb2.Metric]:
+    """Metrics as they travel."""
+    return [common_pb2.Metric(name=name, sum=value, count=count) for name, (value, count) in metrics.items()]

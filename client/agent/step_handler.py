@@ -1,0 +1,389 @@
+"""What the agent has been asked to do: each step once, however often it is asked, across reconnects.
+
+asked → accepted → model here → trained → spooled → delivered
+                              ↘ evaluated      ↘ (withdrawn, failed: at any point)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from roundtable.client.agent.agent_observer import Observer
+from roundtable.client.agent.connection import Backoff, Link, calling
+from roundtable.client.agent.delivery import Courier, tell
+from roundtable.client.agent.gatekeeper import Gatekeeper
+from roundtable.client.agent.model_cache import ModelCache
+from roundtable.client.agent.secure_attempts import MASKED, PHASE, SecureAttempt, SecureAttempts, is_secure
+from roundtable.client.agent.spool import Finished, Spool, metric_messages
+from roundtable.client.agent.step_reports import Reporter
+from roundtable.client.durable_files import explained
+from roundtable.client.failures import WorkFailed, diagnose
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.step_key import StepKey
+from roundtable.client.trainer import Trained, Trainer, Work
+from roundtable.client.training.metrics import loss_of
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import (
+    ProtocolError,
+    ResourceError,
+    RoundtableError,
+    TransferError,
+    UnavailableError,
+)
+from roundtable.core.failpoints import reach
+from roundtable.core.models import open_model
+from roundtable.proto import agent_pb2, common_pb2
+
+_log = logging.getLogger("roundtable.agent")
+_ANSWERS_KEPT = 256
+_DAMAGED_MODELS = 3
+
+
+class Duties:
+    """Takes the coordinator's messages, and sees to it that each step is answered."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        observer: Observer,
+        link: Link,
+        trainer: Trainer,
+        models: ModelCache,
+        spool: Spool,
+    ) -> None:
+        self._config, self._observer, self._client = config, observer, observer.silo
+        self._link, self._trainer, self._models, self._spool = link, trainer, models, spool
+        self._secure = SecureAttempts(config, self._client)
+        self.gate = Gatekeeper(config, self._client)
+        self._working: dict[StepKey, asyncio.Task[None]] = {}
+        self._delivering: dict[StepKey, asyncio.Task[None]] = {}
+        self._answers: OrderedDict[StepKey, agent_pb2.FromAgent] = OrderedDict()
+        self._reporter = Reporter(link, observer)
+        self._report = self._reporter.report
+        self._courier = Courier(link, spool, self._reporter)
+        self._asked: dict[StepKey, tuple[agent_pb2.Instruction, float]] = {}
+
+    @property
+    def state(self) -> str:
+        """The agent's state in a word, for its heartbeat."""
+        if self._working:
+            return "training"
+        return "uploading" if self._delivering else "available"
+
+    @property
+    def spooled(self) -> list[StepKey]:
+        """Steps whose update is finished and not delivered."""
+        return sorted(self._delivering)
+
+    def recover(self) -> None:
+        """Goes on with what an earlier process finished."""
+        self._secure.recover()
+        for finished in self._spool.recover():
+            _log.info("%s: finished earlier, to be delivered", finished.step)
+            self._start_delivery(finished, fresh=False)
+
+    def handle(self, message: agent_pb2.ToAgent) -> None:
+        """One message from the coordinator."""
+        kind = message.WhichOneof("message")
+        try:
+            if kind == "instruction":
+                self._instruct(message.instruction)
+            elif kind == "withdraw":
+                self._withdraw(message.withdraw)
+        except ProtocolError as error:
+            _log.error("a message is ignored: %s", error)
+
+    async def settled(self) -> None:
+        """Returns when nothing is under way any more."""
+        while tasks := [*self._working.values(), *self._delivering.values()]:
+            await asyncio.wait(tasks)
+
+    async def close(self) -> None:
+        """Stops all work; what is finished stays in the spool."""
+        tasks = [*self._working.values(), *self._delivering.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.gate.close()
+
+    def _instruct(self, instruction: agent_pb2.Instruction) -> None:
+        step = StepKey.of(instruction.step)
+        if instruction.WhichOneof("work") == "exchange":
+            self._exchange(step, instruction.exchange.payload)
+            return
+        if step in self._answers:
+            self._link.send(self._answers[step])
+            return
+        self._link.send(agent_pb2.FromAgent(accepted=agent_pb2.Accepted(step=step.message())))
+        if step in self._delivering:
+            self._report(step, "uploading", 0, 0)
+            return
+        if step in self._working:
+            self._advertise(step)
+            return
+        kept = self._courier.take_back(step)
+        if kept is not None:
+            _log.info("%s: delivered before, and asked for again", step)
+            self._asked[step] = (instruction, time.monotonic() + instruction.deadline_seconds)
+            self._start_delivery(kept, fresh=True)
+            return
+        self._courier.forget(step.job)
+        for other in [key for key in self._working if key.job == step.job and key[:3] < step[:3]]:
+            _log.info("%s: given up for a newer step", other)
+            self._working[other].cancel()
+            self._asked.pop(other, None)
+        if instruction.WhichOneof("work") == "train":
+            self._asked[step] = (instruction, time.monotonic() + instruction.deadline_seconds)
+        self._spawn(self._working, step, self._work(step, instruction))
+
+    def _withdraw(self, withdraw: agent_pb2.Withdraw) -> None:
+        """Forgets one step; a step of round 0 means the whole job, which is then over."""
+        if withdraw.step.round == 0:
+            self._end_job(withdraw.step.job, withdraw.reason)
+            return
+        step = StepKey.of(withdraw.step)
+        if step in self._working or step in self._delivering:
+            _log.info("%s: withdrawn (%s)", step, withdraw.reason)
+        self._drop(step)
+
+    def _end_job(self, job: str, reason: str) -> None:
+        _log.info("%s: over (%s)", job, reason, extra={"job": job})
+        for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
+            self._drop(step)
+        self._courier.forget(job)
+        self._trainer.release(job)
+        self._secure.forget_job(job)
+
+    def _drop(self, step: StepKey) -> None:
+        """Stops work and delivery; the spool is cleared once nothing writes into it any more."""
+        self._asked.pop(step, None)
+        for task in (self._working.get(step), self._delivering.get(step)):
+            if task is not None:
+                task.add_done_callback(lambda _: self._spool.remove(step))
+                task.cancel()
+
+    async def _work(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
+        reach("accepted", step.round, step.phase)
+        try:
+            async with asyncio.timeout(self.gate.seconds(instruction.deadline_seconds)):
+                await self._answer(step, instruction)
+        except TimeoutError:
+            said = f"the silo did not finish within the {instruction.deadline_seconds:.0f} s that were left"
+            self._fail(step, WorkFailed("slow_node", said))
+        except RoundtableError as error:
+            self._fail(step, error)
+        except OSError as error:
+            self._fail(step, explained(error, Path(error.filename or "a file")))
+
+    async def _answer(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
+        job = _job_of(instruction)
+        work_kind = instruction.WhichOneof("work")
+        task = self.gate.admit(step, instruction, job)
+        if work_kind not in ("train", "evaluate"):
+            raise WorkFailed("protocol_violation", f"this agent does not know the work {work_kind!r}")
+        asked = instruction.train if work_kind == "train" else instruction.evaluate
+        model = await self._fetch(step, asked.model)
+        reach("model_here", step.round, step.phase)
+        work = Work(
+            step=step,
+            client=self._client,
+            config=instruction.job_config,
+            job=job,
+            task=task,
+            model=model,
+            layout=asked.layout,
+            output=self._spool.bytes_of(step),
+            trouble=partial(self._reporter.trouble, step),
+        )
+        if work_kind == "train" and is_secure(job):
+            columns = open_model(model).layout.size
+            attempt = self._secure.begin(step, job, columns, instruction.train.identities)
+            self._advertise(step)
+            await self._train_secretly(work, attempt)
+        elif work_kind == "train":
+            await self._train(work)
+        else:
+            await self._evaluate(work)
+
+    async def _train(self, work: Work) -> None:
+        trained = await self._trained(work)
+        reach("update_written", work.step.round, work.step.phase)
+        finished = Finished(
+            step=work.step,
+            digest=trained.digest,
+            size=trained.size,
+            layout=work.layout,
+            encoding=work.job.transfer.encoding,
+            examples=trained.examples,
+            metrics=self.gate.leaving(trained.metrics),
+        )
+        self._start_delivery(finished, fresh=True)
+
+    async def _train_secretly(self, work: Work, attempt: SecureAttempt) -> None:
+        """As `_train`, but what leaves is masked, and holds the example count and the loss inside."""
+        step, plain, masked = work.step, self._spool.plain_of(work.step), work.output
+        trained = await self._trained(replace(work, output=plain))
+        await attempt.ready()
+        digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained.examples, trained.metrics)
+        plain.unlink()
+        await asyncio.to_thread(self._secure.keep, step)
+        announcement = attempt.client.masked().hex()
+        finished = Finished(step, digest, size, work.layout, MASKED, 0, {}, announcement)
+        self._start_delivery(finished, fresh=True)
+
+    def _advertise(self, step: StepKey) -> None:
+        """Joins a secure aggregation, again if the first word of it may have been lost."""
+        attempt = self._secure.find(step)
+        if attempt is not None and attempt.advert:
+            self._reply(step, attempt.advert)
+
+    def _exchange(self, step: StepKey, message: bytes) -> None:
+        """The coordinator's next message of secure aggregation."""
+        try:
+            answer = self._secure.handle(step, message)
+        except (WorkFailed, ResourceError) as error:
+            found = diagnose(error)
+            failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
+            self._link.send(agent_pb2.FromAgent(failure=failure))
+            return
+        if answer is not None:
+            self._reply(step, answer)
+
+    def _reply(self, step: StepKey, payload: bytes) -> None:
+        message = agent_pb2.Reply(step=step._replace(phase=PHASE).message(), payload=payload)
+        self._link.send(agent_pb2.FromAgent(reply=message))
+
+    async def _trained(self, work: Work) -> Trained:
+        step, began = work.step, time.monotonic()
+        _log.info("%s: training", step)
+        self._report(step, "training", 0, 0)
+        quiet = self.gate.is_quiet(work.job)
+        trained = await self._trainer.train(
+            work, lambda *seen: self._report(step, "training", *seen, quiet=quiet)
+        )
+        _log.info(
+            "%s: trained on %d examples in %.2f s%s",
+            step,
+            trained.examples,
+            time.monotonic() - began,
+            loss_of(trained.metrics),
+        )
+        return trained
+
+    async def _evaluate(self, work: Work) -> None:
+        step = work.step
+        self._report(step, "evaluating", 0, 0)
+        metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
+        _log.info("%s: evaluated%s", step, loss_of(metrics))
+        answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(self.gate.leaving(metrics)))
+        self._observer.ended(step, "done")
+        reach("evaluated", step.round, step.phase)
+        self._remember(step, agent_pb2.FromAgent(evaluated=answer))
+
+    async def _fetch(self, step: StepKey, artifact: common_pb2.Artifact) -> Path:
+        backoff, damaged = Backoff(), 0
+        while True:
+            stub = await self._link.stub()
+            try:
+                with calling("the model could not be downloaded"):
+                    return await self._models.fetch(
+                        stub,
+                        artifact,
+                        lambda have, total: self._report(step, "downloading", have, total),
+                        users=len(self._working),
+                    )
+            except UnavailableError as error:
+                _log.info("%s: the download is resumed: %s", step, error)
+            except TransferError as error:
+                damaged += 1
+                if damaged == _DAMAGED_MODELS:
+                    raise
+                _log.warning("%s: %s", step, error)
+            await asyncio.sleep(backoff.next())
+
+    def _start_delivery(self, finished: Finished, *, fresh: bool) -> None:
+        self._spawn(self._delivering, finished.step, self._deliver(finished, fresh))
+
+    async def _deliver(self, finished: Finished, fresh: bool) -> None:
+        step = finished.step
+        try:
+            receipt = await self._courier.deliver(finished, fresh)
+        except ProtocolError as error:
+            self._fail(step, error)
+            return
+        except TransferError as error:
+            self._train_again(step, error)
+            return
+        asked = self._asked.pop(step, None)
+        self.gate.received(finished, receipt)
+        self._observer.receipt(step, receipt)
+        tell(step, receipt)
+        arrived = receipt.status in (agent_pb2.UploadReceipt.ACCEPTED, agent_pb2.UploadReceipt.DUPLICATE)
+        if arrived and asked is not None and finished.encoding != MASKED:
+            self._courier.delivered(finished)
+        else:
+            self._spool.remove(step)
+
+    def _train_again(self, step: StepKey, error: TransferError) -> None:
+        """The update is damaged here: it is made once more, if it is known what was asked."""
+        asked = self._asked.pop(step, None)
+        self._spool.remove(step)
+        if asked is None:
+            self._fail(step, error)
+            return
+        instruction, end = asked
+        instruction.deadline_seconds = max(0.0, end - time.monotonic())
+        self._reporter.trouble(step, "data_corruption", str(error), "trains again")
+        self._spawn(self._working, step, self._work(step, instruction))
+
+    def _fail(self, step: StepKey, error: Exception) -> None:
+        found = diagnose(error)
+        self._observer.ended(step, found.kind, found.detail)
+        trace = error.trace if isinstance(error, WorkFailed) else ""
+        _log.error("%s: failed (%s): %s%s", step, found.kind, found.detail, f"\n{trace}" if trace else "")
+        failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
+        self._remember(step, agent_pb2.FromAgent(failure=failure))
+        self._asked.pop(step, None)
+        self._spool.remove(step)
+
+    def _remember(self, step: StepKey, answer: agent_pb2.FromAgent) -> None:
+        """Sends the answer, and keeps it for the case that it is asked for again."""
+        self._answers[step] = answer
+        if len(self._answers) > _ANSWERS_KEPT:
+            self._answers.popitem(last=False)
+        self._link.send(answer)
+
+    def _spawn(
+        self, group: dict[StepKey, asyncio.Task[None]], step: StepKey, work: Coroutine[Any, Any, None]
+    ) -> None:
+        task = self._observer.task(work, step)
+        group[step] = task
+
+        def done(task: asyncio.Task[None]) -> None:
+            if group.get(step) is task:
+                del group[step]
+            self._reporter.forget(step)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.critical("%s: the agent itself failed", step, exc_info=error)
+                # The round need not wait for its deadline.
+                self._fail(step, WorkFailed("node_failure", "the agent itself failed; its log says why"))
+
+        task.add_done_callback(done)
+
+
+def _job_of(instruction: agent_pb2.Instruction) -> JobConfig:
+    try:
+        return job_from_json(instruction.job_config)
+    except (RoundtableError, ValueError) as error:
+        raise WorkFailed(
+            "protocol_violation",
+            f"the job's configuration cannot be read by this version of the agent: {error}",
+        ) from error

@@ -1,0 +1,180 @@
+"""The silo's own file, agent.toml: where the coordinator is, and what this silo offers.
+
+    coordinator = "coordinator.example.org:7443"
+    credentials = "credentials"         # what `roundtable ca issue NAME --role agent` made
+    state = "state"                     # folder for models, finished updates, local state
+
+    [tasks]                             # what may run here: the job's task name → the silo's own code
+    digits = "tasks/digits.py:Digits"
+
+    [data]                              # handed to the task as site.options
+    path = "/srv/digits.npz"
+
+    [tasks.scans]                       # the same with rules of its own
+    use = "tasks/scans.py:Scans"
+    blake3 = "5f0c…"                    # only this code; `roundtable client hash scans` prints it
+    data = { path = "/srv/scans" }      # all that this task may read
+
+    [policy]                            # jobs that ask for more, or offer less, are refused
+    secure_aggregation = true
+    minimum_cohort = 5
+    approval = true                     # a person says yes to each new job
+
+Relative paths count from the file's folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.policy.rules import PolicyTable, Rules, TaskTable
+from roundtable.core.config import Table
+from roundtable.core.errors import ConfigError
+from roundtable.core.identity.handshake import split_address
+from roundtable.core.observability.logs import LogFormat
+from roundtable.core.toml import TomlDocument, read_toml, validate
+
+
+class LimitsTable(Table):
+    """`[limits]`: what training may use."""
+
+    device: str = Field("auto", description="cpu, cuda, cuda:1; auto takes a GPU if there is one")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the training process; default: all")
+    cached_models: int = Field(3, ge=1, description="how many downloaded models are kept on disk")
+
+
+class AgentTable(Table):
+    """A whole agent.toml."""
+
+    coordinator: str = Field(description="host:port of the coordinator")
+    standbys: list[str] = Field(
+        default_factory=list, description="host:port of coordinators that take its place when it fails"
+    )
+    credentials: str = Field("credentials", description="folder with ca.crt, node.crt and node.key")
+    state: str = Field("state", description="folder for models, finished updates and local state")
+    tasks: dict[str, str | TaskTable] = Field(
+        default_factory=dict,
+        description="task name → file.py:Class, module:Class or an entry point; or a table with rules",
+    )
+    data: dict[str, Any] = Field(default_factory=dict, description="the task's site.options")
+    metrics: str = Field(
+        "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9465"
+    )
+    log_format: LogFormat = Field("console", description="console for people, json for programs")
+    traces: str = Field(
+        "", description="OTLP address for traces of rounds, for example http://127.0.0.1:4318/v1/traces"
+    )
+    metadata: dict[str, str] = Field(
+        default_factory=dict, description="declared facts for selection, such as region; never data"
+    )
+    limits: LimitsTable = Field(default_factory=LimitsTable)
+    cluster: ClusterTable | None = Field(None, description="train over several devices as one client")
+    policy: PolicyTable = Field(default_factory=PolicyTable)
+
+    @field_validator("policy")
+    @classmethod
+    def _has_its_device(cls, value: PolicyTable, info: ValidationInfo) -> PolicyTable:
+        limits, backend = info.data.get("limits"), getattr(info.data.get("cluster"), "backend", "")
+        if value.max_gpus == 0 and limits is not None and limits.device.startswith("cuda"):
+            raise ValueError(f"max_gpus = 0 allows no GPU, and [limits] device is {limits.device!r}")
+        if value.max_gpus == 0 and backend == "nccl":
+            raise ValueError("max_gpus = 0 allows no GPU, and [cluster] backend is 'nccl'")
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and (not host or not port.isdigit() or int(port) > 65535):
+            raise ValueError(f"{value!r} is not host:port, for example 127.0.0.1:9465")
+        return value
+
+    @field_validator("coordinator", "standbys")
+    @classmethod
+    def _address(cls, value: str | list[str]) -> str | list[str]:
+        try:
+            for address in [value] if isinstance(value, str) else value:
+                split_address(address)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What an agent needs to know, with absolute paths; `folder` is where task files are looked up."""
+
+    coordinator: str
+    credentials: Path
+    state: Path
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    device: str = "auto"
+    threads: int | None = None
+    cached_models: int = 3
+    policy: PolicyTable = field(default_factory=PolicyTable)
+    cluster: ClusterTable | None = None
+    folder: Path = field(default_factory=Path.cwd)
+    standbys: tuple[str, ...] = ()
+    task_tables: Mapping[str, TaskTable] = field(default_factory=dict)
+    metrics: str = ""
+    log_format: LogFormat = "console"
+    traces: str = ""
+
+    def rules(self) -> Rules:
+        """What this silo allows."""
+        return Rules(self.policy, self.tasks, self.task_tables, self.folder)
+
+    def reference_of(self, task: str) -> str | None:
+        """The silo's own code for a job's task; None if the silo does not offer it.
+
+        A job may name its task by a file or a class (`digits.py`, `tasks/digits.py:Digits`): the
+        silo knows it by the plain name, here `digits`.
+        """
+        if task in self.tasks:
+            return self.tasks[task]
+        return self.tasks.get(Path(task.partition(":")[0]).stem)
+
+
+def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) -> AgentConfig:
+    """Reads and checks an agent.toml; `overrides` maps dotted keys to values and wins.
+
+    Raises ConfigError with one line for each mistake: file, line, key, what was expected.
+    """
+    document: TomlDocument = read_toml(path)
+    for key, value in (overrides or {}).items():
+        document.override(key, value)
+    table = validate(AgentTable, document)
+    folder = path.resolve().parent
+    tables = {name: task for name, task in table.tasks.items() if isinstance(task, TaskTable)}
+    return AgentConfig(
+        coordinator=table.coordinator,
+        credentials=_absolute(folder, table.credentials),
+        state=_absolute(folder, table.state),
+        tasks={name: task.use if isinstance(task, TaskTable) else task for name, task in table.tasks.items()},
+        task_tables=tables,
+        data=table.data,
+        metadata=table.metadata,
+        device=table.limits.device,
+        threads=table.limits.threads,
+        cached_models=table.limits.cached_models,
+        policy=table.policy,
+        cluster=table.cluster,
+        folder=folder,
+        standbys=tuple(table.standbys),
+        metrics=table.metrics,
+        log_format=table.log_format,
+        traces=table.traces,
+    )
+
+
+def _absolute(folder: Path, name: str) -> Path:
+    return folder / Path(os.path.expanduser(name))

@@ -1,0 +1,63 @@
+"""What training may have of a silo's GPUs: `[policy] max_gpus` and `max_gpu_memory`.
+
+The number is what the training process can see at all. The memory bounds torch's allocator there, which
+then fails as it does on a smaller device; the CUDA context and libraries' own workspaces, some hundred
+megabytes, come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from roundtable.client.policy.cluster_table import ClusterTable, Resources, find_resources
+from roundtable.client.policy.rules import PolicyTable
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def shown_gpus(most: int | None, device: str, environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """(what changes in the training process's environment, what `[limits] device` is called in there).
+
+    With `device` = cuda:K it is the K-th device and those that follow, at most `most` of them.
+    """
+    if most is None:
+        return {}, device
+    named = device.startswith("cuda:")
+    first = int(device.removeprefix("cuda:")) if named else 0
+    shown = gpu_names(range(first, first + most), environment)
+    return {VISIBLE: ",".join(shown)}, "cuda:0" if named else device
+
+
+def gpu_names(devices: Sequence[int], environment: Mapping[str, str]) -> list[str]:
+    """The devices, by their numbers in this process, as its children have to name them."""
+    listed = environment.get(VISIBLE)
+    if listed is None:
+        return [str(device) for device in devices]
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    return [names[device] for device in devices if device < len(names)]
+
+
+def allowed_resources(table: ClusterTable, policy: PolicyTable) -> Resources:
+    """What the silo's cluster has and its policy lets training use; ConfigError as `find_resources`."""
+    if policy.max_gpus == 0:
+        return find_resources(table.model_copy(update={"backend": "gloo"}))
+    found = find_resources(table)
+    if found.device != "cuda":
+        return found
+    devices = min(found.devices, policy.max_gpus or found.devices)
+    return replace(found, devices=devices, memory=min(found.memory, policy.gpu_memory_bytes or found.memory))
+
+
+def memory_fraction(most: int, total: int) -> float:
+    """The part of a device with `total` bytes that `most` bytes are; all of it at most."""
+    return min(1.0, most / total)
+
+
+def bound_gpu_memory(most: int | None, device: torch.device) -> None:
+    """Lets this process hold no more than `most` bytes of that device's memory; of no effect for a CPU."""
+    if most is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(most, total), device)

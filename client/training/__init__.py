@@ -1,0 +1,1 @@
+"""Local training and evaluation on one device, for silos and for simulated clients alike."""

@@ -1,0 +1,83 @@
+"""Evaluation of a model on test data, for silos and for simulated clients alike.
+
+As training does, it puts everything back as it was found: the module's tensors outside the vector, and
+every global random generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundtable.client.training.arrays import arrays_of
+from roundtable.client.training.batches import ordered_batches
+from roundtable.client.training.local_training import local_of, module_of
+from roundtable.client.training.metrics import Metrics, add, checked
+from roundtable.client.training.module_state import borrowed, isolated_randomness, seed_all
+from roundtable.core.layout import Layout
+from roundtable.core.seeds import derive_seed
+from roundtable.core.task import AnyTask, ArrayTask
+
+
+def evaluate(
+    task: AnyTask,
+    model: nn.Module | Mapping[str, Tensor],
+    data: Any,
+    layout: Layout,
+    vector: Tensor,
+    *,
+    device: str | torch.device = "cpu",
+    local: Mapping[str, Tensor] | None = None,
+    batch_size: int = 256,
+) -> Metrics:
+    """Named (sum, count) of the model `vector` over the client's test data, "loss" among them.
+
+    No gradients, evaluation mode. Empty where there is no test data. For an ArrayTask it is what
+    the task's own `evaluate` says.
+    """
+    with evaluation(
+        task, model, layout, vector, device=device, local=local, batch_size=batch_size
+    ) as measure:
+        return measure(data)
+
+
+@contextmanager
+def evaluation(
+    task: AnyTask,
+    model: nn.Module | Mapping[str, Tensor],
+    layout: Layout,
+    vector: Tensor,
+    *,
+    device: str | torch.device = "cpu",
+    local: Mapping[str, Tensor] | None = None,
+    batch_size: int = 256,
+) -> Iterator[Callable[[Any], Metrics]]:
+    """`evaluate` for one data set after the other: the model is put in place once for all of them, and each
+    begins with the same seed. A task must not change the model meanwhile."""
+    device = torch.device(device)
+    seed = derive_seed(0, "evaluation")
+    with isolated_randomness(seed, device):
+        if isinstance(task, ArrayTask):
+            local = {**local_of(model, layout), **(local or {})}
+            arrays = arrays_of(layout, vector, local)
+            yield lambda data: checked(task.evaluate(arrays, data), task)
+            return
+        module = module_of(model).to(device)
+
+        def measure(data: Any) -> Metrics:
+            seed_all(seed, device)
+            sums: Metrics = {}
+            for batch in ordered_batches(data, batch_size, device):
+                loss = task.loss(module, batch.data)
+                add(sums, {"loss": (float(loss) * batch.size, batch.size)})
+                if (own := getattr(task, "metrics", None)) is not None:
+                    add(sums, checked(own(module, batch.data), task, reserved="loss"))
+            return sums
+
+        with borrowed(module, layout, vector, local), torch.no_grad():
+            module.eval()
+            yield measure

@@ -1,0 +1,180 @@
+"""What a silo does so that what leaves it is private already: DP-SGD, or noise on its update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from roundtable.client.training.batches import NoExamples, as_tensors, count_examples
+from roundtable.client.training.silo_account import Protection
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import PrivacyError
+from roundtable.core.layout import Layout
+from roundtable.core.task import AnyTask, ArrayTask, Task, lacks
+from roundtable.privacy import (
+    Charge,
+    PrivacyConfig,
+    accountant_for,
+    local_gaussian,
+    local_gaussian_charge,
+    noise_for,
+)
+from roundtable.privacy.example_level import check_model, make_private, step_charge
+
+
+def fit_privately(
+    task: Task,
+    module: nn.Module,
+    optimizer: Any,
+    data: Any,
+    job: JobConfig,
+    correct: Callable[[], None] | None,
+    device: torch.device,
+    protection: Protection,
+    *,
+    group: dist.ProcessGroup | None = None,
+    physical_batch: int = 256,
+    watch: Callable[[int, int], None] | None = None,
+) -> int:
+    """One round of DP-SGD, paid for before its first step; gives the number of steps.
+
+    `correct` changes the noisy gradients: a proximal term depends on no example. `watch` is called with
+    (steps taken, steps in all) and may raise. In a `group` all processes have the whole data set and call
+    this together: each samples from examples of its own, so that a batch is drawn as by one process.
+    Raises PrivacyError for a model, a loss or data that cannot be made private, BudgetExceeded for
+    what the silo's account does not hold.
+    """
+    examples = count_examples(data)
+    if examples is None:
+        raise PrivacyError("a data set that can only be iterated cannot be sampled; return a map-style one")
+    if examples == 0:
+        raise NoExamples("the training data set is empty: there are zero examples to learn from")
+    config, steps = _steps(job, examples)
+    fetch, own = _own_part(_fetch(data, device), examples, group)
+    with make_private(
+        module,
+        optimizer,
+        task.loss,
+        fetch,
+        own,
+        config,
+        total_steps=steps * job.rounds,
+        mode=protection.mode,
+        physical_batch=physical_batch,
+        sources=protection.sources,
+        group=group,
+    ) as training:
+        protection.mode = training.mode
+        protection.pay(config, training.charge(steps))
+        for taken, indices in enumerate(training.batches(steps), 1):
+            training.step(indices, correct)
+            if watch is not None:
+                watch(taken, steps)
+    return steps
+
+
+def _own_part(
+    fetch: Callable[[Tensor], Any], examples: int, group: dist.ProcessGroup | None
+) -> tuple[Callable[[Tensor], Any], int]:
+    """Every `size`-th example is one process's; each of them has at least one."""
+    if group is None:
+        return fetch, examples
+    size, rank = group.size(), dist.get_rank(group)
+    if examples < size:
+        raise PrivacyError(
+            f"{size} processes share out fewer examples than that, so some would have none to sample from; "
+            "use fewer devices"
+        )
+    return lambda indices: fetch(indices * size + rank), len(range(rank, examples, size))
+
+
+def example_charge(job: JobConfig, examples: int) -> Charge:
+    """What a round costs a silo with so many examples. PrivacyError for too few of them."""
+    config, steps = _steps(job, examples)
+    return step_charge(config, examples, steps * job.rounds).repeated(steps)
+
+
+def _steps(job: JobConfig, examples: int) -> tuple[PrivacyConfig, int]:
+    privacy = PrivacyConfig.from_table(job.privacy)
+    batch = privacy.batch_size or job.algorithm.batch_size
+    steps = privacy.local_steps or job.algorithm.steps or job.algorithm.epochs * math.ceil(examples / batch)
+    return replace(privacy, batch_size=batch), steps
+
+
+def check_task(task: AnyTask, job: JobConfig, layout: Layout) -> None:
+    """Raises PrivacyError, with advice, for a task that no silo could train as the job's level asks.
+
+    What needs data (whether a loss is the mean over its examples) is found at the silo before its first step.
+    """
+    privacy = PrivacyConfig.from_table(job.privacy)
+    if privacy.private and privacy.unit == "client":
+        _check_buffers(layout, privacy.level)
+    if privacy.level != "example":
+        return
+    if isinstance(task, ArrayTask) or lacks(task):
+        raise PrivacyError(
+            'privacy.level = "example" bounds the gradient of every example: it needs a Task with a model, '
+            'data and a loss, not an ArrayTask or a script; for those use level "client_local"'
+        )
+    check_model(task.model())
+
+
+def _check_buffers(layout: Layout, level: str) -> None:
+    """Noise does to a variance what no training does: it makes it negative, and every output NaN."""
+    names = [spec.name for spec in layout.averaged if spec.kind == "buffer"]
+    if names:
+        raise PrivacyError(
+            f"privacy.level = {level!r} adds noise to all that travels, and with it go {len(names)} buffers "
+            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): a running variance of BatchNorm "
+            "would turn negative. Use nn.GroupNorm(min(32, channels), channels) in its place, or let each "
+            'silo keep its buffers: [model] buffers = "local"'
+        )
+
+
+def only_parameters(delta: Tensor, module: nn.Module, layout: Layout) -> None:
+    """Buffers that training may have filled from examples stay as they were: no noise covers them."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for spec in layout.averaged:
+        if spec.name not in trained:
+            delta[spec.offset : spec.offset + spec.size] = 0.0
+
+
+def add_own_noise(delta: Tensor, job: JobConfig, protection: Protection) -> Tensor:
+    """The update clipped, with the silo's own noise, paid for before."""
+    privacy, clip_norm, noise = own_noise(job)
+    protection.pay(privacy, local_gaussian_charge(noise))
+    return local_gaussian(delta, clip_norm, noise, protection.sources("noise")).vector
+
+
+def own_noise(job: JobConfig) -> tuple[PrivacyConfig, float, float]:
+    """(privacy, C, z) of level client_local: updates are clipped to C and get noise of σ = z · C."""
+    privacy = PrivacyConfig.from_table(job.privacy)
+    assert privacy.clip_norm is not None
+    # How cohorts are drawn makes no difference to noise that hides the silo from everybody.
+    return privacy, privacy.clip_norm, noise_for(privacy, accountant_for("none", 1, 1), 1, job.rounds)
+
+
+def _fetch(data: Any, device: torch.device) -> Callable[[Tensor], Any]:
+    tensors = as_tensors(data)
+    if tensors is not None:
+        return lambda indices: tuple(tensor[indices].to(device) for tensor in tensors)
+
+    def collate(indices: Tensor) -> Any:
+        return _moved(default_collate([data[int(index)] for index in indices]), device)
+
+    return collate
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    return type(batch)(_moved(value, device) for value in batch)

@@ -1,0 +1,89 @@
+"""What a silo's own data has spent, over all jobs: charged, durably, before anything leaves.
+
+A crash after the charge costs privacy that was not spent; one before it sent nothing. Work that is
+done again draws new noise and is charged again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from roundtable.client.durable_files import replace_synced
+from roundtable.core.errors import PrivacyError
+from roundtable.privacy import Budget, Charge, PrivacyConfig
+from roundtable.privacy.example_level import SiloAccount, Sources, secure_sources
+
+Payment = Callable[[PrivacyConfig, Charge], None]
+
+
+@dataclass
+class Protection:
+    """What a silo needs to make an update private itself.
+
+    `pay` charges the silo's account, `sources` give the noise, and `mode` is how per-example gradients
+    are made: training replaces "auto" by what it found, for the job's next round.
+    """
+
+    pay: Payment
+    sources: Sources = secure_sources
+    mode: str = "auto"
+
+
+_WHOSE = "this silo's data"
+
+
+def payment(
+    folder: Path, job: str, round: int, attempt: int, epsilon: float | None, delta: float | None
+) -> Payment:
+    """Pays for one step from the account in `folder`; `epsilon` at `delta` is the silo's own limit.
+
+    What it gives raises BudgetExceeded where the job's budget or the silo's own does not hold the charge.
+    """
+
+    def pay(privacy: PrivacyConfig, charge: Charge) -> None:
+        path = folder / f"{charge.unit}.json"
+        account = _within(path, privacy, charge, epsilon, delta)
+        name = job
+        while any((e.job, e.round, e.attempt) == (name, round, attempt) for e in account.entries):
+            name += " (again)"
+        account = account.charged(name, round, attempt, charge)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_synced(path, [account.to_json().encode()])
+
+    return pay
+
+
+def affordable(folder: Path, epsilon: float | None, delta: float | None) -> Payment:
+    """As `payment`, but nothing is charged: whether a charge would be refused, before work for it begins."""
+
+    def check(privacy: PrivacyConfig, charge: Charge) -> None:
+        path = folder / f"{charge.unit}.json"
+        _within(path, privacy, charge, epsilon, delta).check(charge)
+
+    return check
+
+
+def _within(
+    path: Path, privacy: PrivacyConfig, charge: Charge, epsilon: float | None, delta: float | None
+) -> SiloAccount:
+    """The account under the job's budget, once the silo's own limit holds the charge."""
+    assert privacy.delta is not None
+    budget = Budget(_WHOSE, privacy.epsilon or math.inf, privacy.delta, privacy.accountant)
+    account = _read(path, budget)
+    if epsilon is not None:
+        own = Budget(_WHOSE, epsilon, delta or privacy.delta, privacy.accountant)
+        replace(account, budget=own).check(charge)
+    return account
+
+
+def _read(path: Path, budget: Budget) -> SiloAccount:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return SiloAccount(budget)
+    except OSError as error:
+        raise PrivacyError(f"this silo's privacy account cannot be read ({error.strerror})") from error
+    return replace(SiloAccount.from_json(text), budget=budget)

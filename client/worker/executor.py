@@ -1,0 +1,207 @@
+"""The work itself, as the training process does it: task, data and model stay warm between rounds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundtable.client.policy.gpus import bound_gpu_memory
+from roundtable.client.trainer import Trained, write_update
+from roundtable.client.training.evaluation import evaluate
+from roundtable.client.training.local_training import check_evaluation, split_data, train
+from roundtable.client.training.metrics import Metrics
+from roundtable.client.training.silo_account import Protection, payment
+from roundtable.client.worker.silo_state import SiloState
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import LayoutError, ResourceError
+from roundtable.core.layout import Layout
+from roundtable.core.models import Model, open_model
+from roundtable.core.task import AnyTask, Site, initial_state, load_task
+
+Progress = Callable[[int, int, float], None]
+EVALUATION_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for the life of a training process; see AgentConfig."""
+
+    client: str
+    folder: str
+    jobs: str
+    device: str
+    threads: int | None
+    data: dict[str, Any]
+    epsilon: float | None = None
+    delta: float | None = None
+    data_of: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memory: int | None = None
+    gpu_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """One step to do: `Work` as it crosses the pipe. After running out of memory, with parts of batches,
+    halved so many times."""
+
+    job: str
+    round: int
+    phase: str
+    config: str
+    task: str
+    model: str
+    layout: str
+    output: str
+    attempt: int = 1
+    halvings: int = 0
+
+
+@dataclass
+class _Bench:
+    """What is warm for the job that ran last."""
+
+    job: str
+    config: JobConfig
+    task: AnyTask
+    model: nn.Module | dict[str, Tensor]
+    layout: Layout
+    out: Tensor
+    mode: str = "auto"
+
+
+class Workshop:
+    """Does orders, one at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._state = SiloState(Path(settings.jobs))
+        self._data: dict[str, tuple[Any, Any]] = {}
+        self._bench: _Bench | None = None
+        self.device = choose_device(settings.device)
+        bound_gpu_memory(settings.gpu_memory, self.device)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+
+    def train(self, order: Order, progress: Progress) -> Trained:
+        """Trains, writes the encoded update to `order.output` and keeps what stays at the silo."""
+        bench, start = self._prepare(order)
+        data, _ = self._data_of(order.task, bench.task)
+        local = self._state.load(order.job, before=order.round)
+        protection = self._protection(order, bench.mode)
+        update = train(
+            bench.task,
+            bench.model,
+            data,
+            bench.config,
+            bench.layout,
+            start.vector,
+            round=order.round,
+            client=self._settings.client,
+            device=self.device,
+            local=start.local if local is None else local,
+            progress=progress,
+            out=bench.out,
+            protection=protection,
+            micro_batch=part_of_batch(bench.config, order.halvings) if order.halvings else None,
+        )
+        bench.mode = protection.mode
+        digest, size = write_update(Path(order.output), update.delta, bench.config.transfer.encoding)
+        self._state.save(order.job, order.round, update.local)
+        return Trained(digest, size, update.examples, update.metrics)
+
+    def _protection(self, order: Order, mode: str) -> Protection:
+        settings, folder = self._settings, Path(self._settings.jobs).parent / "privacy"
+        step = (order.job, order.round, order.attempt)
+        return Protection(payment(folder, *step, settings.epsilon, settings.delta), mode=mode)
+
+    def evaluate(self, order: Order, progress: Progress) -> Metrics:
+        """Evaluates the model, with the silo's own tensors in it, on the silo's test data."""
+        bench, start = self._prepare(order)
+        check_evaluation(bench.config)
+        _, data = self._data_of(order.task, bench.task)
+        local = self._state.load(order.job, before=order.round + 1)
+        return evaluate(
+            bench.task,
+            bench.model,
+            data,
+            bench.layout,
+            start.vector,
+            device=self.device,
+            local=start.local if local is None else local,
+            batch_size=part_of_batch(bench.config, order.halvings, evaluation=True),
+        )
+
+    def _prepare(self, order: Order) -> tuple[_Bench, Model]:
+        bench = self._bench
+        if bench is None or bench.job != order.job:
+            self._bench = None
+            config = job_from_json(order.config)
+            task = load_task(order.task, Path(self._settings.folder))
+            model = initial_state(task, config.seed)
+            layout = Layout.of(model, config.model.rules())
+            bench = self._bench = _Bench(order.job, config, task, model, layout, torch.empty(layout.size))
+        start = open_model(Path(order.model))
+        if not bench.layout.fingerprint == start.layout.fingerprint == order.layout:
+            raise LayoutError(_difference(bench.layout, start.layout))
+        return bench, start
+
+    def _data_of(self, reference: str, task: AnyTask) -> tuple[Any, Any]:
+        if reference not in self._data:
+            options = self._settings.data_of.get(reference, self._settings.data)
+            site = Site(self._settings.client, options=options)
+            self._data = {reference: split_data(task, site)}
+        return self._data[reference]
+
+
+def part_of_batch(job: JobConfig, halvings: int, *, evaluation: bool = False) -> int:
+    """Examples that are in memory at once, after so many halvings."""
+    whole = job.algorithm.batch_size * (EVALUATION_BATCHES if evaluation else 1)
+    return max(1, whole >> halvings)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `[limits] device` means; ResourceError for a GPU that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ResourceError(
+            f"[limits] device = {name!r} is no device; write auto, cpu, cuda or cuda:1"
+        ) from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ResourceError(
+            f"[limits] device = {name!r}: this machine has {count} CUDA devices that torch can use; "
+            'check the driver, or set device = "cpu"'
+        )
+    return device
+
+
+def list_devices() -> list[str]:
+    """The devices of this machine, without touching them."""
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())] + [f"cpu:{os.cpu_count()}"]
+
+
+def _difference(own: Layout, theirs: Layout) -> str:
+    """Where the silo's model and the job's part ways."""
+    mine = {spec.name: spec for spec in own.tensors}
+    job = {spec.name: spec for spec in theirs.tensors}
+    for name in [*job, *mine]:
+        if mine.get(name) != job.get(name):
+            return (
+                f"the model of the silo's task is not the job's: {name!r} is {_shape(mine, name)} here and "
+                f"{_shape(job, name)} in the job; install the version of the task that the job was made with"
+            )
+    return "the job announces another layout than its model has"
+
+
+def _shape(specs: Mapping[str, Any], name: str) -> str:
+    spec = specs.get(name)
+    return "absent" if spec is None else f"{spec.dtype} {list(spec.shape)} ({spec.rule})"

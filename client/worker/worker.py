@@ -1,0 +1,154 @@
+"""The training process: `python -m roundtable.client.worker.worker`.
+
+JSON lines on its standard input are settings, orders and stops; JSON lines on its standard output
+are progress and results. Vectors are files. What a task prints goes to standard error. The process
+ends when its input does, and on Linux it dies with the agent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from roundtable.client.failures import diagnose
+from roundtable.client.worker.executor import Order, Settings, Workshop
+
+_PROGRESS_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+_MEMORY_SECONDS = 0.1
+_FATAL = ("out_of_memory", "gpu_error")
+
+
+_SAYING = threading.Lock()
+
+
+class Stopped(BaseException):
+    """The order was withdrawn; no error, and nothing that a task may catch."""
+
+
+class _Commands:
+    """Lines from the agent; a thread reads them, so that a stop arrives while an order is worked on."""
+
+    def __init__(self, source: TextIO) -> None:
+        self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.withdrawn = 0
+        self._source = source
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._source:
+            command = json.loads(line)
+            if command["do"] == "stop":
+                self.withdrawn = command["number"]
+            else:
+                self.orders.put(command)
+        # The agent is gone; training for nobody would only hold the device.
+        os._exit(0)
+
+
+def main() -> None:
+    """Serves orders until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(int(sys.argv[1]))
+    faulthandler.enable()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    commands = _Commands(sys.stdin)
+    begin = commands.orders.get()
+    if (most := begin["settings"].get("memory")) is not None:
+        threading.Thread(target=_watch_memory, args=(most, answers), daemon=True).start()
+    workshop = _attempt(answers, lambda: Workshop(Settings(**begin["settings"])))
+    if workshop is None:
+        return
+    _say(answers, {"ready": str(workshop.device)})
+    while True:
+        _serve(workshop, commands.orders.get(), commands, answers)
+
+
+def _serve(workshop: Workshop, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
+    order = Order(**command["order"])
+    told = 0.0
+
+    def progress(done: int, total: int, loss: float) -> None:
+        nonlocal told
+        if commands.withdrawn == command["number"]:
+            raise Stopped
+        now = time.monotonic()
+        if now - told >= _PROGRESS_SECONDS:
+            told = now
+            _say(answers, {"progress": [done, total, loss if math.isfinite(loss) else None]})
+
+    def work() -> dict[str, Any]:
+        if command["do"] == "train":
+            return {"trained": asdict(workshop.train(order, progress))}
+        return {"evaluated": workshop.evaluate(order, progress)}
+
+    try:
+        result = _attempt(answers, work)
+    except Stopped:
+        result = {"stopped": True}
+    if result is not None:
+        _say(answers, result)
+
+
+def _attempt(answers: TextIO, work: Any) -> Any:
+    """The result, or None after reporting why there is none: whatever a task raises ends here."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
+        found = diagnose(error)
+        # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process.
+        leaving = found.kind in _FATAL
+        _say(answers, {"failed": asdict(found), "leaving": leaving})
+        if leaving:
+            os._exit(1)
+        return None
+
+
+def _watch_memory(most: int, answers: TextIO) -> None:
+    """Ends the process as out_of_memory once it holds more than `most` bytes of main memory.
+
+    What is resident counts, not the address space: a CUDA context maps far more than it holds.
+    """
+    statistics, page = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
+    while statistics.exists():
+        held = int(statistics.read_text().split()[1]) * page
+        if held > most:
+            detail = (
+                f"the training process holds {held >> 20} MiB, and this silo allows {most >> 20} MiB "
+                "([policy] max_memory); a smaller batch_size needs less"
+            )
+            failed = {"kind": "out_of_memory", "detail": detail, "trace": ""}
+            _say(answers, {"failed": failed, "leaving": True})
+            os._exit(1)
+        time.sleep(_MEMORY_SECONDS)
+
+
+def _say(answers: TextIO, message: dict[str, Any]) -> None:
+    with _SAYING:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to end this process when its parent ends."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

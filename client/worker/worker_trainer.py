@@ -1,0 +1,301 @@
+"""Training in a child process, so that whatever happens there is reported and the agent lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from collections import deque
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.gpus import shown_gpus
+from roundtable.client.trainer import Progress, Trained, Work
+from roundtable.client.training.metrics import Metrics
+from roundtable.client.worker.executor import Order, Settings, part_of_batch
+from roundtable.core.identity.certificates import SECRET_VARIABLES
+
+_log = logging.getLogger("roundtable.agent")
+_LINE_LIMIT = 16 << 20
+_STOP_SECONDS = 5.0
+_MOST_HALVINGS = 6
+_CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
+
+
+class WorkerTrainer:
+    """Keeps one training process warm; a new one follows each that dies."""
+
+    def __init__(self, config: AgentConfig, client: str, jobs: Path) -> None:
+        self._config = config
+        _, device = shown_gpus(config.policy.max_gpus, config.device, os.environ)
+        settings = Settings(
+            client=client,
+            folder=str(config.folder),
+            jobs=str(jobs),
+            device=device,
+            threads=config.threads,
+            data=dict(config.data),
+            epsilon=config.policy.epsilon,
+            delta=config.policy.delta,
+            memory=config.policy.memory_bytes,
+            gpu_memory=config.policy.gpu_memory_bytes,
+            data_of={
+                table.use: table.data for table in config.task_tables.values() if table.data is not None
+            },
+        )
+        self._settings = asdict(settings)
+        self._turn = asyncio.Lock()
+        self._child: _Child | None = None
+        self._halvings: dict[tuple[str, str], int] = {}
+        self._whole: set[tuple[str, str]] = set()
+
+    async def start(self) -> None:
+        """Spawns the process; it imports torch while the agent connects."""
+        self._child = await _Child.spawn(self._config, self._settings)
+
+    async def train(self, work: Work, progress: Progress) -> Trained:
+        """See Trainer."""
+        answer = await self._do("train", work, progress)
+        found = answer["trained"]
+        metrics = {name: (value, count) for name, (value, count) in found["metrics"].items()}
+        return Trained(found["digest"], found["size"], found["examples"], metrics)
+
+    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+        """See Trainer."""
+        answer = await self._do("evaluate", work, progress)
+        return {name: (value, count) for name, (value, count) in answer["evaluated"].items()}
+
+    def release(self, job: str) -> None:
+        """See Trainer; the process drops a job when it is given another one."""
+        for verb in ("train", "evaluate"):
+            self._halvings.pop((job, verb), None)
+            self._whole.discard((job, verb))
+
+    async def close(self) -> None:
+        """See Trainer."""
+        if self._child is not None:
+            await self._child.end()
+            self._child = None
+
+    async def _do(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
+        """Does the order. Out of memory, again with half as many examples at once, until that is enough."""
+        key = (work.step.job, verb)
+        first: WorkFailed | None = None
+        while True:
+            halvings = self._halvings.get(key, 0)
+            try:
+                return await self._order(verb, replace(order_of_work(work), halvings=halvings), progress)
+            except WorkFailed as failure:
+                if failure.kind != "out_of_memory":
+                    raise self._not_in_parts(key, first, failure) if first else failure from None
+                if halvings >= self._most_halvings(verb, work):
+                    raise
+                first = failure
+                self._halvings[key] = halvings + 1
+                count = part_of_batch(work.job, halvings + 1, evaluation=verb == "evaluate")
+                said = f"reduced the batch size: no more than {count} examples in memory at once, from now on"
+                work.trouble(failure.kind, failure.detail, said)
+
+    def _most_halvings(self, verb: str, work: Work) -> int:
+        """Of a batch, until it is one example; none where parts of a batch are not the same training."""
+        batch = part_of_batch(work.job, 0, evaluation=verb == "evaluate")
+        # The silo has paid for a round of DP-SGD when it begins, and DP-SGD takes parts of batches anyway.
+        paid = verb == "train" and work.job.privacy.get("level") == "example"
+        if paid or (work.step.job, verb) in self._whole:
+            return 0
+        return min(_MOST_HALVINGS, batch.bit_length() - 1)
+
+    def _not_in_parts(self, key: tuple[str, str], first: WorkFailed, failure: WorkFailed) -> WorkFailed:
+        """What the round is told where half a batch failed for another reason than the whole."""
+        del self._halvings[key]
+        self._whole.add(key)
+        detail = f"{first.detail}; with parts of a batch: {failure.detail}"
+        return WorkFailed("out_of_memory", detail, failure.trace)
+
+    async def _order(self, verb: str, order: Order, progress: Progress) -> dict[str, Any]:
+        async with self._turn:
+            if self._child is not None and await self._child.gone():
+                await self.close()
+            if self._child is None:
+                await self.start()
+            assert self._child is not None
+            return await self._child.do(verb, order, progress)
+
+
+class _Child:
+    """One training process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._number = 0
+        self._kills_before = _oom_kills()
+        self._said: deque[str] = deque(maxlen=20)
+        self._listener = asyncio.create_task(self._listen())
+        self._leaving = False
+        self._withdrawing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def spawn(cls, config: AgentConfig, settings: dict[str, Any]) -> _Child:
+        # A task needs no secrets of the agent's.
+        environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+        environment |= shown_gpus(config.policy.max_gpus, config.device, os.environ)[0]
+        if config.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(config.threads)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            # No file in the silo's folder may stand in for a module of the same name.
+            "-P",
+            "-m",
+            "roundtable.client.worker.worker",
+            str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+            cwd=config.folder,
+            env=environment,
+        )
+        child = cls(process)
+        child._write({"do": "begin", "settings": settings})
+        return child
+
+    async def gone(self) -> bool:
+        """Whether the process has ended, or said that it will; known once a withdrawn order is over."""
+        if self._withdrawing is not None:
+            await asyncio.shield(self._withdrawing)
+            self._withdrawing = None
+        return self._leaving or self._process.returncode is not None
+
+    async def do(self, verb: str, order: Order, progress: Progress) -> dict[str, Any]:
+        """The answer to an order; WorkFailed for a failure or the end of the process.
+
+        Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
+        """
+        self._number += 1
+        self._write({"do": verb, "number": self._number, "order": asdict(order)})
+        try:
+            return await self._answer(progress)
+        except asyncio.CancelledError:
+            self._withdrawing = asyncio.create_task(self._withdraw())
+            raise
+
+    async def end(self) -> None:
+        """Closes the pipe, which ends the process; kills it if it lingers."""
+        if self._withdrawing is not None:
+            self._withdrawing.cancel()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+        await self._listener
+
+    async def _answer(self, progress: Progress) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            message: dict[str, Any] = json.loads(line)
+            if "progress" in message:
+                done, total, loss = message["progress"]
+                progress(done, total, math.nan if loss is None else loss)
+            elif "failed" in message:
+                found = message["failed"]
+                self._leaving = message["leaving"]
+                raise WorkFailed(found["kind"], found["detail"], found["trace"])
+            elif "ready" in message:
+                _log.debug("the training process is ready on %s", message["ready"])
+            else:
+                return message
+        code = await self._process.wait()
+        await self._listener
+        raise _post_mortem(code, self._kills_before, list(self._said))
+
+    async def _withdraw(self) -> None:
+        self._write({"do": "stop", "number": self._number})
+        try:
+            await asyncio.wait_for(self._answer(lambda *seen: None), _STOP_SECONDS)
+        except WorkFailed:
+            pass
+        except TimeoutError:
+            _log.warning("the training process did not stop in time and is killed")
+            self._kill()
+            await self._process.wait()
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _listen(self) -> None:
+        """What the task prints, into the silo's log."""
+        assert self._process.stderr is not None
+        while line := await self._process.stderr.readline():
+            text = line.decode(errors="replace").rstrip()
+            self._said.append(text)
+            _log.info("task: %s", text)
+
+
+def order_of_work(work: Work) -> Order:
+    """The work as it crosses to another process."""
+    return Order(
+        job=work.step.job,
+        round=work.step.round,
+        phase=work.step.phase,
+        config=work.config,
+        task=work.task,
+        model=str(work.model),
+        layout=work.layout,
+        output=str(work.output),
+        attempt=work.step.attempt,
+    )
+
+
+def _post_mortem(code: int, kills_before: int | None, said: list[str]) -> WorkFailed:
+    """Why the process is gone, from its exit status and the kernel's counter of out-of-memory kills."""
+    trace = "\n".join(said)
+    if code >= 0:
+        return WorkFailed("node_failure", f"the training process ended with status {code}", trace)
+    name = signal.Signals(-code).name
+    if name == "SIGKILL":
+        kills = _oom_kills()
+        if kills is None or kills_before is None:
+            guess = "most likely by the system for want of memory; a smaller batch_size needs less"
+            return WorkFailed("out_of_memory", f"the training process was killed (SIGKILL), {guess}", trace)
+        if kills > kills_before:
+            return WorkFailed(
+                "out_of_memory",
+                "the system killed the training process for want of memory (its counter of such kills rose "
+                f"from {kills_before} to {kills}); a smaller batch_size needs less",
+                trace,
+            )
+        return WorkFailed(
+            "node_failure",
+            "the training process was killed (SIGKILL); the system records no kill for want of memory, "
+            "so a person or a service at the silo did it",
+            trace,
+        )
+    if name in _CRASHES:
+        return WorkFailed("task_error", f"the training process crashed ({name})", trace)
+    return WorkFailed("node_failure", f"the training process was ended by {name}", trace)
+
+
+def _oom_kills() -> int | None:
+    """How many processes this machine's kernel has killed for want of memory; None if it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return counts[0] if counts else None

@@ -1,0 +1,329 @@
+"""The agent's trainer for a silo with `[cluster]`: a group of ranks, kept warm from round to round."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from roundtable.client.durable_files import write_file
+from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.cluster_table import Resources
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.gpus import allowed_resources
+from roundtable.client.trainer import Progress, Trained, Work
+from roundtable.client.training.metrics import Metrics
+from roundtable.client.worker.executor import Settings
+from roundtable.client.worker.worker_trainer import order_of_work
+from roundtable.cluster.agent.device_probe import answers
+from roundtable.cluster.agent.launcher import Launcher
+from roundtable.cluster.agent.preflight import check_interface
+from roundtable.cluster.train.orders import SOCKET, Advice, Report, take_reports
+from roundtable.cluster.train.rank import SETTINGS
+
+_log = logging.getLogger("roundtable.agent")
+_DONE = {
+    "out_of_memory": "reduced the batch size: halved the micro-batch and started the ranks again",
+    "gpu_error": "left the device out and started the ranks again",
+}
+_AGAIN = {"node_failure", "gpu_error", "out_of_memory", "network_partition"}
+_STOP_SECONDS = 5.0
+_START_SECONDS = 300.0
+_LINE_LIMIT = 16 << 20
+
+
+class _Lost(Exception):
+    """The group's connection is gone, or it said nothing for too long."""
+
+
+class ClusterTrainer:
+    """Gives orders to rank 0; a rank that dies takes the group with it, which starts again and goes on."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        client: str,
+        jobs: Path,
+        find: Callable[[], Resources] | None = None,
+    ) -> None:
+        """`find` says what the silo has, each time that it is asked; by default this machine is looked at."""
+        assert config.cluster is not None
+        table = config.cluster
+        self._find = find or (lambda: allowed_resources(table, config.policy))
+        self._config, self._table = config, config.cluster
+        self._folder = config.state / "cluster"
+        self._settings = Settings(
+            client=client,
+            folder=str(config.folder),
+            jobs=str(jobs),
+            device=config.device,
+            threads=config.threads or 1,
+            data=dict(config.data),
+            epsilon=config.policy.epsilon,
+            delta=config.policy.delta,
+            gpu_memory=config.policy.gpu_memory_bytes,
+            data_of={
+                table.use: table.data for table in config.task_tables.values() if table.data is not None
+            },
+        )
+        self._turn = asyncio.Lock()
+        self._server: asyncio.Server | None = None
+        self._launcher: Launcher | None = None
+        self._callers: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        self._line: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._number = 0
+        self._job = ""
+        self.steps: list[dict[str, Any]] = []
+        self.launches = 0
+        self._devices: list[int] = []
+        self._releasing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listens for rank 0; the ranks start with the first order, when there is something to plan for."""
+        check_interface(self._table.interface)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._table.launch == "external":
+            self._leave_settings(await asyncio.to_thread(self._find))
+        path = self._folder / SOCKET
+        path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._called, str(path), limit=_LINE_LIMIT)
+        path.chmod(0o600)
+
+    async def train(self, work: Work, progress: Progress) -> Trained:
+        """See Trainer."""
+        found = (await self._do("train", work, progress))["trained"]
+        metrics = {name: (value, count) for name, (value, count) in found["metrics"].items()}
+        return Trained(found["digest"], found["size"], found["examples"], metrics)
+
+    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+        """See Trainer."""
+        found = (await self._do("evaluate", work, progress))["evaluated"]
+        return {name: (value, count) for name, (value, count) in found.items()}
+
+    def release(self, job: str) -> None:
+        """See Trainer: the ranks end, and their devices are free."""
+        if job == self._job:
+            self._releasing = asyncio.create_task(self._release(job))
+
+    async def _release(self, job: str) -> None:
+        async with self._turn:
+            if job == self._job:
+                if self._table.launch == "torchrun":
+                    await self._end()
+                self._job = ""
+                shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
+
+    async def close(self) -> None:
+        """See Trainer."""
+        if self._releasing is not None:
+            await self._releasing
+        await self._end()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _do(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
+        async with self._turn:
+            if work.step.job != self._job:
+                await self._new_job(work.step.job)
+            if verb == "train":
+                await self._look_around()
+            failures: list[Report] = []
+            for attempt in range(self._table.restarts + 1):
+                try:
+                    return await self._ask(verb, work, progress)
+                except _Lost as lost:
+                    failures.append(await self._learn(lost, attempt))
+                    if attempt < self._table.restarts:
+                        last = failures[-1]
+                        work.trouble(last.kind, last.detail, _DONE.get(last.kind, "started the ranks again"))
+            raise _given_up(failures)
+
+    async def _new_job(self, job: str) -> None:
+        if self._table.launch == "torchrun":
+            await self._end()
+        self._job = job
+        Advice().write(self._folder)
+        take_reports(self._folder)
+
+    async def _ask(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
+        """One order, to a group that is there or is started."""
+        reader, writer = await self._connected()
+        self._number += 1
+        self._write(writer, {"do": verb, "number": self._number, "order": asdict(order_of_work(work))})
+        try:
+            return await self._answer(reader, self._number, progress)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._withdraw(reader, writer))
+            raise
+
+    async def _answer(self, reader: asyncio.StreamReader, number: int, progress: Progress) -> dict[str, Any]:
+        # A collective that hangs ends within the timeout; silence for twice that is a hang of another kind.
+        patience = 2 * self._table.timeout + _STOP_SECONDS
+        while True:
+            try:
+                line = await asyncio.wait_for(reader.readline(), patience)
+            except TimeoutError:
+                raise _Lost(f"no rank said anything for {patience:.0f} s") from None
+            except ConnectionError as error:
+                raise _Lost("rank 0 is gone") from error
+            if not line:
+                raise _Lost("rank 0 is gone")
+            message: dict[str, Any] = json.loads(line)
+            if "step" in message:
+                self._note(message["step"], progress)
+            elif message["number"] == number:
+                return message
+
+    def _note(self, step: dict[str, Any], progress: Progress) -> None:
+        self.steps.append(step)
+        del self.steps[:-1000]
+        loss = step["loss"]
+        seen = step["examples"] * step["step"]
+        progress(seen, step["examples"] * step["steps"], math.nan if loss is None else loss, figures_of(step))
+        _log.debug("cluster: %s", step)
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._line is not None:
+            return self._line
+        if self._launcher is None and self._table.launch == "torchrun":
+            self._launcher = await self._launch()
+        self._line = await self._call()
+        return self._line
+
+    async def _call(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Waits for rank 0 to call, or for torchrun to give up."""
+        calling = asyncio.create_task(self._callers.get())
+        waiting = {calling}
+        if self._launcher is not None:
+            waiting.add(asyncio.create_task(self._launcher.ended()))  # type: ignore[arg-type]
+        done, pending = await asyncio.wait(
+            waiting, timeout=_START_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in pending:
+            task.cancel()
+        if calling in done:
+            return calling.result()
+        if done:
+            raise _Lost(f"the ranks could not start: {self._launcher.said() if self._launcher else ''}")
+        raise _Lost(f"no rank called within {_START_SECONDS:.0f} s")
+
+    async def _look_around(self) -> None:
+        """Before a round: with other devices than the ranks have, they start anew and plan for those."""
+        if self._launcher is None:
+            return
+        resources = await asyncio.to_thread(self._find)
+        advice = Advice.read(self._folder)
+        back = [one for one in advice.to_ask() if await answers(resources.device, one)]
+        if back:
+            advice.take_back(back)
+            advice.write(self._folder)
+        devices = advice.usable(resources.devices)
+        if devices and devices != self._devices:
+            _log.info("cluster: %d devices in the place of %d", len(devices), len(self._devices))
+            await self._end()
+
+    async def _launch(self) -> Launcher:
+        resources = await asyncio.to_thread(self._find)
+        devices = Advice.read(self._folder).usable(resources.devices)
+        if not devices:
+            raise WorkFailed("gpu_error", "every device of this silo has failed")
+        here = Resources(resources.nodes, len(devices), resources.memory, resources.device)
+        self._leave_settings(here)
+        self.launches += 1
+        self._devices = devices
+        return await Launcher.start(self._config.folder, self._folder, self._table, here, devices)
+
+    def _leave_settings(self, resources: Resources) -> None:
+        """What every rank reads when it starts."""
+        values = {
+            "settings": asdict(self._settings),
+            "cluster": self._table.model_dump(mode="json"),
+            "resources": asdict(resources),
+            "device": resources.device,
+        }
+        write_file(self._folder / SETTINGS, [json.dumps(values).encode()])
+
+    async def _learn(self, lost: _Lost, attempt: int) -> Report:
+        """What the ranks' reports say of a failure; WorkFailed where trying again cannot help."""
+        await self._hang_up()
+        if self._launcher is not None and not await self._launcher.restarting():
+            await self._end()
+        reports = take_reports(self._folder)
+        first = next((one for one in reports if one.kind != "node_failure"), reports[0] if reports else None)
+        if first is None:
+            said = self._launcher.said() if self._launcher is not None else ""
+            first = Report(-1, "node_failure", f"{lost}; {said}".rstrip("; "), "", 0.0)
+        _log.warning("cluster: attempt %d failed: rank %d: %s", attempt + 1, first.rank, first.detail)
+        if first.kind not in _AGAIN:
+            await self._end()
+            raise WorkFailed(first.kind, first.detail, first.trace)
+        advice = Advice.read(self._folder)
+        if first.kind == "out_of_memory":
+            advice.halvings += 1
+            _log.warning("cluster: the micro-batch is halved")
+        elif first.kind == "gpu_error":
+            advice.lost = (*advice.lost, self._devices[first.rank % len(self._devices)])
+            _log.warning("cluster: going on without device %d", advice.lost[-1])
+            await self._end()
+        advice.write(self._folder)
+        return first
+
+    async def _withdraw(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._write(writer, {"do": "stop", "number": self._number})
+        try:
+            await asyncio.wait_for(self._answer(reader, self._number, lambda *seen: None), _STOP_SECONDS)
+        except (_Lost, TimeoutError):
+            await self._end()
+
+    async def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line[1].close()
+            self._line = None
+
+    async def _end(self) -> None:
+        await self._hang_up()
+        if self._launcher is not None:
+            await self._launcher.end()
+            self._launcher = None
+        while not self._callers.empty():
+            self._callers.get_nowait()[1].close()
+
+    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._callers.put((reader, writer))
+
+    def _write(self, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+        if not writer.is_closing():
+            writer.write(json.dumps(message).encode() + b"\n")
+
+
+def figures_of(step: dict[str, Any]) -> dict[str, float]:
+    """A StepReport's values as they travel."""
+    seconds = max(step["seconds"], 1e-9)
+    found = {
+        "step": step["step"],
+        "steps": step["steps"],
+        "learning_rate": step["learning_rate"],
+        "gradient_norm": step["norm"],
+        "examples_per_second": step["examples"] / seconds,
+        "tokens_per_second": step["tokens"] / seconds if step["tokens"] else None,
+        "flops_utilisation": step["utilisation"],
+        "memory_bytes": step["memory"],
+        "seconds": step["seconds"],
+        "communication_seconds": step["communicating"],
+        "waiting_seconds": step["waiting"],
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _given_up(failures: list[Report]) -> WorkFailed:
+    last = failures[-1]
+    return WorkFailed(
+        last.kind, f"the silo's cluster failed {len(failures)} times, last: {last.detail}", last.trace
+    )

@@ -1,0 +1,125 @@
+"""torchrun for the ranks of one job, as a child of the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.gpus import VISIBLE, gpu_names
+from roundtable.core.identity.certificates import SECRET_VARIABLES
+
+_log = logging.getLogger("roundtable.agent")
+_END_SECONDS = 10.0
+
+
+class Launcher:
+    """A running torchrun. It restarts the group by itself when a rank fails, as often as it may."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._said: deque[str] = deque(maxlen=40)
+        self._listener = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(
+        cls, cwd: Path, folder: Path, table: ClusterTable, resources: Resources, devices: Sequence[int]
+    ) -> Launcher:
+        """Starts the ranks of this node."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "roundtable.cluster.agent.launch",
+            str(os.getpid()),
+            *_arguments(folder, table, resources),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=1 << 20,
+            cwd=cwd,
+            env=_environment(folder, table, resources, devices),
+            start_new_session=True,
+        )
+        return cls(process)
+
+    async def ended(self) -> int:
+        """Waits for torchrun to give up; its exit status."""
+        return await self._process.wait()
+
+    async def restarting(self) -> bool:
+        """Whether torchrun still runs, after a rank failed; it needs a moment to notice."""
+        try:
+            await asyncio.wait_for(asyncio.shield(self._process.wait()), 2.0)
+        except TimeoutError:
+            return True
+        return False
+
+    def said(self) -> str:
+        """The last line that names a failure."""
+        lines = [
+            line for line in self._said if "rror" in line or "exitcode" in line or "signal" in line.lower()
+        ]
+        return lines[-1].strip() if lines else (self._said[-1].strip() if self._said else "")
+
+    async def end(self) -> None:
+        """Ends torchrun, and with it the ranks: the kernel tells them."""
+        if self._process.returncode is None:
+            self._signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(asyncio.shield(self._process.wait()), _END_SECONDS)
+            except TimeoutError:
+                self._signal(signal.SIGKILL)
+                await self._process.wait()
+        self._listener.cancel()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, number)
+
+    async def _listen(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            text = line.decode(errors="replace").rstrip()
+            self._said.append(text)
+            _log.info("ranks: %s", text)
+
+
+def _arguments(folder: Path, table: ClusterTable, resources: Resources) -> list[str]:
+    return [
+        "--nnodes=1",
+        f"--nproc-per-node={resources.devices}",
+        f"--max-restarts={table.restarts}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--monitor-interval=0.2",
+        "-m",
+        "roundtable.cluster.train.rank",
+        str(folder),
+    ]
+
+
+def _environment(
+    folder: Path, table: ClusterTable, resources: Resources, devices: Sequence[int]
+) -> dict[str, str]:
+    made = {
+        **{name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
+        # With a shared store a restarted group finds the keys of the one before.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PYTHONSAFEPATH": "1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "flight-recorder-"),
+    }
+    made.setdefault("OMP_NUM_THREADS", "1")
+    if resources.device == "cuda":
+        made[VISIBLE] = ",".join(gpu_names(devices, os.environ))
+    if table.interface is not None:
+        made["GLOO_SOCKET_IFNAME"] = made["NCCL_SOCKET_IFNAME"] = table.interface
+    return made

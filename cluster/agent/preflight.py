@@ -1,0 +1,63 @@
+"""Mistakes that would show as a hang later: a network interface that is not there, a port that is taken.
+
+`python -m roundtable.cluster.agent.preflight HEAD:29400` is what the launch files run before torchrun.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+
+from roundtable.core.errors import ConfigError
+
+
+def check_interface(name: str | None) -> None:
+    """Raises ConfigError for an interface that this machine does not have."""
+    there = [each for _, each in socket.if_nameindex()]
+    for one in (name or "").split(","):
+        if one and one.lstrip("^=") not in there:
+            raise ConfigError(
+                f"[cluster] interface = {name!r}: this machine has no {one!r}; it has {', '.join(there)}"
+            )
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError where the rendezvous could not listen: on its own node, for a port that is taken.
+
+    On the other nodes there is nothing to find out, and nothing is refused.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not (host and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"{endpoint!r} is no endpoint; write it as node01:29400")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"no address is known of the node {host!r} ({error.strerror})") from error
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise ConfigError(
+                        f"port {port} of {host} is in use, perhaps by ranks that still run; end them or "
+                        "set PORT to a free one on all nodes"
+                    ) from error
+
+
+def main() -> int:
+    """Exit status 1, with the reason, for what would hang."""
+    try:
+        check_endpoint(sys.argv[1])
+        check_interface(os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME"))
+    except ConfigError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

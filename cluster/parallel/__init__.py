@@ -1,0 +1,1 @@
+"""How a model is spread over devices: strategies, meshes, split tensors, stages, shards."""

@@ -1,0 +1,161 @@
+"""A strategy applied to a model, in torchtitan's order: split tensors, checkpoint, shard, allocate."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from roundtable.cluster.parallel.anatomy import find_blocks
+from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
+from roundtable.cluster.parallel.experts import Experts, share_experts
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.meta_init import allocate
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+
+
+def apply_strategy(
+    model: nn.Module,
+    blocks: Sequence[str],
+    strategy: Strategy,
+    meshes: Meshes,
+    device: torch.device,
+    tensor_parallel: TensorParallel | None = None,
+) -> nn.Module:
+    """The model, or a pipeline stage of it, as this rank runs it, with memory but without values.
+
+    `blocks` are the names of the repeated parts that it has. DDP, which wraps, is applied by `replicate`
+    after the values are in place.
+    """
+    if strategy.mesh.tp > 1:
+        assert tensor_parallel is not None
+        split_tensors(model, blocks, tensor_parallel, meshes.one("tp"), strategy.sequence_parallel)
+    if strategy.mesh.ep > 1:
+        share_experts(model, meshes.one("ep"))
+    checkpoint_blocks(model, blocks, strategy)
+    if strategy.data_parallel in ("zero2", "zero3"):
+        shard(model, blocks, strategy, meshes)
+    offloaded = strategy.offload and device.type != "cpu"
+    allocate(model, torch.device("cpu") if offloaded else device)
+    return model
+
+
+def split_tensors(
+    model: nn.Module, blocks: Sequence[str], plan: TensorParallel, mesh: DeviceMesh, sequence: bool
+) -> None:
+    """Tensor parallelism; with `sequence` norms and residuals between the blocks are sharded over it too."""
+    present = dict(model.named_modules())
+    spread = Shard(1) if sequence else Replicate()
+    made: dict[str, ParallelStyle] = {}
+    for name, style in plan.styles.items():
+        if name in present:
+            made[name] = {
+                "column": ColwiseParallel(),
+                "row": RowwiseParallel(output_layouts=spread),
+                "vocabulary": RowwiseParallel(input_layouts=Replicate()),
+                "head": ColwiseParallel(output_layouts=Replicate()),
+            }[style]
+    if sequence:
+        made.update({name: SequenceParallel() for name in plan.norms if name in present})
+    ties = _ties(model)
+    parallelize_module(model, mesh, made)
+    if sequence:
+        _spread_sequence(model, blocks, plan, mesh)
+    for name, attribute in plan.heads:
+        if name in present:
+            setattr(present[name], attribute, getattr(present[name], attribute) // mesh.size())
+    for first, second in ties:
+        module, _, key = second.rpartition(".")
+        setattr(model.get_submodule(module), key, model.get_parameter(first))
+
+
+def _spread_sequence(model: nn.Module, blocks: Sequence[str], plan: TensorParallel, mesh: DeviceMesh) -> None:
+    """Attention and feed-forward parts see the whole sequence, what lies between a shard of it."""
+
+    def inputs(count: int, before: Any, after: Any) -> PrepareModuleInput:
+        rest = (None,) * (count - 1)
+        return PrepareModuleInput(
+            input_layouts=(before, *rest), desired_input_layouts=(after, *rest), use_local_output=True
+        )
+
+    present = dict(model.named_modules())
+    styles: dict[str, ParallelStyle] = {
+        name: inputs(count, Shard(1), Replicate()) for name, count in plan.inner.items() if name in present
+    }
+    parallelize_module(model, mesh, styles)
+    if blocks:
+        parallelize_module(model, mesh, {blocks[0]: inputs(1, Replicate(), Shard(1))})
+        gathered = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        parallelize_module(model, mesh, {blocks[-1]: gathered})
+
+
+def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: Meshes) -> None:
+    """ZeRO-2 or ZeRO-3: each block is a group of its own, the rest belongs to the root."""
+    half = strategy.precision == "bfloat16"
+    options: dict[str, Any] = {
+        "mesh": meshes.fsdp if strategy.local_steps or strategy.mesh.dp == 1 else meshes.hybrid,
+        # A pipeline runs a stage many times a step: gathering for each would cost more than it saves.
+        "reshard_after_forward": strategy.data_parallel == "zero3" and strategy.mesh.pp == 1,
+    }
+    if half:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if strategy.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    if strategy.mesh.ep > 1:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                alone = strategy.local_steps or strategy.mesh.dp == 1
+                outer = meshes.one("outer") if alone else meshes.root["dp", "outer"]
+                fully_shard(module, **{**options, "mesh": outer})
+    for name in blocks:
+        fully_shard(model.get_submodule(name), **options)
+    fully_shard(model, **options)
+
+
+def replicate(model: nn.Module, meshes: Meshes, device: torch.device) -> DistributedDataParallel:
+    """DDP: gradients are reduced in buckets while the backward pass goes on."""
+    with warnings.catch_warnings():
+        # Its successor would copy buffers from rank 0 once more.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=meshes.one("dp").get_group(),
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            init_sync=False,
+        )
+
+
+def present_blocks(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Those of the blocks that this part of the model has."""
+    names = {name for name, _ in model.named_modules()}
+    found = tuple(name for name in blocks if name in names)
+    return found or find_blocks(model)
+
+
+def _ties(model: nn.Module) -> list[tuple[str, str]]:
+    first: dict[int, str] = {}
+    ties = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            ties.append((first[id(parameter)], name))
+        first.setdefault(id(parameter), name)
+    return ties

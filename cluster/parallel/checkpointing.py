@@ -1,0 +1,141 @@
+"""Activation checkpointing: of each or every k-th block, of runs of blocks, or of all but matrix products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _checkpoint_without_reentrant_generator,
+    create_selective_checkpoint_contexts,
+)
+
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.core.errors import TaskError
+
+_ATEN = torch.ops.aten
+COSTLY = {
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.convolution.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def run_length(blocks: int) -> int:
+    """Blocks in a run of square-root checkpointing (Chen et al. 2016, section 3: about √n runs of √n)."""
+    return max(1, math.isqrt(blocks))
+
+
+def checkpoint_blocks(model: nn.Module, blocks: Sequence[str], strategy: Strategy) -> None:
+    """Activation checkpointing of whole blocks, of runs of them, or of all in them but matrix products."""
+    if strategy.checkpointing == "none":
+        return
+    if strategy.checkpointing == "sqrt":
+        length = run_length(len(blocks))
+        for first in range(0, len(blocks), length):
+            _Run([(name, model.get_submodule(name)) for name in blocks[first : first + length]])
+        return
+    options: dict[str, Any] = {}
+    if strategy.checkpointing == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+    for index, name in enumerate(blocks):
+        if index % strategy.checkpoint_every == 0:
+            parent, _, key = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            owner._modules[key] = checkpoint_wrapper(model.get_submodule(name), **options)
+
+
+def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = operation in COSTLY
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Run:
+    """Blocks that follow each other and keep together only what goes into the first.
+
+    Hooks rather than a module around them: the model calls its blocks itself, and their names stay. As
+    torch's composable `checkpoint` does for one module.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        self._names, self._blocks = zip(*blocks, strict=True)
+        self._again = False
+        self._rest: tuple[Any, ...] = ()
+        self._options: dict[str, Any] = {}
+        self._passed: Tensor | None = None
+        self._run: Generator[None, None, None] | None = None
+        for index, block in enumerate(self._blocks):
+            # Outside of the hooks of tensor parallelism, which run again with the block.
+            block.register_forward_pre_hook(
+                partial(self._before, index), prepend=index == 0, with_kwargs=True
+            )
+            block.register_forward_hook(partial(self._after, index))
+
+    def _forward(self, x: Any, *rest: Any, **options: Any) -> Any:
+        for block in self._blocks:
+            x = block(x, *rest, **options)
+        return x
+
+    @contextmanager
+    def _repeating(self) -> Generator[None]:
+        self._again = True
+        try:
+            yield
+        finally:
+            self._again = False
+
+    def _before(self, index: int, block: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if self._again or not torch.is_grad_enabled():
+            return
+        if index == 0:
+            self._rest, self._options = inputs[1:], options
+            self._run = _checkpoint_without_reentrant_generator(
+                self._forward,
+                True,
+                lambda: (nullcontext(), self._repeating()),
+                "default",
+                False,
+                # The hooks of the last block, those of its shards among them, are to run as well.
+                False,
+                *inputs,
+                **options,
+            )
+            next(self._run)
+        elif not (self._follows(inputs) and options == self._options):
+            raise TaskError(
+                f"checkpointing = 'sqrt' runs {self._names[0]} to {self._names[-1]} in a row, and "
+                f"{self._names[index]} gets something else than the block before it gives; use 'every'"
+            )
+
+    def _follows(self, inputs: tuple[Any, ...]) -> bool:
+        same = len(inputs) == len(self._rest) + 1
+        same = same and all(one is other for one, other in zip(inputs[1:], self._rest, strict=True))
+        return same and self._passed is not None and _place(inputs[0]) == _place(self._passed)
+
+    def _after(self, index: int, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if self._again or self._run is None:
+            return
+        self._passed = output if isinstance(output, Tensor) else None
+        if index == len(self._blocks) - 1:
+            self._passed = None
+            next(self._run, None)
+            self._run = None
+
+
+def _place(tensor: Tensor) -> int:
+    """Which memory it is, fake or real."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)

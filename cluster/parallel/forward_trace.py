@@ -1,0 +1,181 @@
+"""One pass of a task's loss over tensors without memory: which modules are called, and what they keep.
+
+Nothing is materialised: parameters, batch and activations are fake tensors, which have shapes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from roundtable.cluster.parallel.checkpointing import COSTLY
+from roundtable.cluster.parallel.meta_init import without_weights
+from roundtable.core.errors import TaskError
+from roundtable.core.task import Task
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module's forward: shapes of its positional tensors (None for other arguments) and of its output."""
+
+    name: str
+    inputs: tuple[tuple[int, ...] | None, ...]
+    output: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor kept for the backward pass by the innermost module `name`.
+
+    `weight`: it is a copy of a weight in another precision, and does not grow with the batch.
+    """
+
+    name: str
+    bytes: int
+    weight: bool = False
+
+
+@dataclass
+class Trace:
+    """What one forward pass of `examples` examples did; `output` is the model's own, in bytes.
+
+    `products` are the results of matrix products and attention: what selective checkpointing keeps.
+    """
+
+    examples: int
+    calls: list[Call] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    products: list[Kept] = field(default_factory=list)
+    output: int = 0
+
+
+class NotTraceable(TaskError):
+    """The task looks at values, which fake tensors do not have."""
+
+
+def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensorMode, nn.Module]:
+    """The task's model with fake tensors on CPU, and the mode that they belong to.
+
+    With `dtype` parameters and buffers of floating point have that one.
+    """
+
+    def kind(tensor: Tensor) -> torch.dtype:
+        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_weights():
+        model = task.model()
+    made: dict[int, nn.Parameter] = {}
+    with mode:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        empty = torch.empty(parameter.shape, dtype=kind(parameter))
+                        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                    module._parameters[name] = made[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = mode.from_tensor(buffer.to(kind(buffer)))
+    return mode, model
+
+
+def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat16: bool = False) -> Trace:
+    """Runs `task.loss(model, batch)` on fake tensors; `batch` is a real one.
+
+    Raises NotTraceable where the task's code needs values, and whatever else it raises.
+    """
+    fakes = tree_map_only(Tensor, mode.from_tensor, batch)
+    found = Trace(_length(batch))
+    weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    seen = weights | {
+        leaf.untyped_storage()._cdata for leaf in tree_leaves(fakes) if isinstance(leaf, Tensor)
+    }
+    holding: list[Tensor] = []
+    stack = [""]
+    modules = dict(model.named_modules())
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            holding.append(tensor)
+            found.kept.append(Kept(stack[-1], storage.nbytes(), _is_weight(modules[stack[-1]], tensor)))
+        return tensor
+
+    half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
+    with mode, _Products(stack, found), _named(model, stack, found), half:
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = task.loss(model, fakes)
+                del loss
+        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+            raise NotTraceable(
+                f"{type(task).__name__}.loss() or the model looks at the values of tensors "
+                f"({error.func}), so its memory cannot be measured without running it"
+            ) from error
+    return found
+
+
+def _is_weight(module: nn.Module, tensor: Tensor) -> bool:
+    """Whether a tensor that is kept is one of the module's own weights, cast."""
+    shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
+    return tuple(tensor.shape) in shapes or (tensor.dim() == 2 and tuple(tensor.shape)[::-1] in shapes)
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what costly operations give."""
+
+    def __init__(self, stack: list[str], found: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stack, self._found = stack, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if func in COSTLY:
+            size = sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            self._found.products.append(Kept(self._stack[-1], size))
+        return given
+
+
+@contextmanager
+def _named(model: nn.Module, stack: list[str], found: Trace) -> Iterator[None]:
+    """Keeps the name of the running module on `stack`, and writes down each call."""
+    handles = []
+    for name, module in model.named_modules():
+        before, after = _hooks(name, stack, found)
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hooks(name: str, stack: list[str], found: Trace) -> tuple[Callable[..., None], Callable[..., None]]:
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        stack.append(name)
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        stack.pop()
+        shapes = tuple(tuple(value.shape) if isinstance(value, Tensor) else None for value in inputs)
+        shape = tuple(output.shape) if isinstance(output, Tensor) else None
+        found.calls.append(Call(name, shapes, shape))
+        if name == "":
+            found.output = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+    return before, after
+
+
+def _length(batch: Any) -> int:
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(leaves[0]) if leaves else 1

@@ -1,0 +1,192 @@
+"""Pipelines: a model cut into stages, and the task's own loss run through torch's schedules.
+
+A stage is the model with the parts of other stages taken out: its `forward` must skip parts that are None, as
+torchtitan's models do, or be a Sequential's. Names of parameters stay those of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.utils._pytree import tree_map_only
+
+from roundtable.cluster.parallel.anatomy import Anatomy
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.core.errors import TaskError
+from roundtable.core.task import Task
+
+
+class _Schedule(Protocol):
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def eval(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def partition(anatomy: Anatomy, stages: int) -> list[list[str]]:
+    """Units of each stage: contiguous, with the heaviest stage as light as can be.
+
+    Raises TaskError where there are fewer units than stages.
+    """
+    units = list(anatomy.units)
+    if len(units) < stages:
+        raise TaskError(f"the model has {len(units)} parts to cut between, fewer than {stages} stages")
+    sizes = [sum(weight.elements for weight in anatomy.within(unit)) for unit in units]
+    cost = {(i, 1): sum(sizes[:i]) for i in range(len(units) + 1)}
+    cut: dict[tuple[int, int], int] = {}
+    for stage in range(2, stages + 1):
+        for end in range(stage, len(units) + 1):
+            choices = [(max(cost[i, stage - 1], sum(sizes[i:end])), i) for i in range(stage - 1, end)]
+            cost[end, stage], cut[end, stage] = min(choices)
+    found, end = [], len(units)
+    for stage in range(stages, 0, -1):
+        begin = cut[end, stage] if stage > 1 else 0
+        found.append(units[begin:end])
+        end = begin
+    return found[::-1]
+
+
+def keep_only(model: nn.Module, anatomy: Anatomy, units: Sequence[str]) -> nn.Module:
+    """Takes every other unit out of the model: entries of containers go, attributes become None."""
+    containers = {block.rpartition(".")[0] for block in anatomy.blocks}
+    for unit in anatomy.units:
+        if unit in units:
+            continue
+        parent, _, key = unit.rpartition(".")
+        owner = model.get_submodule(parent)
+        if parent in containers or isinstance(owner, nn.Sequential):
+            del owner._modules[key]
+        else:
+            owner._modules[key] = None
+    return model
+
+
+class _Stop(Exception):
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.inputs = inputs
+
+
+class Capture(nn.Module):
+    """Stands in for the model to learn what a loss calls it with."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Ends the loss."""
+        if named:
+            raise TaskError("in a pipeline the loss must call the model with positional arguments only")
+        raise _Stop(inputs)
+
+
+class Given(nn.Module):
+    """Stands in for a model whose output is known."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *inputs: Any) -> Any:
+        """The output."""
+        return self._output
+
+
+def inputs_of(task: Task, batch: Any) -> tuple[Any, ...]:
+    """What the task's loss calls the model with, for this batch."""
+    try:
+        task.loss(Capture(), batch)
+    except _Stop as stop:
+        return stop.inputs
+    raise TaskError(f"{type(task).__name__}.loss() never calls the model, which a pipeline needs")
+
+
+class Pipeline:
+    """This rank's stages, run over micro-batches."""
+
+    def __init__(
+        self, stages: Sequence[nn.Module], strategy: Strategy, meshes: Meshes, device: torch.device
+    ) -> None:
+        self._stages, self._strategy, self._device = stages, strategy, device
+        self._group = meshes.one("pp").get_group()
+        self._rank, self._size = meshes.place("pp"), strategy.mesh.pp
+        self._made: dict[Any, _Schedule] = {}
+        self._micro: list[Any] = []
+        self._use: Callable[[Any, Any], Tensor] = lambda output, batch: output
+        self.last = self._rank == self._size - 1
+
+    def backward(self, task: Task, batches: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
+        """Gradients of Σ weight · loss over the micro-batches; the losses, where this is the last stage.
+
+        All micro-batches have the same shape; the schedule decides how many it needs, see `padded`.
+        """
+
+        def weighted(output: Any, index: int) -> Tensor:
+            return task.loss(Given(output), batches[index]) * weights[index]
+
+        losses: list[Tensor] = []
+        self._run(task, batches, weighted, losses, backward=True)
+        if not self.last:
+            return None
+        pairs = zip(losses, weights, strict=True)
+        return torch.stack([loss.detach() / (weight or 1.0) for loss, weight in pairs])
+
+    def outputs(self, task: Task, batches: Sequence[Any]) -> list[Any] | None:
+        """The model's outputs without gradients, on the last stage."""
+        fillers = [batches[-1]] * (self.padded(len(batches)) - len(batches))
+        found: list[Any] = [None] * (len(batches) + len(fillers))
+
+        def note(output: Any, index: int) -> Tensor:
+            found[index] = tree_map_only(Tensor, Tensor.detach, output)
+            return torch.zeros((), device=self._device)
+
+        with torch.no_grad():
+            self._run(task, [*batches, *fillers], note, [], backward=False)
+        return found[: len(batches)] if self.last else None
+
+    def padded(self, count: int) -> int:
+        """How many micro-batches the schedule wants where there are `count`."""
+        count = max(count, self._size)
+        return -(-count // self._size) * self._size if self._strategy.schedule == "interleaved" else count
+
+    def _run(
+        self,
+        task: Task,
+        batches: Sequence[Any],
+        use: Callable[[Any, int], Tensor],
+        losses: list[Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        inputs = [inputs_of(task, batch) for batch in batches]
+        schedule = self._schedule(len(batches), inputs[0], backward)
+        self._use = use
+        joined = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
+        arguments = joined if self._rank == 0 else []
+        named = {"target": torch.arange(len(batches)), "losses": losses} if self.last else {}
+        # Joining the outputs of all micro-batches would double the largest tensors that there are.
+        (schedule.step if backward else schedule.eval)(*arguments, **named, return_outputs=False)
+
+    def _schedule(self, count: int, inputs: tuple[Any, ...], backward: bool) -> _Schedule:
+        """One for each shape of micro-batches: stages remember the shapes that they exchange."""
+        key = (count, backward, *(tuple(value.shape) for value in inputs))
+        if key not in self._made:
+            total = self._size * len(self._stages)
+            stages = [
+                PipelineStage(part, self._rank + i * self._size, total, self._device, group=self._group)
+                for i, part in enumerate(self._stages)
+            ]
+            options: dict[str, Any] = {
+                "loss_fn": lambda output, index: self._use(output, int(index)),
+                "scale_grads": False,
+            }
+            if self._strategy.schedule == "interleaved":
+                self._made[key] = ScheduleInterleaved1F1B(list(stages), count, **options)
+            else:
+                kind = ScheduleGPipe if self._strategy.schedule == "gpipe" else Schedule1F1B
+                self._made[key] = kind(stages[0], count, **options)
+        return self._made[key]

@@ -1,0 +1,175 @@
+"""What a step keeps for its backward pass on one rank, and what it needs beside that while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from roundtable.cluster.parallel.anatomy import Anatomy
+from roundtable.cluster.parallel.checkpointing import run_length
+from roundtable.cluster.parallel.forward_trace import Kept, Trace
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on a rank. `kept` is for all micro-batches under way at once, `constant` what does not grow
+    with them: weights in another precision, a pipeline's buffers. `first` is the first block's part of
+    `kept`, `again` what checkpointing computes again at once, `block` the largest temporaries in a block's
+    backward pass and `head` those at its beginning.
+    """
+
+    kept: float
+    constant: float
+    first: float
+    again: float
+    block: float
+    head: float
+
+    @property
+    def working(self) -> float:
+        """The largest temporaries."""
+        return max(self.head, self.block) + self.again
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A model's traced pass under a strategy: whose kept tensors are counted how."""
+
+    anatomy: Anatomy
+    trace: Trace
+    tensor_parallel: TensorParallel
+    strategy: Strategy
+
+    @property
+    def scale(self) -> float:
+        """Micro-batches for each traced batch."""
+        return self.strategy.micro_batch / self.trace.examples
+
+    def size(self, kept: Kept) -> float:
+        """Bytes on a rank, for one micro-batch."""
+        share = self.divisor(kept.name, weight=kept.weight)
+        return kept.bytes / share * (1.0 if kept.weight else self.scale)
+
+    def product(self, kept: Kept) -> float:
+        """Bytes of a product on a rank: that of a row is whole before it is summed over the ranks."""
+        row = self.tensor_parallel.styles.get(kept.name) == "row"
+        column = self.tensor_parallel.styles.get(kept.name) == "column"
+        share = 1 if row else self.strategy.mesh.tp if column else self.divisor(kept.name)
+        return kept.bytes / share * self.scale
+
+    def divisor(self, name: str, *, weight: bool = False) -> int:
+        """How many ranks share what this module keeps."""
+        plan, degree = self.tensor_parallel, self.strategy.mesh.tp
+        style = plan.styles.get(name)
+        if weight:
+            return degree if style is not None else 1
+        if degree == 1 or self.anatomy.unit_of(name) not in self.anatomy.blocks or style == "column":
+            return 1
+        inside = name in plan.inner or style == "row"
+        return degree if inside or self.strategy.sequence_parallel else 1
+
+    def passed(self) -> float:
+        """Bytes that one block hands to the next, for one micro-batch."""
+        blocks = set(self.anatomy.blocks)
+        shape = next((call.output for call in self.trace.calls if call.name in blocks and call.output), None)
+        if shape is None:
+            return 0.0
+        half = self.strategy.precision == "bfloat16" and self.strategy.data_parallel in ("zero2", "zero3")
+        item = 2 if half else self.anatomy.weights[0].itemsize
+        return (
+            prod(shape)
+            * item
+            * self.scale
+            / (self.strategy.mesh.tp if self.strategy.sequence_parallel else 1)
+        )
+
+
+def activations(one: Pass, units: Sequence[str], rank: int, count: int) -> Activations:
+    """Of pipeline rank `rank`, which holds `units`; `count` micro-batches make a step."""
+    strategy, anatomy = one.strategy, one.anatomy
+    here = [block for block in anatomy.blocks if strategy.mesh.pp == 1 or block in units]
+    last = rank == strategy.mesh.pp - 1
+    mine = [kept for kept in one.trace.kept if _is_here(anatomy, strategy, kept, units, last)]
+    whole = _by_block(here, anatomy, ((kept.name, one.size(kept)) for kept in mine if not kept.weight))
+    rest = sum(one.size(kept) for kept in mine if not kept.weight) - sum(whole.values())
+    outside = [one.size(kept) for kept in mine if anatomy.unit_of(kept.name) not in whole]
+    products = _by_block(here, anatomy, ((kept.name, one.product(kept)) for kept in one.trace.products))
+    by_block, again = _checkpointed(one, here, whole, products)
+    under_way = _under_way(strategy, rank, count)
+    # Gradients of the logits and of their logarithms.
+    head = 2.0 * one.trace.output * one.scale if last else 0.0
+    widest = [one.size(kept) for kept in mine if here and anatomy.unit_of(kept.name) == here[0]]
+    return Activations(
+        kept=(sum(by_block.values()) + rest) * under_way,
+        constant=sum(one.size(kept) for kept in mine if kept.weight) + _buffers(one, last, rank, count),
+        first=by_block[here[0]] if here else 0.0,
+        again=again,
+        block=2.0 * max(widest, default=0.0),
+        head=max(head, max(outside, default=0.0)),
+    )
+
+
+def _is_here(anatomy: Anatomy, strategy: Strategy, kept: Kept, units: Sequence[str], last: bool) -> bool:
+    unit = anatomy.unit_of(kept.name)
+    return strategy.mesh.pp == 1 or unit in units or (unit is None and last)
+
+
+def _by_block(here: Sequence[str], anatomy: Anatomy, sizes: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found = dict.fromkeys(here, 0.0)
+    for name, size in sizes:
+        unit = anatomy.unit_of(name)
+        if unit in found:
+            found[unit] += size
+    return found
+
+
+def _checkpointed(
+    one: Pass, here: Sequence[str], whole: dict[str, float], products: dict[str, float]
+) -> tuple[dict[str, float], float]:
+    """(what each block keeps, the most that is computed again at once)."""
+    strategy, passed = one.strategy, one.passed()
+    if strategy.checkpointing == "none" or not here:
+        return whole, 0.0
+    if strategy.checkpointing == "sqrt":
+        length = run_length(len(here) // strategy.virtual_stages)
+        runs = [here[first : first + length] for first in range(0, len(here), length)]
+        kept = {block: passed if block == run[0] else 0.0 for run in runs for block in run}
+        return kept, max(sum(whole[block] for block in run) for run in runs)
+    chosen = [block for index, block in enumerate(here) if index % strategy.checkpoint_every == 0]
+    if strategy.checkpointing == "every":
+        return whole | dict.fromkeys(chosen, passed), max(whole[block] for block in chosen)
+    kept = whole | {block: products[block] + passed for block in chosen}
+    return kept, max(max(0.0, whole[block] - products[block]) for block in chosen)
+
+
+def _under_way(strategy: Strategy, rank: int, count: int) -> float:
+    """Micro-batches whose activations a rank holds at once."""
+    stages = strategy.mesh.pp
+    if stages == 1:
+        return 1.0
+    count = max(count, stages)
+    if strategy.schedule == "gpipe":
+        return count
+    if strategy.schedule == "1f1b":
+        return min(stages - rank, count)
+    # Narayanan et al. 2021, section 2.2: the warm-up's chunks, each one of a rank's virtual stages.
+    chunks = 2 * (stages - rank - 1) + (strategy.virtual_stages - 1) * stages + 1
+    return min(chunks, count * strategy.virtual_stages) / strategy.virtual_stages
+
+
+def _buffers(one: Pass, last: bool, rank: int, count: int) -> float:
+    """A pipeline's places for what its neighbours send, one for each micro-batch.
+
+    The last stage's outputs do not stay: nobody asks the schedule for them.
+    """
+    strategy = one.strategy
+    if strategy.mesh.pp == 1:
+        return 0.0
+    count, chunks = max(count, strategy.mesh.pp), strategy.virtual_stages
+    waiting = max(0.0, count - _under_way(strategy, rank, count))
+    inputs = waiting * (chunks if rank else chunks - 1)
+    gradients = count * (chunks - 1 if last else chunks)
+    return (inputs + gradients) * one.passed()

@@ -1,0 +1,161 @@
+"""How fast the silo's ranks talk and compute, measured once and kept: what a plan may rely on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from roundtable.client.durable_files import write_file
+from roundtable.cluster.parallel.strategy import Reduction
+from roundtable.cluster.parallel.text_collectives import gather_text
+
+FILE = "links.json"
+_SIZES = (1 << 16, 1 << 20, 1 << 24)
+_REPEATS = 3
+_SIDE = {"cuda": 4096, "cpu": 512}
+# Between nodes over within: from where on halves, and from where on low-rank factors of gradients travel.
+_SLOW, _VERY_SLOW = 10.0, 100.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bus bandwidth of an all-reduce in bytes a second by payload: among a node's ranks, and between nodes.
+
+    Empty where there is one rank on a node, or one node. `products` are the operations a second of the
+    slowest rank's matrix products, by precision. `at` is when it was measured, in seconds since the
+    epoch; `key` names hosts, devices, backend and versions, and what is measured counts for no other.
+    """
+
+    key: str
+    world: int
+    at: float
+    within: dict[int, float]
+    between: dict[int, float]
+    products: dict[str, float] = field(default_factory=dict)
+
+    def lines(self, now: float) -> list[str]:
+        """For people."""
+        hours = max(0.0, now - self.at) / 3600
+        age = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.1f} hours"
+        said = [f"measured {age} ago on {self.world} ranks; all-reduce, bus bandwidth:"]
+        for name, found in (("within a node", self.within), ("between nodes", self.between)):
+            rates = ", ".join(f"{rate / 1e9:.3g} GB/s at {_size(size)}" for size, rate in found.items())
+            said.append(f"{name}: {rates or 'not measured, there is only one'}")
+        if self.products:
+            done = ", ".join(f"{rate / 1e12:.3g} in {name}" for name, rate in self.products.items())
+            said.append(f"matrix products of a device: Tflop/s {done}")
+        return said
+
+
+def read_links(folder: Path, key: str | None = None) -> Links | None:
+    """What was measured last; None where nothing was, or, with a `key`, not on this hardware."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    values = json.loads(path.read_text())
+    sizes = {name: {int(size): rate for size, rate in values[name].items()} for name in ("within", "between")}
+    found = Links(**{**values, **sizes})
+    return found if key is None or found.key == key else None
+
+
+def known_links(folder: Path, device: torch.device, per_node: int, control: dist.ProcessGroup) -> Links:
+    """The kept measurement, where it is of the same ranks; else a new one, which rank 0 keeps. Collective."""
+    key = links_key(device, control)
+    kept = read_links(folder, key) if dist.get_rank() == 0 else None
+    kept = kept if kept is not None and kept.products else None
+    if "1" in gather_text("1" if kept is not None else "", control):
+        return kept if kept is not None else Links(key, dist.get_world_size(), 0.0, {}, {})
+    found = measure_links(device, per_node, key)
+    if dist.get_rank() == 0:
+        write_file(folder / FILE, [json.dumps(asdict(found)).encode()])
+    return found
+
+
+def links_key(device: torch.device, control: dist.ProcessGroup) -> str:
+    """A digest of hosts, devices, backend and versions. Collective."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    backend = dist.get_backend()
+    said = f"{os.uname().nodename} {name} {backend} {torch.__version__} {version('roundtable')}"
+    return hashlib.blake2b("\n".join(gather_text(said, control)).encode(), digest_size=16).hexdigest()
+
+
+def measure_links(device: torch.device, per_node: int, key: str = "") -> Links:
+    """All-reduce by the ranks of each node, and by those in the same place on each. Collective."""
+    world = dist.get_world_size()
+    nodes = [list(range(first, first + per_node)) for first in range(0, world, per_node)]
+    across = [list(range(place, world, per_node)) for place in range(per_node)]
+    within, between = _rates(nodes, device), _rates(across, device)
+    return Links(key, world, time.time(), within, between, _products(device))
+
+
+def reduction_for(links: Links | None) -> tuple[Reduction, str]:
+    """How DDP's gradients travel where nobody says, and why; exact but where slow links were measured."""
+    if links is None or not links.within or not links.between:
+        return "exact", ""
+    within, between = max(links.within.values()), max(links.between.values())
+    slower = within / between
+    said = f"between nodes {between / 1e9:.3g} GB/s was measured, within them {within / 1e9:.3g}"
+    if slower >= _VERY_SLOW:
+        return "powersgd", f"{said}: DDP's gradients travel as low-rank factors"
+    if slower >= _SLOW:
+        return "bfloat16", f"{said}: DDP's gradients travel in bfloat16"
+    return "exact", f"{said}: gradients travel as they are"
+
+
+def _rates(groups: list[list[int]], device: torch.device) -> dict[int, float]:
+    """The slowest rank's, while all groups are busy: they share the wires as in training."""
+    members = len(groups[0])
+    if members == 1:
+        return {}
+    made = [dist.new_group(ranks) for ranks in groups]
+    mine = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+    found = {}
+    for size in _SIZES:
+        data = torch.ones(size // 4, device=device)
+        dist.all_reduce(data, group=mine)
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(_REPEATS):
+            dist.all_reduce(data, group=mine)
+        _wait(device)
+        seconds = torch.tensor((time.perf_counter() - began) / _REPEATS, dtype=torch.float64, device=device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        found[size] = size * 2 * (members - 1) / members / float(seconds)
+    for group in made:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
+    return found
+
+
+def _products(device: torch.device) -> dict[str, float]:
+    """The slowest rank's, while all are busy."""
+    side, found = _SIDE[device.type], {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        one = torch.ones(side, side, dtype=dtype, device=device)
+        one @ one
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(_REPEATS):
+            one @ one
+        _wait(device)
+        seconds = torch.tensor((time.perf_counter() - began) / _REPEATS, dtype=torch.float64, device=device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        found[name] = 2.0 * side**3 / float(seconds)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >> 20 else f"{count >> 10} KiB"

@@ -1,0 +1,69 @@
+"""What example-level privacy leaves of the strategies: whole copies of a plain model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.cluster.plan.memory_estimate import Estimate
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import PrivacyError
+
+_PARTS = (
+    "per-example clipping needs the norm of each example's whole gradient before anything is summed, and a "
+    "rank that holds part of the model has only part of it"
+)
+_STEP = "every rank takes the same noisy step with the whole optimizer; use ddp"
+_WHY = {
+    "checkpointing": "the norm of an example's gradient is made of what layers keep of their forward pass",
+    "offload": "per-example gradients need the parameters where the layers run",
+    "reduction": "the noise covers the exact sum of clipped gradients, and no other",
+    "local_steps": "replicas that train apart would each need the noise of a whole silo",
+}
+_PLAIN = {"checkpointing": "none", "offload": False, "reduction": "exact", "local_steps": 0}
+
+
+def is_example_level(job: JobConfig) -> bool:
+    """Whether each example's gradient is clipped (DP-SGD)."""
+    return job.privacy.get("level") == "example"
+
+
+def narrowed(job: JobConfig, resources: Resources, table: ClusterTable) -> ClusterTable:
+    """The table with what the job's privacy fixes; as it was where it fixes nothing.
+
+    Raises PrivacyError, with the reason, for what does not compose with clipping each example's gradient.
+    """
+    if not is_example_level(job):
+        return table
+    hand = table.strategy
+    for key in ("tp", "pp", "fsdp", "ep"):
+        if (degree := getattr(hand, key) or 1) > 1:
+            raise _refused(key, degree, _PARTS)
+    if hand.dp is not None and hand.dp != resources.world:
+        raise _refused("dp", hand.dp, f"the other of {resources.world} devices would hold parts of the model")
+    if hand.data_parallel in ("zero1", "zero2", "zero3"):
+        raise _refused(
+            "data_parallel", hand.data_parallel, _STEP if hand.data_parallel == "zero1" else _PARTS
+        )
+    for key, plain in _PLAIN.items():
+        value = getattr(hand, key)
+        if value is not None and value != plain:
+            raise _refused(key, value, _WHY[key])
+    if table.precision != "float32":
+        raise PrivacyError(
+            f"[cluster] precision = {table.precision!r} with privacy.level = 'example': clipped gradients "
+            "are checked against plain backward passes, which bfloat16 is too coarse for; use float32"
+        )
+    degrees = {"tp": 1, "pp": 1, "fsdp": 1, "ep": 1, "dp": resources.world}
+    kind = {"data_parallel": "ddp" if resources.world > 1 else "none", "sequence_parallel": False}
+    return table.model_copy(update={"strategy": hand.model_copy(update={**degrees, **kind, **_PLAIN})})
+
+
+def with_noisy_gradient(estimate: Estimate) -> Estimate:
+    """The sum of clipped gradients and the noisy gradient that is made of it are two copies."""
+    more = estimate.gradients
+    return replace(estimate, gradients=estimate.gradients + more, peak=estimate.peak + more)
+
+
+def _refused(key: str, value: object, reason: str) -> PrivacyError:
+    return PrivacyError(f"[cluster.strategy] {key} = {value}, and privacy.level = 'example': {reason}")

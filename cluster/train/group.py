@@ -1,0 +1,341 @@
+"""Orders done by a whole group of ranks; each rank runs this, and they take every branch together."""
+
+from __future__ import annotations
+
+import json
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roundtable.client.durable_files import digest_of
+from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.trainer import Trained
+from roundtable.client.training.local_training import check_evaluation, check_privacy, split_data
+from roundtable.client.training.metrics import Metrics
+from roundtable.client.training.silo_account import affordable, payment
+from roundtable.client.worker.executor import EVALUATION_BATCHES, Order, Settings
+from roundtable.client.worker.silo_state import SiloState
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.shards import finite, prepare_update, write_deltas
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.parallel.text_collectives import broadcast_text
+from roundtable.cluster.plan.arithmetic import count_work
+from roundtable.cluster.plan.device_peaks import peak_flops
+from roundtable.cluster.plan.links import Links
+from roundtable.cluster.plan.model_probe import example_batch, survey
+from roundtable.cluster.plan.planner import make_plan
+from roundtable.cluster.plan.privacy_composition import is_example_level
+from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.local_state import save_local
+from roundtable.cluster.train.orders import Advice
+from roundtable.cluster.train.private_rounds import Till, fit_examples_privately, noise_on_parts
+from roundtable.cluster.train.rank_trainer import Bench, Progress, StepReport
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
+from roundtable.core.models import Model, open_model
+from roundtable.core.task import ArrayTask, Site, Task, load_task
+
+Watch = Callable[[StepReport], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """What holds for the life of the ranks."""
+
+    settings: Settings
+    table: ClusterTable
+    resources: Resources
+    folder: Path
+    device: torch.device
+    control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+    links: Links
+
+
+class GroupWorkshop:
+    """Does orders, one at a time; model, optimizer and data of the last job stay warm."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._state = SiloState(Path(group.settings.jobs))
+        self._job = ""
+        self._ended = 0
+        self._bench: Bench | None = None
+        self._data: tuple[Any, Any] = (None, None)
+        self._site, self._bench_task = Site(group.settings.client), Task()
+
+    def train(self, order: Order, watch: Watch) -> Trained:
+        """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
+        bench, start, digest = self._prepare(order)
+        level = check_privacy(bench.job, protected=True)
+        bench.load(start.vector, self._others(order, start, before=order.round))
+        checkpoints = self._checkpoints(order.job)
+        self._begin(bench, checkpoints, order)
+        if level == "example":
+            return self._train_on_noise(bench, checkpoints, order, start, digest, watch)
+        done, batches = Progress(), bench.batches(self._data[0], order.round)
+        saved = self._resume(bench, checkpoints, order, digest, done, batches)
+        every = self._group.table.checkpoint_steps
+
+        def save(step: int) -> None:
+            nonlocal saved
+            position = Position(order.round, digest, step, done.seen, done.loss_sum)
+            saved = self._save(bench, checkpoints, position)
+
+        def note(report: StepReport) -> None:
+            watch(report)
+            if every and report.step % every == 0 and report.step < report.steps:
+                save(report.step)
+
+        try:
+            bench.fit(batches, order.round, done, note, save if every else None)
+        except InvalidUpdate as error:
+            checkpoints.finish()
+            raise InvalidUpdate(error.reason, f"{error}; {_last_sound(saved)}") from error
+        self._end(bench, checkpoints, order, Position(order.round, digest, batches.position, 0, 0.0, True))
+        if level == "client_local":
+            till = self._till(order)
+            noise = noise_on_parts(bench, start.vector, till)
+            return self._deliver_privately(bench, order, start, till, noise)
+        _check_weights(bench)
+        digest, size = self._deliver(bench, order, start)
+        return Trained(digest, size, batches.examples, _metrics(bench, done))
+
+    def _train_on_noise(
+        self,
+        bench: Bench,
+        checkpoints: Checkpoints,
+        order: Order,
+        start: Model,
+        digest: str,
+        watch: Watch,
+    ) -> Trained:
+        """DP-SGD. No checkpoints within a round: one that breaks begins anew, with new samples and noise."""
+        till = self._till(order)
+        fit_examples_privately(bench, self._data[0], order.round, till, watch)
+        self._end(bench, checkpoints, order, Position(order.round, digest, 0, 0, 0.0, True))
+        return self._deliver_privately(bench, order, start, till)
+
+    def _begin(self, bench: Bench, checkpoints: Checkpoints, order: Order) -> None:
+        """A fresh optimizer, or with the state that the round before left, whoever trained that."""
+        keep = bench.job.algorithm.optimizer_state == "keep"
+        fresh = not (keep and 0 < self._ended < order.round)
+        if fresh:
+            bench.optimizer = None
+        # Until this round has ended the state is of no round's end.
+        self._ended = 0
+        bench.begin(order.round)
+        assert bench.optimizer is not None
+        if keep and fresh and (found := checkpoints.end(before=order.round)) is not None:
+            checkpoints.load(found[0], bench.replica, bench.optimizer, bench.outer, weights=False)
+
+    def _end(self, bench: Bench, checkpoints: Checkpoints, order: Order, position: Position) -> None:
+        """Keeps the optimizer's state, where the job says so, for whichever ranks train next."""
+        if bench.job.algorithm.optimizer_state == "keep":
+            self._save(bench, checkpoints, position)
+            self._ended = order.round
+        checkpoints.finish()
+
+    def _till(self, order: Order) -> Till:
+        """The silo's account, as it is for a silo with one device."""
+        settings, folder = self._group.settings, Path(self._group.settings.jobs).parent / "privacy"
+        limit = (settings.epsilon, settings.delta)
+        return Till(
+            affordable(folder, *limit), payment(folder, order.job, order.round, order.attempt, *limit)
+        )
+
+    def _deliver_privately(
+        self,
+        bench: Bench,
+        order: Order,
+        start: Model,
+        till: Till,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> Trained:
+        """Paid for first; beside what has its noise nothing exact leaves, neither loss nor a count."""
+        _check_weights(bench)
+        till.settle(self._group.control)
+        return Trained(*self._deliver(bench, order, start, change), 1, {})
+
+    def evaluate(self, order: Order) -> Metrics:
+        """Evaluates the order's model on the silo's test data."""
+        bench, start, _ = self._prepare(order)
+        check_evaluation(bench.job)
+        bench.load(start.vector, self._others(order, start, before=order.round + 1))
+        size = EVALUATION_BATCHES * self._micro(bench)
+        return bench.evaluate(self._data[1], size)
+
+    def _micro(self, bench: Bench) -> int:
+        return max(bench.strategy.micro_batch, 1)
+
+    def _prepare(self, order: Order) -> tuple[Bench, Model, str]:
+        start = open_model(Path(order.model))
+        digest = Path(order.model).stem
+        if self._bench is None or self._job != order.job:
+            self._bench, self._ended = None, 0
+            self._bench, self._job = self._set_up(order, start), order.job
+        if not self._bench.layout.fingerprint == start.layout.fingerprint == order.layout:
+            raise LayoutError("the job announces another layout than its model has")
+        return self._bench, start, digest
+
+    def _set_up(self, order: Order, start: Model) -> Bench:
+        group, job = self._group, job_from_json(order.config)
+        task = load_task(order.task, Path(group.settings.folder))
+        if isinstance(task, ArrayTask):
+            raise TaskError(f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only")
+        options = group.settings.data_of.get(order.task, group.settings.data)
+        self._site, self._bench_task = Site(group.settings.client, options=options), task
+        self._data = split_data(task, self._site)
+        strategy, split = self._plan(task, job)
+        meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
+        bench = Bench(task, job, start.layout, strategy, meshes, group.device, group.settings.client, split)
+        if dist.get_rank() == 0:
+            # The rank that reports counts what a step is worth.
+            bench.work = count_work(task, example_batch(self._data[0]))
+            bench.peak = peak_flops(group.table, group.device)
+        return bench
+
+    def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
+        """Rank 0 plans for the ranks that there are, with what earlier failures taught."""
+        group = self._group
+        found = survey(
+            task,
+            example_batch(self._data[0]),
+            device=group.resources.device,
+            bfloat16=group.table.precision == "bfloat16",
+        )
+        text = ""
+        if dist.get_rank() == 0:
+            plan = make_plan(found, group.resources, job, group.table, group.links)
+            strategy = plan.strategy
+            for _ in range(Advice.read(group.folder).halvings):
+                strategy = strategy.halved()
+            text = json.dumps(strategy.to_plain())
+            print(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})", flush=True)
+        strategy = Strategy.from_plain(json.loads(broadcast_text(text, group.control)))
+        return strategy, found.tensor_parallel if strategy.mesh.tp > 1 else None
+
+    def _others(self, order: Order, start: Model, before: int) -> Mapping[str, Tensor]:
+        """What does not travel: the silo's own values, else the model's, else the task's file of them."""
+        path = self._state.newest(order.job, before)
+        known = [start.local if path is None else OwnTensors(path)]
+        given: Callable[[Site], Path] | None = getattr(self._bench_task, "pretrained", None)
+        if given is not None:
+            known.append(OwnTensors(given(self._site)))
+        # A chain looks its maps up one after the other and writes into none.
+        return ChainMap(*known)  # type: ignore[arg-type]
+
+    def _checkpoints(self, job: str) -> Checkpoints:
+        table = self._group.table
+        places = [
+            self._group.folder / "checkpoints" / job,
+            *(Path(place) / job for place in table.checkpoints),
+        ]
+        if dist.get_rank() == 0:
+            for place in places:
+                place.mkdir(parents=True, exist_ok=True)
+        return Checkpoints(places, table.keep, self._group.saving)
+
+    def _resume(
+        self, bench: Bench, checkpoints: Checkpoints, order: Order, digest: str, done: Progress, batches: Any
+    ) -> int:
+        """Goes on from the newest checkpoint of this round; gives its step, 0 for none."""
+        found = checkpoints.newest(order.round, digest)
+        if found is None:
+            return 0
+        path, position = found
+        assert bench.optimizer is not None
+        checkpoints.load(path, bench.replica, bench.optimizer, bench.outer)
+        batches.load_state_dict({"position": position.step})
+        done.seen, done.loss_sum = position.seen, position.loss_sum
+        return position.step
+
+    def _save(self, bench: Bench, checkpoints: Checkpoints, position: Position) -> int:
+        assert bench.optimizer is not None
+        checkpoints.save(bench.replica, bench.optimizer, position, bench.outer)
+        return position.step
+
+    def _deliver(
+        self,
+        bench: Bench,
+        order: Order,
+        start: Model,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[str, int]:
+        """All ranks' parts of the delta in one file; its digest and size are rank 0's, once all have written.
+
+        At level example buffers stay as they were: no noise covers what training fills them with.
+        """
+        output, encoding = Path(order.output), bench.job.transfer.encoding
+        tensors = list(bench.replica.tensors())
+        leaving = tensors if not is_example_level(bench.job) else [each for each in tensors if _learns(each)]
+        first = dist.get_rank() == 0
+        if first:
+            prepare_update(output, encoding, bench.layout)
+        dist.barrier(self._group.control)
+        write_deltas(output, encoding, leaving, bench.places, start.vector, bench.meshes, change)
+        save_local(self._state, order, tensors, bench.layout, bench.meshes, self._group.control)
+        dist.barrier(self._group.control)
+        return (digest_of(output), output.stat().st_size) if first else ("", 0)
+
+
+def _learns(each: tuple[str, Tensor]) -> bool:
+    return isinstance(each[1], nn.Parameter) and each[1].requires_grad
+
+
+def _last_sound(step: int) -> str:
+    if step:
+        return f"the round's last sound checkpoint is that of step {step}, in the silo's state folder"
+    return "the round has no checkpoint, so it would begin anew ([cluster] checkpoint_steps keeps some)"
+
+
+def _check_weights(bench: Bench) -> None:
+    if not finite(bench.replica.tensors(), bench.device):
+        raise InvalidUpdate(
+            "non_finite",
+            "training ended with weights that are not finite; lower [algorithm] learning_rate "
+            f"(now {bench.job.algorithm.learning_rate}) or set max_gradient_norm",
+        )
+
+
+def _metrics(bench: Bench, done: Progress) -> Metrics:
+    """The loss, and what the cluster was worth; under privacy the loss alone, as from any silo."""
+    found: Metrics = {"loss": (done.loss_sum, done.seen)}
+    if not bench.job.privacy and done.steps:
+        found["gradient_norm"] = (done.norm_sum, done.steps)
+        found["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
+    return found
+
+
+class OwnTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safetensors.safe_open(str(path), "pt")
+        names: list[str] = self._file.keys()  # type: ignore[no-untyped-call]
+        self._names = set(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def trained_to_plain(trained: Trained) -> dict[str, Any]:
+    """JSON values."""
+    return asdict(trained)

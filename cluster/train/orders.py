@@ -1,0 +1,142 @@
+"""What the agent and the ranks say to each other: JSON lines over a UNIX socket, and files that ranks leave.
+
+The agent listens; rank 0 calls, again after every restart of the group, and gets the order that is still
+open. A rank that fails leaves a report in a file, since only rank 0 has a connection, and it may be gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from roundtable.client.durable_files import write_file
+from roundtable.client.failures import diagnose
+from roundtable.client.worker.executor import Order
+
+SOCKET, ADVICE, REPORTS = "agent.sock", "advice.json", "reports"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a rank ended. `at` is the time of the failure in seconds since the epoch."""
+
+    rank: int
+    kind: str
+    detail: str
+    trace: str
+    at: float
+
+
+@dataclass
+class Advice:
+    """What earlier failures taught, for the next start of the group.
+
+    `halvings` of the micro-batch after running out of memory; `lost` devices of this node that failed, and
+    those `tried` again before a later round: one that fails once more stays out for the rest of the job.
+    """
+
+    halvings: int = 0
+    lost: tuple[int, ...] = ()
+    tried: tuple[int, ...] = ()
+
+    def usable(self, devices: int) -> list[int]:
+        """Those of so many devices that have not failed."""
+        return [device for device in range(devices) if device not in self.lost]
+
+    def to_ask(self) -> list[int]:
+        """Lost devices that may be back."""
+        return [device for device in self.lost if device not in self.tried]
+
+    def take_back(self, devices: Sequence[int]) -> None:
+        """They answered."""
+        self.lost = tuple(device for device in self.lost if device not in devices)
+        self.tried = (*self.tried, *devices)
+
+    @classmethod
+    def read(cls, folder: Path) -> Advice:
+        """The advice in a job's folder; none where nothing has failed."""
+        path = folder / ADVICE
+        if not path.exists():
+            return cls()
+        values = json.loads(path.read_text())
+        return cls(values["halvings"], tuple(values["lost"]), tuple(values["tried"]))
+
+    def write(self, folder: Path) -> None:
+        """Keeps it."""
+        write_file(folder / ADVICE, [json.dumps(asdict(self)).encode()])
+
+
+def leave_report(folder: Path, rank: int, error: Exception) -> None:
+    """Writes down why this rank ends."""
+    found = diagnose(error)
+    report = Report(rank, found.kind, found.detail, found.trace, time.time())
+    reports = folder / REPORTS
+    reports.mkdir(parents=True, exist_ok=True)
+    partial = reports / f".rank-{rank}.{os.getpid()}"
+    write_file(partial, [json.dumps(asdict(report)).encode()])
+    partial.replace(reports / f"rank-{rank}.{os.getpid()}.json")
+
+
+def take_reports(folder: Path) -> list[Report]:
+    """All reports, oldest first; they are removed."""
+    found = []
+    for path in sorted((folder / REPORTS).glob("rank-*.json")):
+        found.append(Report(**json.loads(path.read_text())))
+        path.unlink()
+    return sorted(found, key=lambda report: report.at)
+
+
+class Calls:
+    """Rank 0's connection to the agent; the process ends when the agent does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(_short(folder / SOCKET))
+        self._orders: list[dict[str, Any]] = []
+        self._arrived = threading.Condition()
+        self.withdrawn = 0
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def next(self) -> dict[str, Any]:
+        """The next command; waits for it."""
+        with self._arrived:
+            while not self._orders:
+                self._arrived.wait()
+            return self._orders.pop(0)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tells the agent."""
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _read(self) -> None:
+        with self._socket.makefile("r") as lines:
+            for line in lines:
+                command = json.loads(line)
+                if command["do"] == "stop":
+                    self.withdrawn = command["number"]
+                    continue
+                with self._arrived:
+                    self._orders.append(command)
+                    self._arrived.notify()
+        # The agent is gone; training for nobody would only hold the devices.
+        os._exit(0)
+
+
+def order_of(command: dict[str, Any]) -> Order:
+    """The order in a command."""
+    return Order(**command["order"])
+
+
+def _short(path: Path) -> str:
+    """A path that fits a socket's address, which is limited to about 100 bytes."""
+    if len(str(path)) < 100:
+        return str(path)
+    folder = os.open(path.parent, os.O_PATH)
+    return f"/proc/self/fd/{folder}/{path.name}"

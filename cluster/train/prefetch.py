@@ -1,0 +1,70 @@
+"""Batches on their way to a GPU while it computes the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from roundtable.cluster.train.shared_batches import Share
+
+
+class Prefetched:
+    """Steps' shares on the device; `ahead` starts the next one's way there, on a stream of its own.
+
+    It is gathered into pinned memory and copied while kernels that were launched before run. On a CPU there
+    is nothing to overlap, and `ahead` does nothing. `randomness(step)` surrounds the gathering, so that a
+    data set that draws numbers draws the same again after a restart, whenever it is asked.
+    """
+
+    def __init__(
+        self,
+        shares: Iterator[Share],
+        device: torch.device,
+        randomness: Callable[[int], AbstractContextManager[Any]],
+        taken: int,
+    ) -> None:
+        """`taken` steps were taken before."""
+        self._shares, self._device, self._randomness = shares, device, randomness
+        self._step = taken
+        self._next: tuple[Share | None, torch.cuda.Event | None] | None = None
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+
+    def take(self) -> Share | None:
+        """The next step's share, on the device; None after the last."""
+        if self._next is None:
+            self._next = self._begin()
+        (share, arrived), self._next = self._next, None
+        if share is not None and arrived is not None:
+            here = torch.cuda.current_stream(self._device)
+            here.wait_event(arrived)
+            # The allocator must not hand this memory to the other stream while this one reads it.
+            tree_map_only(Tensor, lambda tensor: tensor.record_stream(here), share.batches)
+        return share
+
+    def ahead(self) -> None:
+        """Starts the next share's way to the device; call it when a step's kernels are launched."""
+        if self._stream is not None and self._next is None:
+            self._next = self._begin()
+
+    def _begin(self) -> tuple[Share | None, torch.cuda.Event | None]:
+        self._step += 1
+        with self._randomness(self._step):
+            share = next(self._shares, None)
+        if share is None or self._stream is None:
+            return share, None
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            moved = tree_map_only(Tensor, self._sent, share.batches)
+            arrived.record(self._stream)
+        return replace(share, batches=moved), arrived
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        pinned = tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self._device, non_blocking=True)

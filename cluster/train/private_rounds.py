@@ -1,0 +1,112 @@
+"""Rounds that the silo itself makes private, over its ranks: DP-SGD, or noise on the whole update.
+
+A round is paid for once, by rank 0, when its steps are done and before anything of it is written: a group
+that breaks before that has given nothing out. A round that is done again has new samples and new noise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roundtable.client.training.module_state import isolated_randomness
+from roundtable.client.training.private_training import fit_privately, own_noise
+from roundtable.client.training.silo_account import Payment, Protection
+from roundtable.cluster.parallel.shards import deltas
+from roundtable.cluster.train.rank_trainer import Bench, StepReport, Watch
+from roundtable.cluster.train.sharded_optimizer import make_correction
+from roundtable.core.seeds import derive_seed
+from roundtable.privacy import Charge, PrivacyConfig, add_gaussian, local_gaussian_charge
+from roundtable.privacy.example_level import Sources, secure_sources
+from roundtable.privacy.mechanisms.clipping import clip_factor
+
+
+class Till:
+    """Takes a round's charge before its first step, and pays it when the round is about to leave."""
+
+    def __init__(self, check: Payment, pay: Payment) -> None:
+        self._check, self._pay = check, pay
+        self._due: tuple[PrivacyConfig, Charge] | None = None
+
+    def note(self, privacy: PrivacyConfig, charge: Charge) -> None:
+        """A `Payment`: raises BudgetExceeded, on rank 0, for what the account does not hold."""
+        if dist.get_rank() == 0:
+            self._check(privacy, charge)
+        self._due = (privacy, charge)
+
+    def settle(self, group: dist.ProcessGroup) -> None:
+        """Charges the account; no rank goes on before that is on disk."""
+        assert self._due is not None
+        if dist.get_rank() == 0:
+            self._pay(*self._due)
+        dist.barrier(group)
+        self._due = None
+
+
+def fit_examples_privately(
+    bench: Bench, data: Any, round: int, till: Till, watch: Watch, sources: Sources = secure_sources
+) -> None:
+    """One round of DP-SGD (Abadi et al. 2016): every rank clips and sums, rank 0 adds the noise to the sum.
+
+    Each rank samples from its own part of the examples. Reports have no loss and no norm, which are private.
+    """
+    rate = bench.begin(round)
+    ranks = bench.meshes.root.size()
+    protection = Protection(till.note, sources, bench.mode)
+    ended = time.perf_counter()
+
+    def report(step: int, steps: int) -> None:
+        nonlocal ended
+        now = time.perf_counter()
+        seconds, ended = now - ended, now
+        watch(StepReport(step, steps, 0, math.nan, math.nan, rate, seconds, 0.0, 0))
+
+    seed = derive_seed(bench.job.seed, round, bench.client, "training", bench.meshes.data_rank)
+    assert bench.optimizer is not None
+    bench.replica.train()
+    with isolated_randomness(seed, bench.device):
+        fit_privately(
+            bench.task,
+            bench.replica.model,
+            bench.optimizer,
+            data,
+            bench.job,
+            make_correction(bench.job, bench.replica.parameters()),
+            bench.device,
+            protection,
+            group=bench.meshes.one("dp").get_group() if ranks > 1 else None,
+            physical_batch=bench.strategy.micro_batch,
+            watch=report,
+        )
+    bench.mode = protection.mode
+    bench.finish()
+
+
+def noise_on_parts(
+    bench: Bench, start: Tensor, till: Till, sources: Sources = secure_sources
+) -> Callable[[Tensor], Tensor]:
+    """What makes a part of the update private: the whole clipped to C, and noise of σ = z · C on each entry.
+
+    The norm is a sum over the ranks' parts. Every entry of the update belongs to one rank, which draws its
+    noise: together they are the noise that one process would add. `start` is the mapped global vector.
+    """
+    privacy, clip_norm, multiplier = own_noise(bench.job)
+    till.note(privacy, local_gaussian_charge(multiplier))
+    total = torch.zeros((), dtype=torch.float64, device=bench.device)
+    for _, _, part in deltas(bench.replica.tensors(), bench.places, start, bench.meshes):
+        total += part.double().square().sum().to(bench.device)
+    dist.all_reduce(total)
+    factor = clip_factor(math.sqrt(float(total)), clip_norm)
+    source = sources("noise")
+
+    def protect(part: Tensor) -> Tensor:
+        clipped = part.flatten() * factor
+        return add_gaussian(clipped, multiplier * clip_norm, source).vector.view(part.shape)
+
+    return protect

@@ -1,0 +1,154 @@
+"""One rank: `torchrun ... -m roundtable.cluster.train.rank FOLDER`, by the agent or a scheduler.
+
+FOLDER is where the agent listens; it holds the settings that every rank reads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.gpus import bound_gpu_memory
+from roundtable.client.worker.executor import Settings
+from roundtable.client.worker.worker import Stopped, die_with_parent
+from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
+from roundtable.cluster.plan.links import known_links
+from roundtable.cluster.train.group import Group, GroupWorkshop
+from roundtable.cluster.train.orders import SOCKET, Calls, leave_report, order_of
+from roundtable.cluster.train.rank_trainer import StepReport
+from roundtable.core.allocator import tune_for_transfers
+from roundtable.core.errors import ConfigError
+
+SETTINGS = "settings.json"
+_AGENT_SECONDS = 300.0
+_IDLE = timedelta(days=30)
+_PEERS = re.compile(
+    r"[Cc]onnection (closed|reset|refused|was)|[Tt]imed out|[Gg]loo|NCCL|ProcessGroup|TCPStore|Broken pipe"
+)
+
+
+def main() -> None:
+    """Joins the group and serves the agent's orders until it goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    if os.environ.get("ROUNDTABLE_LAUNCHER"):
+        die_with_parent(os.getppid())
+    # Layers come and go with every step: blocks of a layer's size must not split the heap.
+    tune_for_transfers()
+    folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    try:
+        _serve(folder, rank)
+    except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
+        leave_report(folder, rank, _explained(error))
+        # Peers wait in collectives that will never end; the launcher ends them once one rank is gone.
+        os._exit(1)
+
+
+def _serve(folder: Path, rank: int) -> None:
+    _await_agent(folder)
+    values = json.loads((folder / SETTINGS).read_text())
+    table = ClusterTable.model_validate_json(json.dumps(values["cluster"]))
+    settings = Settings(**values["settings"])
+    device = _device(values["device"])
+    bound_gpu_memory(settings.gpu_memory, device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=table.timeout))
+    control = dist.new_group(backend="gloo", timeout=_IDLE)
+    saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=table.timeout))
+    assert isinstance(control, dist.ProcessGroup)
+    assert isinstance(saving, dist.ProcessGroup)
+    check_versions(control)
+    resources = Resources(**values["resources"]).with_world(dist.get_world_size())
+    links = known_links(folder, device, min(resources.devices, resources.world), control)
+    workshop = GroupWorkshop(Group(settings, table, resources, folder, device, control, saving, links))
+    calls = Calls(folder) if rank == 0 else None
+    while True:
+        command = json.loads(broadcast_text(json.dumps(calls.next()) if calls else None, control))
+        _do(workshop, command, calls, control)
+
+
+def _await_agent(folder: Path) -> None:
+    """Ranks that a scheduler starts may be there before the agent is."""
+    patience = time.monotonic() + _AGENT_SECONDS
+    while not ((folder / SETTINGS).exists() and (folder / SOCKET).exists()):
+        if time.monotonic() > patience:
+            raise ConfigError(
+                f"no agent has listened in {folder} for {_AGENT_SECONDS:.0f} s; start it first, with "
+                '[cluster] launch = "external" and its state in a folder that all nodes share'
+            )
+        time.sleep(0.2)
+
+
+def _do(
+    workshop: GroupWorkshop, command: dict[str, Any], calls: Calls | None, control: dist.ProcessGroup
+) -> None:
+    order = order_of(command)
+
+    def watch(report: StepReport) -> None:
+        if calls is not None:
+            calls.say({"step": asdict(report)})
+        stop = torch.tensor([int(calls is not None and calls.withdrawn == command["number"])])
+        dist.broadcast(stop, 0, group=control)
+        if stop.item():
+            raise Stopped
+
+    try:
+        if command["do"] == "train":
+            result: dict[str, Any] = {"trained": asdict(workshop.train(order, watch))}
+        else:
+            result = {"evaluated": workshop.evaluate(order)}
+    except Stopped:
+        result = {"stopped": True}
+    if calls is not None:
+        calls.say({**result, "number": command["number"]})
+
+
+def _device(kind: str) -> torch.device:
+    if kind != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_versions(control: dist.ProcessGroup) -> None:
+    """Ranks of different software would train different models, or hang."""
+    said = gather_text(f"roundtable {version('roundtable')}, torch {torch.__version__}", control)
+    odd = [f"rank {rank} has {text}" for rank, text in enumerate(said) if text != said[0]]
+    if odd:
+        raise ConfigError(
+            f"the ranks run different versions: rank 0 has {said[0]}, {'; '.join(odd[:3])}; install the same "
+            "everywhere"
+        )
+
+
+def _explained(error: Exception) -> Exception:
+    """Errors that only say that another rank is gone, in those words."""
+    if isinstance(error, (RuntimeError, dist.DistError)) and _PEERS.search(str(error)):
+        first = str(error).splitlines()[0][:200]
+        lost = WorkFailed("node_failure", f"a rank lost contact with the others: {first}")
+        lost.__cause__ = error
+        return lost
+    return error
+
+
+if __name__ == "__main__":
+    main()

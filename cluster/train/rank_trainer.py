@@ -1,0 +1,333 @@
+"""One rank's work on a job: model, optimizer and data stay warm between rounds."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roundtable.client.training.batches import count_examples, ordered_batches
+from roundtable.client.training.metrics import Metrics, add, checked
+from roundtable.client.training.module_state import isolated_randomness
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.shards import Places, local_of
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.plan.arithmetic import Work
+from roundtable.cluster.plan.privacy_composition import is_example_level
+from roundtable.cluster.train.collective_sampling import CollectiveSampler
+from roundtable.cluster.train.diloco import OuterOptimizer
+from roundtable.cluster.train.loss_guard import Steadiness, refuse_step
+from roundtable.cluster.train.prefetch import Prefetched
+from roundtable.cluster.train.replica import Replica
+from roundtable.cluster.train.sharded_optimizer import (
+    align_gradients,
+    clip_gradients,
+    gradient_norm,
+    make_correction,
+    make_optimizer,
+    set_decay,
+)
+from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
+from roundtable.cluster.train.streams import StreamedBatches
+from roundtable.core.config import JobConfig
+from roundtable.core.layout import Layout
+from roundtable.core.seeds import derive_seed
+from roundtable.core.task import Task
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step as the whole group saw it.
+
+    `norm` is the gradient's before clipping; `seconds` the step's, of which `waiting` for data and
+    `communicating` with a collective under way, overlapped or not (None before it is first sampled).
+    `memory` is the most bytes that this rank's device held so far; on a CPU, that its process did. `tokens`
+    of the step's examples, 0 where they are none. `utilisation` is the share of all devices' peak that the
+    model's own operations came to; None where the peak is not known.
+    """
+
+    step: int
+    steps: int
+    examples: int
+    loss: float
+    norm: float
+    learning_rate: float
+    seconds: float
+    waiting: float
+    memory: int
+    tokens: int = 0
+    communicating: float | None = None
+    utilisation: float | None = None
+
+
+@dataclass
+class Progress:
+    """How far a round is: sums over the examples seen."""
+
+    seen: int = 0
+    loss_sum: float = 0.0
+    seconds: float = 0.0
+    norm_sum: float = 0.0
+    steps: int = 0
+
+
+Watch = Callable[[StepReport], None]
+
+
+@dataclass
+class Bench:
+    """A job on this rank; `mode` is how per-example gradients are made, where they are."""
+
+    task: Task
+    job: JobConfig
+    layout: Layout
+    strategy: Strategy
+    meshes: Meshes
+    device: torch.device
+    client: str
+    tensor_parallel: TensorParallel | None = None
+    work: Work | None = None
+    peak: float = 0.0
+    replica: Replica = field(init=False)
+    places: Places = field(init=False)
+    optimizer: torch.optim.Optimizer | None = None
+    outer: OuterOptimizer | None = None
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        self.replica = Replica(
+            self.task,
+            self.strategy,
+            self.meshes,
+            self.device,
+            self.tensor_parallel,
+            plain=is_example_level(self.job),
+        )
+        self.places = Places(self.layout)
+        self.sampler = CollectiveSampler(self.device, wanted=dist.get_rank() == 0)
+
+    def load(self, vector: Tensor, others: Mapping[str, Tensor]) -> None:
+        """Puts a model in, each rank its own parts; `others` are tensors that do not travel."""
+        self.replica.load(self.places, vector, others)
+        if self.outer is not None:
+            self.outer.depart()
+
+    def batches(self, data: Any, round: int) -> SharedBatches | StreamedBatches:
+        """The round's steps, this rank's share of each."""
+        table = self.job.algorithm
+        mesh = self.strategy.mesh
+        sharing = Sharing(
+            self.meshes.data_rank,
+            mesh.data,
+            self.strategy.micro_batch,
+            mesh.pp,
+            self.strategy.schedule == "interleaved",
+            mesh.dp if self.strategy.local_steps else 1,
+        )
+        if count_examples(data) is None:
+            return StreamedBatches(data, sharing, batch_size=table.batch_size, steps=table.steps)
+        return SharedBatches(
+            data,
+            sharing,
+            batch_size=table.batch_size,
+            stream=(self.job.seed, round, self.client),
+            epochs=table.epochs,
+            steps=table.steps,
+        )
+
+    def begin(self, round: int) -> float:
+        """A fresh optimizer, or the one kept; gives the round's learning rate."""
+        parameters = self.replica.parameters()
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.task, parameters, self.job, self.strategy, self.meshes)
+            self.outer = self._outer()
+        return set_decay(self.optimizer, self.job, round)
+
+    def fit(
+        self,
+        batches: SharedBatches | StreamedBatches,
+        round: int,
+        done: Progress,
+        watch: Watch,
+        alarm: Callable[[int], None] | None = None,
+    ) -> None:
+        """Takes the steps that are left; `watch` is called after each, on every rank, and may raise.
+
+        `alarm` is called, on every rank, when a loss jumps: with the steps taken, before the one that it
+        would lead to. Raises InvalidUpdate, on every rank, for a loss or a gradient that is not finite; the
+        step is not taken then.
+        """
+        rate = self.begin(round)
+        correction = make_correction(self.job, self.replica.parameters())
+        self.replica.train()
+        steadiness, step = Steadiness(), batches.position
+        arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
+        ended = time.perf_counter()
+        while (share := arriving.take()) is not None:
+            step += 1
+            arrived = time.perf_counter()
+            with self._randomness(round, "training", step), self.sampler.step():
+                loss, norm, own = self._gradients(share, correction, arriving)
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    raise refuse_step(loss, norm, own.tolist(), step, round)
+                if alarm is not None and steadiness.jumped(loss):
+                    alarm(step - 1)
+                assert self.optimizer is not None
+                self.optimizer.step()
+            if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
+                self.outer.meet()
+            done.seen += share.total
+            done.loss_sum += loss * share.total
+            now = time.perf_counter()
+            done.steps += 1
+            done.norm_sum += norm
+            done.seconds += now - ended
+            place = (step, batches.steps, share.total)
+            watch(self._report(place, loss, norm, rate, now - ended, arrived - ended))
+            ended = time.perf_counter()
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends a round's training: gradients go, buffers are averaged over the ranks."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        self._average_buffers()
+
+    def _report(
+        self,
+        place: tuple[int, int, int],
+        loss: float,
+        norm: float,
+        rate: float,
+        seconds: float,
+        waiting: float,
+    ) -> StepReport:
+        work, share = self.work or Work(0.0, 0, "counted"), self.sampler.share
+        able = self.peak * self.strategy.mesh.world * max(seconds, 1e-9)
+        return StepReport(
+            *place,
+            loss,
+            norm,
+            rate,
+            seconds,
+            waiting,
+            most_memory(self.device),
+            work.tokens * place[2],
+            None if share is None else share * (seconds - waiting),
+            work.flops * place[2] / able if able and work.flops else None,
+        )
+
+    def _outer(self) -> OuterOptimizer | None:
+        strategy = self.strategy
+        if not strategy.local_steps:
+            return None
+        group = self.meshes.one("dp").get_group()
+        parameters = self.replica.parameters()
+        return OuterOptimizer(parameters, group, strategy.outer_learning_rate, strategy.outer_momentum)
+
+    def evaluate(self, data: Any, batch_size: int) -> Metrics:
+        """Named (sum, count) over the test data, "loss" among them; the same on every rank."""
+        sums: Metrics = {}
+        self.replica.train(False)
+        ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
+        with torch.no_grad(), isolated_randomness(derive_seed(0, "evaluation"), self.device):
+            for index, batch in enumerate(ordered_batches(data, batch_size, self.device)):
+                models = self.replica.models([batch.data])
+                # Every rank runs every batch, as shards are gathered together; one of them counts it.
+                if models is None or index % ranks != rank or self.meshes.place("tp"):
+                    if models is not None and self.strategy.mesh.pp == 1:
+                        self._measure(models[0], batch.data, batch.size)
+                    continue
+                add(sums, self._measure(models[0], batch.data, batch.size))
+        return self._summed(sums)
+
+    def _measure(self, model: Any, data: Any, size: int) -> Metrics:
+        with self.replica.precision():
+            found: Metrics = {"loss": (float(self.task.loss(model, data)) * size, size)}
+            if (measure := getattr(self.task, "metrics", None)) is not None:
+                add(found, checked(measure(model, data), self.task, reserved="loss"))
+        return found
+
+    def _summed(self, sums: Metrics) -> Metrics:
+        """Sums over all ranks; only those that counted know the names, so ranks agree on them first."""
+        names = sorted({name for names in gathered_names(sorted(sums)) for name in names})
+        if not names:
+            return {}
+        pairs = [sums.get(name, (0.0, 0)) for name in names]
+        table = torch.tensor(pairs, dtype=torch.float64, device=self.device)
+        dist.all_reduce(table)
+        return {name: (float(row[0]), int(row[1])) for name, row in zip(names, table.tolist(), strict=True)}
+
+    def _gradients(
+        self, share: Share, correction: Callable[[], None] | None, arriving: Prefetched
+    ) -> tuple[float, float, Tensor]:
+        """A step's gradients, clipped: (loss, norm before) of the whole batch, and this rank's own losses."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        # Ranks average their gradients, so each weighs its examples by how many ranks there are.
+        mesh = self.strategy.mesh
+        near = mesh.fsdp if self.strategy.local_steps else mesh.data
+        weights = [size * near / share.together for size in share.sizes]
+        losses = self.replica.backward(share.batches, weights)
+        arriving.ahead()
+        parameters, limit = self.replica.parameters(), self.job.algorithm.max_gradient_norm
+        align_gradients(parameters)
+        if correction is not None:
+            correction()
+        if limit is not None:
+            norm = clip_gradients(parameters, limit, self.meshes, self.device)
+        else:
+            norm = gradient_norm(parameters, self.meshes, self.device)
+        loss, worst = self._over_ranks(losses, norm, share)
+        return loss, worst, losses if losses is not None else torch.zeros(0)
+
+    def _over_ranks(self, losses: Tensor | None, norm: Tensor, share: Share) -> tuple[float, float]:
+        """The batch's mean loss over all ranks, and the norm, on all of them infinite if it is on one."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if losses is not None and self.meshes.place("tp") == 0:
+            sizes = torch.tensor(share.sizes, dtype=torch.float64, device=self.device)
+            sums[0] = (losses.double() * sizes).nan_to_num(math.inf, math.inf, math.inf).sum()
+        sums[1] = (~torch.isfinite(norm)).double()
+        dist.all_reduce(sums)
+        total, bad, value = torch.cat([sums, norm.double().view(1)]).tolist()
+        return total / share.total, math.inf if bad else value
+
+    def _randomness(self, round: int, purpose: str, step: int) -> Any:
+        """Ranks with the same examples draw the same numbers; a step that is done again draws them again."""
+        path: Sequence[str | int] = (round, self.client, purpose, step, self.meshes.data_rank)
+        return isolated_randomness(derive_seed(self.job.seed, *path), self.device)
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Running statistics differ from rank to rank with the examples: their mean is the silo's."""
+        if self.strategy.mesh.data == 1:
+            return
+        group = self.meshes.hybrid
+        for _, tensor in self.replica.tensors():
+            if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                for index in range(group.ndim):
+                    dist.all_reduce(local_of(tensor), group=group.get_group(index))
+                local_of(tensor).div_(self.strategy.mesh.data)
+
+
+def most_memory(device: torch.device) -> int:
+    """Bytes: of the device, or of this process where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def gathered_names(names: list[str]) -> list[list[str]]:
+    """The lists of all ranks, on every rank."""
+    from roundtable.cluster.parallel.text_collectives import gather_text
+
+    return [text.split("\n") if text else [] for text in gather_text("\n".join(names))]

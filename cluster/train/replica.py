@@ -1,0 +1,126 @@
+"""What one rank holds of the model, and how a step runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from roundtable.cluster.parallel.anatomy import Anatomy, dissect
+from roundtable.cluster.parallel.apply_strategy import apply_strategy, present_blocks, replicate
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.meta_init import without_weights
+from roundtable.cluster.parallel.pipeline_stages import Given, Pipeline, keep_only, partition
+from roundtable.cluster.parallel.shards import Places, named_tensors, read_shards
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.train.gradient_hooks import install
+from roundtable.core.errors import LayoutError
+from roundtable.core.task import Task
+
+
+class Replica:
+    """A rank's part of the model under a strategy; without values until `load`."""
+
+    def __init__(
+        self,
+        task: Task,
+        strategy: Strategy,
+        meshes: Meshes,
+        device: torch.device,
+        tensor_parallel: TensorParallel | None = None,
+        *,
+        plain: bool = False,
+    ) -> None:
+        """`plain`: the model is not wrapped, since somebody else reduces its gradients."""
+        self._plain = plain
+        self._task, self.strategy, self.meshes, self.device = task, strategy, meshes, device
+        self.parts = [
+            apply_strategy(part, present_blocks(part, blocks), strategy, meshes, device, tensor_parallel)
+            for part, blocks in self._cut()
+        ]
+        self.model: nn.Module = self.parts[0]
+        self._ddp: DistributedDataParallel | None = None
+        self.pipeline = Pipeline(self.parts, strategy, meshes, device) if strategy.mesh.pp > 1 else None
+
+    def _cut(self) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+        """The whole model, or the stages of it that this rank runs."""
+        mesh = self.strategy.mesh
+        stages = mesh.pp * self.strategy.virtual_stages
+        for index in range(self.strategy.virtual_stages):
+            with without_weights():
+                model = self._task.model()
+            anatomy: Anatomy = dissect(model)
+            if mesh.pp > 1:
+                units = partition(anatomy, stages)[self.meshes.place("pp") + index * mesh.pp]
+                keep_only(model, anatomy, units)
+            yield model, anatomy.blocks
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and saved buffers of this rank by their names in the whole model."""
+        return named_tensors(self.parts)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained here."""
+        return [p for part in self.parts for p in part.parameters() if p.requires_grad]
+
+    def load(self, places: Places, vector: Tensor, others: Mapping[str, Tensor]) -> None:
+        """Puts this rank's parts of the values in, from a mapped vector and tensors that do not travel."""
+        missing = read_shards(self.tensors(), places, vector, others)
+        if missing:
+            raise LayoutError(
+                f"nobody says what {missing[0]!r} starts from: it has the rule drop in [model], and the "
+                "task has no pretrained(site) that gives a safetensors file with it; or use the rule local"
+            )
+        if (
+            self.strategy.data_parallel in ("ddp", "zero1")
+            and not self.strategy.local_steps
+            and not self._plain
+            and not self._ddp
+        ):
+            self._ddp = replicate(self.model, self.meshes, self.device)
+            install(self._ddp, self.strategy.reduction, self.meshes.one("dp").get_group())
+            self.model = self._ddp
+
+    def train(self, mode: bool = True) -> None:
+        """As nn.Module.train, on every part."""
+        for part in self.parts:
+            part.train(mode)
+
+    def backward(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
+        """Gradients of Σ weight · loss over micro-batches; their losses, None off a pipeline's last stage."""
+        with self._precision():
+            if self.pipeline is not None:
+                return self.pipeline.backward(self._task, batches, weights)
+            losses = []
+            for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+                with self._waiting(index + 1 < len(batches)):
+                    loss = self._task.loss(self.model, batch)
+                    (loss * weight).backward()  # type: ignore[no-untyped-call]
+                    losses.append(loss.detach())
+            return torch.stack(losses)
+
+    def models(self, batches: Sequence[Any]) -> list[nn.Module] | None:
+        """For each micro-batch something to call a loss or metrics with; None where nothing comes out."""
+        if self.pipeline is None:
+            return [self.model] * len(batches)
+        with self._precision():
+            outputs = self.pipeline.outputs(self._task, batches)
+        return None if outputs is None else [Given(output) for output in outputs]
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """What losses and metrics are computed under."""
+        return self._precision()
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.strategy.precision == "bfloat16" and self.strategy.data_parallel not in ("zero2", "zero3"):
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _waiting(self, more: bool) -> AbstractContextManager[Any]:
+        """DDP reduces after the last micro-batch; shards each time, which keeps gradients small."""
+        return self._ddp.no_sync() if self._ddp is not None and more else nullcontext()

@@ -1,0 +1,149 @@
+"""Optimizers and gradient norms over parameters that lie on several ranks and meshes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from roundtable.client.training.algorithms import Correction, make_algorithm
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.shards import local_of
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError
+from roundtable.core.task import Task
+
+
+def make_optimizer(
+    task: Task, parameters: Sequence[nn.Parameter], job: JobConfig, strategy: Strategy, meshes: Meshes
+) -> torch.optim.Optimizer:
+    """The task's own optimizer, or SGD as the job says; sharded over the replicas under ZeRO-1."""
+    table = job.algorithm
+    make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
+    own: torch.optim.Optimizer | None = make(parameters) if make is not None else None
+    if own is None:
+        own = torch.optim.SGD(
+            parameters, lr=table.learning_rate, momentum=table.momentum, weight_decay=table.weight_decay
+        )
+    if strategy.data_parallel == "zero1":
+        return _zero(own, parameters, meshes)
+    _split_groups(own)
+    for group in own.param_groups:
+        group["initial_lr"] = group["lr"]
+    return own
+
+
+def set_decay(optimizer: torch.optim.Optimizer, job: JobConfig, round: int) -> float:
+    """Sets every group's learning rate for the round; gives the first one."""
+    decay = job.algorithm.learning_rate_decay ** (round - 1)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * decay
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def make_correction(job: JobConfig, parameters: Sequence[nn.Parameter]) -> Correction | None:
+    """The local algorithm's correction, for each mesh by itself: foreach kernels take one at a time."""
+    found = [make_algorithm(job.algorithm).begin(group) for group in _by_mesh(parameters).values()]
+    corrections = [correction for correction in found if correction is not None]
+    if not corrections:
+        return None
+
+    def correct() -> None:
+        for correction in corrections:
+            correction()
+
+    return correct
+
+
+@torch.no_grad()
+def align_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Each gradient lies as its parameter does: that of a split embedding comes whole to every rank."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Sequence[nn.Parameter], meshes: Meshes, device: torch.device) -> Tensor:
+    """L2 norm of the whole gradient: each part is counted by its owner, and the sums are reduced."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        if parameter.grad is not None and meshes.owns(parameter, within=meshes.apart):
+            part = local_of(parameter.grad)
+            total += torch.linalg.vector_norm(part, dtype=torch.float64).square().to(device)
+    dist.all_reduce(total, group=meshes.inner() if meshes.apart else None)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], max_norm: float, meshes: Meshes, device: torch.device
+) -> Tensor:
+    """Scales gradients as `torch.nn.utils.clip_grad_norm_` does; gives the norm before."""
+    norm = gradient_norm(parameters, meshes, device)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            part = local_of(parameter.grad)
+            part.mul_(factor.to(part.dtype).to(part.device))
+    return norm
+
+
+@torch.no_grad()
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer's state as its first step would, without moving a weight: a place to load into."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate, decay in zip(optimizer.param_groups, rates, decays, strict=True):
+        group["lr"] = rate
+        if decay is not None:
+            group["weight_decay"] = decay
+
+
+def _zero(
+    own: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], meshes: Meshes
+) -> torch.optim.Optimizer:
+    if len(own.param_groups) != 1:
+        raise ConfigError(
+            "ZeRO-1 takes an optimizer with one group of parameters, and the task's has "
+            f"{len(own.param_groups)}; set [cluster.strategy] data_parallel to ddp, zero2 or zero3"
+        )
+    group = meshes.one("dp").get_group()
+    accepted = inspect.signature(type(own)).parameters
+    options = {key: value for key, value in own.defaults.items() if key in accepted}
+    made = ZeroRedundancyOptimizer(parameters, type(own), process_group=group, **options)
+    for one in made.param_groups:
+        one["initial_lr"] = one["lr"]
+    return made
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        key = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(key, []).append(parameter)
+    return groups
+
+
+def _split_groups(optimizer: torch.optim.Optimizer) -> None:
+    """One group for each mesh."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        groups.extend({**group, "params": part} for part in _by_mesh(group["params"]).values())
+    optimizer.param_groups[:] = groups

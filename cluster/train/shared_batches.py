@@ -1,0 +1,136 @@
+"""The batches that one process would take, shared out: any world size sees the same examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from roundtable.client.training.batches import NoExamples, as_tensors, count_examples
+from roundtable.core.errors import TaskError
+from roundtable.core.seeds import torch_generator
+
+
+@dataclass(frozen=True)
+class Share:
+    """One step's micro-batches of a rank: `sizes` in examples, 0 for one that only keeps others company.
+
+    `total` counts the examples of the whole step over all ranks, `together` those of the ranks that share
+    their gradients with this one.
+    """
+
+    batches: list[Any]
+    sizes: list[int]
+    total: int
+    together: int
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which part of each batch is this rank's, and how it is cut; `apart` replicas do not share gradients."""
+
+    rank: int
+    ranks: int
+    micro_batch: int
+    pipeline: int = 1
+    interleaved: bool = False
+    apart: int = 1
+
+
+class SharedBatches:
+    """A round's steps. Its position is one number: a checkpoint holds it, whatever the world size."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sharing: Sharing,
+        *,
+        batch_size: int,
+        stream: tuple[int, int, str],
+        epochs: int = 1,
+        steps: int | None = None,
+    ) -> None:
+        """`stream` is (seed, round, client): the order is `torch.randperm` of that stream, epoch by epoch.
+
+        Raises NoExamples for an empty data set, TaskError for an iterable one.
+        """
+        examples = count_examples(dataset)
+        if examples is None:
+            raise TaskError(f"{type(dataset).__name__} can only be iterated: it is read as a stream")
+        if examples == 0:
+            raise NoExamples("the training data set is empty: there are zero examples to learn from")
+        self.examples = examples
+        self._dataset, self._sharing = dataset, sharing
+        self._batch_size, self._stream = batch_size, stream
+        self.steps = steps if steps is not None else epochs * -(-examples // batch_size)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: steps taken."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on after the steps that `state` says."""
+        self.position = state["position"]
+
+    def __iter__(self) -> Iterator[Share]:
+        """The steps that are left."""
+        skip = self.position
+        for rows in self._rows():
+            if skip:
+                skip -= 1
+                continue
+            share = self._share(rows)
+            self.position += 1
+            yield share
+
+    def _rows(self) -> Iterator[Tensor]:
+        """Row numbers of each step, as in client/training/batches.py."""
+        generator = torch_generator(*self._stream, "batches")
+        left = self.steps
+        while left > 0:
+            order = torch.randperm(self.examples, generator=generator)
+            for rows in torch.split(order[: left * self._batch_size], self._batch_size):
+                yield rows
+                left -= 1
+
+    def _share(self, rows: Tensor) -> Share:
+        sharing = self._sharing
+        parts = rows.tensor_split(sharing.ranks)
+        own, near = parts[sharing.rank], sharing.ranks // sharing.apart
+        first = sharing.rank // near * near
+        together = max(1, sum(len(part) for part in parts[first : first + near]))
+        most = -(-len(rows) // sharing.ranks)
+        cut = _equal(own, rows, sharing) if sharing.pipeline > 1 else _ragged(own, rows, sharing, most)
+        batches = [gather(self._dataset, part) for part, _ in cut]
+        return Share(batches, [size for _, size in cut], len(rows), together)
+
+
+def _ragged(own: Tensor, rows: Tensor, sharing: Sharing, most: int) -> list[tuple[Tensor, int]]:
+    """As many micro-batches on every rank, since ranks meet after each; fillers have no weight."""
+    count = -(-most // sharing.micro_batch)
+    parts = [(part, len(part)) for part in torch.split(own, sharing.micro_batch) if len(part)]
+    return parts + [(rows[:1], 0)] * (count - len(parts))
+
+
+def _equal(own: Tensor, rows: Tensor, sharing: Sharing) -> list[tuple[Tensor, int]]:
+    """Micro-batches of one size, as many as the pipeline's schedule wants."""
+    length = max(len(own), 1)
+    size = max(d for d in range(1, min(sharing.micro_batch, length) + 1) if length % d == 0)
+    parts = [(part, len(part)) for part in torch.split(own, size) if len(part)]
+    count = max(len(parts), sharing.pipeline)
+    if sharing.interleaved:
+        count = -(-count // sharing.pipeline) * sharing.pipeline
+    return parts + [(rows[:1].expand(size), 0)] * (count - len(parts))
+
+
+def gather(dataset: Any, rows: Tensor) -> Any:
+    """These examples of a data set as one batch on CPU."""
+    tensors = as_tensors(dataset)
+    if tensors is not None:
+        return tuple(tensor.index_select(0, rows) for tensor in tensors)
+    return default_collate([dataset[int(row)] for row in rows])

@@ -1,0 +1,1 @@
+"""Who is who: certificates, what is revoked, signatures, invitations, and why a handshake fails."""

@@ -1,0 +1,120 @@
+"""Statements that are signed: who signed what, checked by anybody who knows the root.
+
+A statement is a purpose and a JSON object in one canonical form, so that a signature given for one
+purpose is none for another. The purposes:
+
+    job         what a submitter asks for: configuration, initial model, request
+    vouched     the coordinator's word for whose token asked for a job
+    receipt     what the coordinator did with an update
+    seal        the audit log up to an entry
+    provenance  where a model comes from
+    entry       an agent's own log, up to an entry
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from blake3 import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from roundtable.core.errors import IdentityError
+from roundtable.core.identity.credentials import Role, SiloIdentity, identity_of, verify_identity
+
+VOUCHED_FOR = ("token:", "oidc:")
+"""How the names begin of those who have nothing to sign with; no certificate's name can."""
+SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
+Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "entry"]
+
+
+def canonical(values: Mapping[str, Any]) -> bytes:
+    """The one JSON text of an object: sorted keys, no spaces; ValueError for NaN and infinity."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def job_digest(config: str) -> str:
+    """BLAKE3 of a job's canonical JSON: what a silo approves."""
+    return blake3(config.encode()).hexdigest()
+
+
+def job_values(config: str, model: str, request: str) -> dict[str, str]:
+    """What a submitter signs: the job, its initial model's digest, and a name for this one submission."""
+    return {"config": job_digest(config), "model": model, "request": request}
+
+
+def sign(identity: SiloIdentity, purpose: Purpose, values: Mapping[str, Any]) -> bytes:
+    """64 bytes of Ed25519 over the statement."""
+    return identity.key.sign(_message(purpose, values))
+
+
+def verify(
+    certificate: bytes, ca: bytes, role: Role, purpose: Purpose, values: Mapping[str, Any], signature: bytes
+) -> str:
+    """The signer's name; IdentityError unless the root vouches for it in this role, and it signed this."""
+    name, public = verify_identity(certificate, ca, role=role)
+    check_signature(public, purpose, values, signature, name)
+    return name
+
+
+def check_signature(
+    public: bytes, purpose: Purpose, values: Mapping[str, Any], signature: bytes, name: str
+) -> None:
+    """IdentityError unless this Ed25519 key signed the statement."""
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signature, _message(purpose, values))
+    except (InvalidSignature, ValueError) as error:
+        raise IdentityError(f"the signature of {name!r} under this {purpose} is not right") from error
+
+
+def vouch(coordinator: SiloIdentity, submitter: str, values: Mapping[str, Any]) -> bytes:
+    """The coordinator's signature under a job of somebody with a token."""
+    return sign(coordinator, "vouched", {**values, "submitter": submitter})
+
+
+def check_submission(
+    certificate: bytes, ca: bytes, values: Mapping[str, Any], signature: bytes, submitter: str
+) -> None:
+    """IdentityError unless the submitter, known to the root as one who may submit jobs, signed this one.
+
+    Under a job of one with a token it is the coordinator who signs; for others its word does not count.
+    """
+    name, role = identity_of(certificate)
+    if role == "coordinator" and submitter.startswith(VOUCHED_FOR):
+        verify(certificate, ca, role, "vouched", {**values, "submitter": submitter}, signature)
+        return
+    if role not in SUBMITTERS:
+        raise IdentityError(f"{name!r} is {role}, and signs no jobs; that needs {' or '.join(SUBMITTERS)}")
+    verify(certificate, ca, role, "job", values, signature)
+    if name != submitter:
+        raise IdentityError(f"the job of {submitter!r} is signed by {name!r}")
+
+
+def envelope(identity: SiloIdentity, purpose: Purpose, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A signed document: the statement, its purpose, the signature in hexadecimal, and the certificate."""
+    return {
+        "purpose": purpose,
+        "statement": dict(values),
+        "signature": sign(identity, purpose, values).hex(),
+        "certificate": identity.certificate.decode(),
+    }
+
+
+def open_envelope(
+    document: Mapping[str, Any], ca: bytes, role: Role, purpose: Purpose
+) -> tuple[str, dict[str, Any]]:
+    """(signer, statement) of a signed document; IdentityError where it is not what it should be."""
+    try:
+        values, certificate = dict(document["statement"]), str(document["certificate"]).encode()
+        signature, found = bytes.fromhex(document["signature"]), document["purpose"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise IdentityError(f"this is no signed {purpose}: {error}") from error
+    if found != purpose:
+        raise IdentityError(f"this is a signed {str(found)[:40]}, not a {purpose}")
+    return verify(certificate, ca, role, purpose, values, signature), values
+
+
+def _message(purpose: Purpose, values: Mapping[str, Any]) -> bytes:
+    return b"roundtable:" + purpose.encode() + b"\0" + canonical(values)

@@ -1,0 +1,1 @@
+"""What a process tells those who watch over it: logs, metrics, traces, trackers, the watchdog."""

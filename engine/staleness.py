@@ -1,0 +1,58 @@
+"""Old updates count for less: each row scaled by what its staleness leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from roundtable.aggregation import UpdateMatrix
+from roundtable.aggregation.rows.matrix import BLOCK_BYTES, Block
+from roundtable.engine.messages import Update
+
+
+def discounted(matrix: UpdateMatrix, updates: Sequence[Update], round: int, exponent: float) -> UpdateMatrix:
+    """Row i times 1/(1 + s)^a for the staleness s of `updates[i]` (Nguyen et al. 2022, section 5; a = 1/2).
+
+    The rows are scaled, not their weights: as in FedBuff's sum over K, an old update then counts for less
+    without the others counting for more, and that under every rule.
+    """
+    ages = [update.staleness(round) for update in updates]
+    if not any(ages) or not exponent:
+        return matrix
+    return ScaledRows(matrix, [(1.0 + age) ** -exponent for age in ages])
+
+
+class ScaledRows:
+    """Rows of another matrix, each with a factor of its own: no row touches another, not even a NaN."""
+
+    def __init__(self, base: UpdateMatrix, factors: Sequence[float]) -> None:
+        self.base = base
+        self.factors = tuple(factors)
+        self._column = torch.tensor(self.factors, dtype=base.dtype, device=base.device).unsqueeze(1)
+
+    @property
+    def rows(self) -> int:
+        return self.base.rows
+
+    @property
+    def columns(self) -> int:
+        return self.base.columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    def block(self, start: int, stop: int) -> torch.Tensor:
+        return self.base.block(start, stop) * self._column
+
+    def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        for start, stop, values in self.base.blocks(budget_bytes // 2):
+            yield start, stop, values * self._column
+
+    def select(self, indices: Sequence[int]) -> UpdateMatrix:
+        return ScaledRows(self.base.select(indices), [self.factors[index] for index in indices])

@@ -1,0 +1,59 @@
+"""Whether any round of a job can be: its rule with so many clients, its privacy budget with so much noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from roundtable.aggregation import ClientRow, TensorMatrix, aggregate
+from roundtable.aggregation.registry import RULES
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.engine.validation.round_plan import Plan
+from roundtable.privacy import compose
+
+_COLUMNS = 4
+_MOST = 256
+"""Beyond so many rows a rule that compares pairs takes longer than a user likes to wait for nothing."""
+
+
+def check_rule(job: JobConfig, plan: Plan, clients: int) -> None:
+    """Raises ConfigError, with the paper's condition, for a rule that no round of this job can satisfy.
+
+    `clients` is how many there are. The rule is asked for the aggregate of as many equal updates as a round
+    can have, so that nothing depends on their values. Left to the first round are rules of other packages,
+    those that look at more than the round's updates, sampled or very large cohorts, and secure groups.
+    """
+    config = plan.aggregation
+    wanted = job.round.buffer if job.round.mode == "buffered" else job.cohort.size
+    count = min(wanted or clients, clients)
+    more = config.takes("history") or config.takes("root_update") or "pivot" in config.parameters
+    if config.rule not in RULES or more or plan.privacy.secure_aggregation:
+        return
+    if job.cohort.strategy == "poisson" or count > _MOST:
+        return
+    rows = [ClientRow(f"{number:03}", loss=1.0) for number in range(count)]
+    weights = {row.name: 1.0 for row in rows} if config.weighting == "custom" else {}
+    try:
+        aggregate(TensorMatrix(torch.zeros(count, _COLUMNS)), rows, replace(config, weights=weights))
+    except AggregationError as error:
+        raise ConfigError(f"[aggregation], in a round of {count}: {error}") from error
+
+
+def check_budget(plan: Plan) -> None:
+    """Raises ConfigError where the first round alone would spend more than the job's budget.
+
+    Left to the ledger are jobs whose silos account for themselves, and what earlier jobs have spent.
+    """
+    privacy, noise = plan.privacy, plan.privacy.noise_multiplier
+    if plan.central is None or privacy.level != "client" or noise is None or privacy.epsilon is None:
+        return
+    assert privacy.delta is not None
+    first = compose([plan.central.charge], privacy.delta, privacy.accountant)
+    if first > privacy.epsilon:
+        raise ConfigError(
+            f"the first round would spend epsilon = {first:.3g} of privacy.epsilon = {privacy.epsilon:g}, so "
+            f"there would be none: raise privacy.noise_multiplier ({noise:g}), or leave it out, and the "
+            "least noise that keeps the budget over all rounds is taken"
+        )

@@ -1,0 +1,248 @@
+"""From a job's tables to what the round needs: rule, server optimizer, noise; checked before round 1.
+
+Everything that can be wrong with a job and be known beforehand is refused here, with the key it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
+from roundtable.core.config import AggregationTable, CohortTable, JobConfig
+from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.engine.validation.buffered_composition import check_buffered
+from roundtable.engine.validation.privacy_soundness import check_soundness
+from roundtable.engine.validation.secure_feasibility import check_secure
+from roundtable.privacy import (
+    AdaptiveClip,
+    BandedFTRL,
+    CentralDP,
+    Charge,
+    PrivacyConfig,
+    accountant_for,
+    check_delta,
+    distributed_noise,
+    gaussian_charge,
+    local_gaussian_charge,
+    noise_for,
+    solve_noise,
+    weak_signal,
+)
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """Central noise of a job: the mechanism, what one round of it costs, and why, in words.
+
+    With `ftrl` the noise is correlated over rounds, and what a round costs depends on its number.
+    """
+
+    mechanism: CentralDP
+    charge: Charge
+    sampling: str
+    ftrl: BandedFTRL | None = None
+
+    @property
+    def noise_multiplier(self) -> float:
+        """What the job file calls so; a job that is taken up again must go on with the same."""
+        return self.ftrl.noise_multiplier if self.ftrl else self.mechanism.noise_multiplier
+
+    def charge_of(self, round: int) -> Charge:
+        """What publishing a round (from 1) costs."""
+        return self.ftrl.charge(round) if self.ftrl else self.charge
+
+    def at(self, clip_norm: float | None) -> CentralDP:
+        """The mechanism with the clip norm that adaptive clipping has reached; None for where it starts."""
+        adaptive = self.mechanism.adaptive
+        if adaptive is None or clip_norm is None:
+            return self.mechanism
+        return replace(self.mechanism, adaptive=replace(adaptive, clip_norm=clip_norm))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job that makes sense. `central` is there where the coordinator adds the noise: client and dp_ftrl.
+    `silo_noise` is the noise multiplier of each silo's own noise at level client_local, `shares` what a
+    sum with noise in shares costs at level distributed; `staleness_exponent` discounts late updates."""
+
+    aggregation: AggregationConfig
+    optimizer: ServerOptimizer
+    privacy: PrivacyConfig
+    central: PrivacyPlan | None
+    silo_noise: float | None = None
+    shares: Charge | None = None
+    staleness_exponent: float = 0.0
+
+    def charge_of(self, round: int) -> Charge | None:
+        """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
+        return self.central.charge_of(round) if self.central else self.shares
+
+    @property
+    def silo_charge(self) -> Charge | None:
+        """What a round costs each silo that answers it, where its own noise hides its update."""
+        return None if self.silo_noise is None else local_gaussian_charge(self.silo_noise)
+
+    @property
+    def separation(self) -> int:
+        """The least number of rounds from one contribution of a client to its next."""
+        return self.central.ftrl.separation if self.central and self.central.ftrl else 1
+
+
+def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) -> str | None:
+    """A warning with the ratio where noise leaves little of any signal; `dimension` is the layout's size."""
+    privacy = plan.privacy
+    noise = privacy.noise_multiplier or plan.silo_noise
+    if plan.central is not None:
+        noise = plan.central.noise_multiplier
+    if not privacy.private or dimension == 0 or noise is None:
+        return None
+    cohort = _expected_cohort(job.cohort, population)
+    if privacy.level == "example":
+        batch, steps = (
+            privacy.batch_size or job.algorithm.batch_size,
+            privacy.local_steps or job.algorithm.steps,
+        )
+        if steps is None:
+            return None  # How many steps an epoch has, only the silos know.
+        privacy = replace(privacy, batch_size=batch, local_steps=steps)
+    sampling = accountant_for(job.cohort.strategy, population, cohort)
+    return weak_signal(privacy, noise, sampling, dimension, max(1, job.rounds))
+
+
+def make_plan(
+    job: JobConfig, population: int, slices: tuple[slice, ...] = (), spent: Sequence[Charge] = ()
+) -> Plan:
+    """The plan of a job over a population of so many clients; `slices` are the layout's (per-layer clipping).
+
+    `population` is how many there really are: amplification by sampling is theirs. `spent` are the charges
+    that they bear already: where the job gives only a budget, the noise is the least that keeps all of it
+    within. Raises ConfigError or PrivacyError, naming the
+    table, for anything that cannot work.
+    """
+    aggregation = aggregation_config(job.aggregation)
+    optimizer = server_optimizer(job.aggregation)
+    privacy = PrivacyConfig.from_table(job.privacy)
+    if job.round.mode == "buffered":
+        check_buffered(job, privacy)
+    check_soundness(job, aggregation, privacy)
+    if privacy.secure_aggregation:
+        check_secure(job, aggregation, privacy)
+    central, silo_noise = None, None
+    if privacy.level == "client":
+        central = _central(job, privacy, population, slices, spent)
+    elif privacy.level == "dp_ftrl":
+        central = _correlated(job, privacy, population, spent)
+    elif privacy.level == "client_local":
+        silo_noise = _local(job, privacy, population)
+    shares = None
+    if privacy.level == "distributed" and slices:
+        shares = distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
+    exponent = job.round.staleness_exponent if job.round.mode == "buffered" else 0.0
+    return Plan(aggregation, optimizer, privacy, central, silo_noise, shares, exponent)
+
+
+def aggregation_config(table: AggregationTable) -> AggregationConfig:
+    """The `[aggregation]` table as the pipeline takes it."""
+    steps = tuple(_named(step, "aggregation.pre") for step in table.pre)
+    return AggregationConfig(
+        rule=table.rule,
+        parameters=table.parameters,
+        pre=steps,
+        weighting=table.weighting,
+        weights=table.weights,
+        validation=table.validation.policy,
+        max_norm=table.validation.max_norm,
+    )
+
+
+def server_optimizer(table: AggregationTable) -> ServerOptimizer:
+    """The `[aggregation.server_optimizer]` table as an optimizer."""
+    given = table.server_optimizer.model_dump(exclude_none=True)
+    name, schedule = given.pop("name"), given.pop("schedule", None)
+    return make_optimizer(name, given, schedule)
+
+
+def _named(table: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]]:
+    values = dict(table)
+    name = values.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'{key}: each entry is a table with a name, for example {{ name = "nnm", f = 2 }}')
+    return name, values
+
+
+def _central(
+    job: JobConfig,
+    privacy: PrivacyConfig,
+    population: int,
+    slices: tuple[slice, ...],
+    spent: Sequence[Charge],
+) -> PrivacyPlan:
+    assert privacy.clip_norm is not None
+    assert privacy.delta is not None
+    # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
+    check_delta(privacy.delta, max(population, privacy.population or 0))
+    cohort = _expected_cohort(job.cohort, population)
+    sampling = accountant_for(job.cohort.strategy, population, cohort)
+    adaptive = _adaptive(privacy, cohort)
+    layers = slices if privacy.clipping == "per_layer" else ()
+    mechanism = CentralDP(privacy.clip_norm, privacy.noise_multiplier or 1.0, cohort, layers, adaptive)
+    charge = mechanism.charge(sampling.fields())
+    if privacy.noise_multiplier is None:
+        assert privacy.epsilon is not None
+        # A charge may state the noise relative to another sensitivity than C; the ratio carries over.
+        relative = charge.parts[0][1] / mechanism.noise_multiplier
+        whole = charge.repeated(max(1, job.rounds))
+        solved = solve_noise(whole, privacy.epsilon, privacy.delta, privacy.accountant, spent)
+        mechanism = replace(mechanism, noise_multiplier=solved.parts[0][1] / relative)
+        charge = mechanism.charge(sampling.fields())
+    return PrivacyPlan(mechanism, charge, sampling.sentence)
+
+
+def _correlated(
+    job: JobConfig, privacy: PrivacyConfig, population: int, spent: Sequence[Charge]
+) -> PrivacyPlan:
+    assert privacy.clip_norm is not None
+    assert privacy.delta is not None
+    # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
+    check_delta(privacy.delta, max(population, privacy.population or 0))
+    cohort = _expected_cohort(job.cohort, population)
+    separation = privacy.separation or max(1, int(population // cohort))
+    if separation * cohort > population:
+        raise PrivacyError(
+            f"privacy.separation = {separation}: with {cohort:g} clients a round, {separation * cohort:g} "
+            f"are needed before the first may come again, and the population has {population}. "
+            "Lower separation or cohort.size"
+        )
+    noise = privacy.noise_multiplier
+    if noise is None:
+        assert privacy.epsilon is not None
+        # All rounds together are one Gaussian release, whose sensitivity the plan accounts for.
+        whole = gaussian_charge("client", {"sampling": "none"}, 1.0)
+        solved = solve_noise(whole, privacy.epsilon, privacy.delta, privacy.accountant, spent)
+        noise = solved.noise_multiplier
+    rounds = max(1, job.rounds)
+    ftrl = BandedFTRL(privacy.clip_norm, noise, rounds, separation, min(privacy.bands, rounds))
+    sentence = f"A silo contributes at most once in {separation} rounds, which selection enforces."
+    return PrivacyPlan(ftrl.central(cohort), ftrl.charge(1), sentence, ftrl)
+
+
+def _local(job: JobConfig, privacy: PrivacyConfig, population: int) -> float:
+    assert privacy.delta is not None
+    check_delta(privacy.delta, max(population, privacy.population or 0))
+    # Each silo computes the same again: the sampling makes no difference to it.
+    return noise_for(privacy, accountant_for("none", 1, 1), 1, max(1, job.rounds))
+
+
+def _adaptive(privacy: PrivacyConfig, cohort: float) -> AdaptiveClip | None:
+    if privacy.clipping != "adaptive":
+        return None
+    assert privacy.clip_norm is not None
+    return AdaptiveClip.init(privacy.clip_norm, cohort, privacy.quantile, privacy.clip_learning_rate)
+
+
+def _expected_cohort(cohort: CohortTable, population: int) -> float:
+    if cohort.probability is not None:
+        return cohort.probability * population
+    return float(min(cohort.size or population, population))

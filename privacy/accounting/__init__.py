@@ -1,0 +1,1 @@
+"""What releases cost: charges, accountants, calibration, and the arithmetic of the ledger."""

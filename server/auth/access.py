@@ -1,0 +1,269 @@
+"""Who calls, whether they may, and what they are told when something fails.
+
+Every call passes here: the caller is known by certificate or token, `server/auth/permissions.py` says whether
+the role may make this call, calls that change something are noted in the audit log before they are
+done, our own errors become status codes with their message, and anything unexpected becomes INTERNAL
+without a traceback. Refusals are logged, counted, and kept in the audit log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from roundtable.core import errors
+from roundtable.server.auth.audit import AuditLog
+from roundtable.server.auth.permissions import CALLERS, Permission, permission_of
+from roundtable.server.auth.principals import NOBODY, Principal, Trust
+from roundtable.server.auth.rate_limit import Lockout, RateLimit, WrongSecret
+
+log = logging.getLogger("roundtable.server.auth.access")
+
+_CODES: tuple[tuple[type[errors.RoundtableError], grpc.StatusCode], ...] = (
+    (errors.IdentityError, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.TransferError, grpc.StatusCode.DATA_LOSS),
+    (errors.ResourceError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.StorageError, grpc.StatusCode.UNAVAILABLE),
+    (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (errors.RoundtableError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+_NAMES_OF_OBJECTS = ("job", "silo", "name", "population", "request_id")
+CALLS_A_SECOND, CALLS_AT_ONCE = 100.0, 1000.0
+STRANGERS_A_SECOND, STRANGERS_AT_ONCE = 2.0, 20.0
+LINES_A_SECOND, LINES_AT_ONCE = 1.0, 60.0
+FLUSH_SECONDS = 0.2
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+_principal: ContextVar[Principal] = ContextVar("principal", default=NOBODY)
+
+
+class Refusal(errors.RoundtableError):
+    """A call that is answered with this status and message."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def principal() -> Principal:
+    """Who makes the call that runs."""
+    return _principal.get()
+
+
+def caller(context: Context) -> str:
+    """The name of who makes the call that runs."""
+    return _principal.get().name
+
+
+def address_of(context: Context) -> str:
+    """Where the call comes from, without the port."""
+    peer = str(context.peer())
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
+
+
+class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """The gate before every method of every service."""
+
+    def __init__(self, trust: Trust, audit: AuditLog, lockout: Lockout, clock: Callable[[], float]) -> None:
+        self._trust, self._audit, self._lockout = trust, audit, lockout
+        self._known = RateLimit(CALLS_A_SECOND, CALLS_AT_ONCE, clock)
+        self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
+        self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, clock)
+        self._active: dict[str, set[asyncio.Task[Any]]] = {}
+        self._cut: set[asyncio.Task[Any]] = set()
+        self.refusals: Counter[tuple[str, str]] = Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(details)
+        permission = permission_of(details.method)
+        if handler is None or permission is None:
+            # A method without a row in the table does not exist for anybody.
+            return None  # type: ignore[return-value]
+        kind = next(name for name in _KINDS if getattr(handler, name) is not None)
+        name = details.method.removeprefix("/roundtable.v1.")
+        guarded = self._guarded(getattr(handler, kind), name, permission, streams=handler.response_streaming)
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        reader = _careful(handler.request_deserializer, name, streams=handler.request_streaming)
+        return make(guarded, reader, handler.response_serializer)  # type: ignore[no-any-return]
+
+    def cut(self, name: str) -> int:
+        """Ends every call of this party, now; returns how many there were."""
+        tasks = [task for task in self._active.get(name, ()) if task is not asyncio.current_task()]
+        for task in tasks:
+            self._cut.add(task)
+            task.cancel()
+        return len(tasks)
+
+    def _guarded(self, method: Method, name: str, permission: Permission, *, streams: bool) -> Method:
+        async def call(request: Any, context: Context) -> Any:
+            who = NOBODY
+            try:
+                who = await self._identify(context)
+                self._admit(who, address_of(context), name, permission)
+                if isinstance(request, _Malformed):
+                    raise _unreadable(name)
+                if permission.noted:
+                    await self._note(who, name, request)
+                _principal.set(who)
+                if streams:
+                    # Left to the first message, gRPC forgets having sent it when that message is cut off,
+                    # and then takes no status: the caller would never learn that the call has ended.
+                    await context.send_initial_metadata(())
+                with self._running(who.name):
+                    return await method(request, context)
+            except errors.RoundtableError as error:
+                code = error.code if isinstance(error, Refusal) else _code(error)
+                self._refused(who, name, code, error, address_of(context))
+                await context.abort(code, str(error))
+            except grpc.aio.AbortError:
+                raise
+            except grpc.aio.UsageError as error:
+                log.info("%s ended: %s", name, error)
+            except asyncio.CancelledError:
+                await self._cancelled(context, who)
+            except Exception:
+                log.exception("%s failed", name)
+                await context.abort(
+                    grpc.StatusCode.INTERNAL, "the coordinator failed at this request; its log says why"
+                )
+
+        return call
+
+    def _admit(self, who: Principal, address: str, name: str, permission: Permission) -> None:
+        """Whether they may call this now; IdentityError or Refusal otherwise."""
+        if who.role not in permission.callers:
+            raise errors.IdentityError(_wrong_role(who, name, permission))
+        limit, key = (self._strangers, address) if who is NOBODY else (self._known, who.name)
+        if not limit.allows(key):
+            said = "too many calls in a short time; wait a second, then go on"
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
+
+    async def _identify(self, context: Context) -> Principal:
+        address, known = address_of(context), context.auth_context()
+        if b"TLSv1.3" not in known.get("ssl_tls_version", [b"TLSv1.3"]):
+            raise errors.IdentityError("this coordinator speaks TLS 1.3 only; use a newer TLS library")
+        if shown := known.get("x509_pem_cert"):
+            # What it builds upon follows: the issuing authority may be revoked too.
+            return self._trust.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
+        bearer = _bearer(context)
+        wait = self._lockout.seconds(address)
+        if wait:
+            raise Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"too many wrong tokens came from this address; try again in {wait:.0f} s",
+            )
+        if not bearer:
+            return NOBODY
+        try:
+            return await self._trust.of_bearer(bearer)
+        except WrongSecret as error:
+            self._lockout.wrong(address)
+            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
+
+    async def _note(self, who: Principal, name: str, request: Any) -> None:
+        target = ""
+        if isinstance(request, Message):
+            found = [getattr(request, field, "") for field in _NAMES_OF_OBJECTS]
+            target = next((str(value) for value in found if value), "")
+        await self._audit.note(who.name, name, target, role=who.role, source=who.source)
+
+    def _refused(
+        self, who: Principal, name: str, code: grpc.StatusCode, error: errors.RoundtableError, address: str
+    ) -> None:
+        if self._lines.allows(address if who is NOBODY else who.name):
+            log.info("%s refused to %s: %s", name, who.name, error, extra={"code": code.name})
+        self.refusals[name, code.name] += 1
+        denied = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+        if code in denied or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self._audit.refused(who.name, name, str(error), address)
+
+    async def _cancelled(self, context: Context, who: Principal) -> None:
+        """Cut off by `cut`, or ended by the caller, whom nobody needs to tell."""
+        task = asyncio.current_task()
+        if task not in self._cut:
+            raise asyncio.CancelledError
+        self._cut.discard(task)
+        task.uncancel()
+        # A message may be on its way to the socket, and gRPC takes no status beside it. Who reads nothing
+        # more gets no status either, and no more of anything else.
+        await asyncio.sleep(FLUSH_SECONDS)
+        said = f"the certificate or token of {who.name!r} has been revoked"
+        try:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, said)
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None
+
+    @contextmanager
+    def _running(self, name: str) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks = self._active.setdefault(name, set())
+        tasks.add(task)
+        try:
+            yield
+        finally:
+            tasks.discard(task)
+            if not tasks:
+                self._active.pop(name, None)
+
+
+class _Malformed:
+    """Stands for a message that cannot be read; gRPC itself would answer it with a traceback in the log."""
+
+
+def _careful(
+    reader: Callable[[bytes], Any] | None, name: str, *, streams: bool
+) -> Callable[[bytes], Any] | None:
+    """The same reader of messages, whose failures are refusals. In a stream they can be raised at once."""
+    if reader is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return reader(data)
+        except (DecodeError, ValueError) as error:
+            if streams:
+                raise _unreadable(name) from error
+            return _Malformed()
+
+    return read
+
+
+def _unreadable(name: str) -> Refusal:
+    said = f"a message to {name} cannot be read; is it of this version?"
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, said)
+
+
+def _bearer(context: Context) -> str:
+    """The token in the call's metadata; empty if there is none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and str(value).startswith("Bearer "):
+            return str(value).removeprefix("Bearer ").strip()
+    return ""
+
+
+def _wrong_role(who: Principal, name: str, permission: Permission) -> str:
+    wanted = " or ".join(role for role in CALLERS if role in permission.callers)
+    if who is NOBODY:
+        return (
+            f"this call needs the certificate or token of one who is {wanted}, and none was shown: "
+            "certificates count at the address that agents connect to, tokens at this one"
+        )
+    return f"{who.name!r} is here as {who.role}; this call needs one who is {wanted}"
+
+
+def _code(error: errors.RoundtableError) -> grpc.StatusCode:
+    return next(code for kind, code in _CODES if isinstance(error, kind))

@@ -1,0 +1,94 @@
+"""The coordinator's audit log: what is written, when it is signed, and refusals without a flood.
+
+What an RPC changes is noted before it is done, by `server/auth/access.py`; what a round or an enrolment
+makes durable is noted in the same transaction as itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import StorageError
+from roundtable.core.evidence.audit_log import Entry, entry
+from roundtable.core.identity.credentials import SiloIdentity
+from roundtable.core.identity.signing import envelope
+from roundtable.server.store import Database
+from roundtable.server.store import audit as store
+
+log = logging.getLogger("roundtable.server.auth.audit")
+
+SEAL_SECONDS = 60.0
+REFUSALS_A_MINUTE = 60
+PAGE = 500
+LAST = 2**31 - 1
+
+
+class AuditLog:
+    """Writes, signs and reads the log. Without an identity it is chained, but not signed."""
+
+    def __init__(self, database: Database, identity: SiloIdentity | None, clock: Callable[[], float]) -> None:
+        self._database, self._identity, self._clock = database, identity, clock
+        self._waiting: list[Entry] = []
+        self._unwritten = 0
+        self.refusals = 0
+
+    async def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:
+        """Durable when this returns."""
+        item = entry(self._clock(), actor, action, target, detail)
+        await self._database.write(lambda connection: store.append(connection, item))
+
+    def refused(self, actor: str, action: str, reason: str, source: str) -> None:
+        """Remembers a refusal for the next write; beyond sixty a minute they are only counted."""
+        self.refusals += 1
+        if len(self._waiting) < REFUSALS_A_MINUTE:
+            detail = {"reason": reason[:300], "source": source[:100]}
+            self._waiting.append(entry(self._clock(), actor, "refused", action, detail))
+        else:
+            self._unwritten += 1
+
+    async def watch(self) -> None:
+        """Writes refusals and signs what is new, once a minute; runs until cancelled."""
+        while True:
+            await asyncio.sleep(SEAL_SECONDS)
+            try:
+                await self.seal()
+            except StorageError as error:
+                log.error("the audit log is not signed for now: %s", error)
+
+    async def seal(self) -> None:
+        """Writes the refusals that wait, and signs the log up to its end."""
+        now = self._clock()
+        items, self._waiting = self._waiting, []
+        if self._unwritten:
+            items.append(entry(now, store.COORDINATOR, "refused", "", {"further_refusals": self._unwritten}))
+            self._unwritten = 0
+        await self._database.write(lambda connection: self._seal(connection, items, now))
+
+    async def lines(self, first: int) -> AsyncIterator[list[str]]:
+        """The log from an entry on, in pages, signed up to its end."""
+        await self.seal()
+        place = min(max(1, first), LAST)
+        while True:
+            begin = place
+            page, place = await self._database.read(
+                lambda connection, begin=begin: store.lines(connection, begin, PAGE)  # type: ignore[misc]
+            )
+            if not page:
+                return
+            yield page
+
+    def _seal(self, connection: Connection, items: list[Entry], now: float) -> None:
+        if items:
+            store.append(connection, *items)
+        last = store.unsealed(connection)
+        if last is None or self._identity is None:
+            return
+        values = {"sequence": last.sequence, "hash": last.hash, "time": now}
+        document = json.dumps(envelope(self._identity, "seal", values), separators=(",", ":"))
+        store.add_seal(connection, last.sequence, document, now)

@@ -1,0 +1,176 @@
+"""How a silo that was invited gets its certificates, and new ones before they expire.
+
+The silo makes its keys; what it sends are requests signed with them. The invitation names the silo:
+a request cannot choose another name. The issuing authority certifies agents and nobody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import IdentityError
+from roundtable.core.evidence.audit_log import entry
+from roundtable.core.identity import certificates as x
+from roundtable.core.identity.credentials import ISSUING_KEY, Authority, check_name, fingerprint_of
+from roundtable.core.identity.invitation import Invitation, Secret
+from roundtable.proto import administration_pb2, administration_pb2_grpc, common_pb2
+from roundtable.server.auth.access import Context, Refusal, address_of
+from roundtable.server.auth.principals import Trust
+from roundtable.server.auth.rate_limit import Lockout, WrongSecret
+from roundtable.server.store import Database
+from roundtable.server.store import audit as audit_store
+from roundtable.server.store import trust_rows as store
+
+log = logging.getLogger("roundtable.server.auth.enrolment")
+
+_MAX_REQUEST = 8192
+_WRONG = "this invitation does not hold: it was used, has expired or was withdrawn; ask for a new one"
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """What is to be certified: the key of the connection, and the one to sign with."""
+
+    node: x.PublicKey
+    identity: x.PublicKey
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(x.public_bytes(self.node) + x.public_bytes(self.identity)).hexdigest()
+
+
+class Enrolment:
+    """Invites and certifies. Without an issuing key in the coordinator's folder both are refused."""
+
+    def __init__(
+        self,
+        database: Database,
+        folder: Path,
+        authority: bytes,
+        trust: Trust,
+        clock: Callable[[], float],
+        days: float,
+    ) -> None:
+        self._database, self._folder, self._authority = database, folder, authority
+        self._trust, self._clock, self._days = trust, clock, days
+
+    async def invite(self, silo: str, seconds: float, uses: int, author: str) -> tuple[Invitation, float]:
+        """A new invitation and when it ends; IdentityError for what cannot name a silo."""
+        self._issuer()
+        check_name(silo)
+        if not (60 <= seconds <= 90 * 86400 and 1 <= uses <= 100):
+            raise IdentityError("an invitation holds between a minute and 90 days, for 1 to 100 uses")
+        secret, now = Secret.fresh(), self._clock()
+        row = store.InvitationRow(secret.identifier, silo, secret.digest, uses, 0, author, now, now + seconds)
+        await self._database.write(lambda connection: store.add_invitation(connection, row))
+        return Invitation(secret, fingerprint_of(self._authority)), row.expires
+
+    async def enroll(
+        self, secret: Secret, requests: common_pb2.CertificateRequests
+    ) -> common_pb2.Certificates:
+        """Certificates for an invitation; WrongSecret where it does not hold."""
+        issuer, keys = self._issuer(), _keys(requests)
+        made = await self._database.write(lambda connection: self._enroll(connection, issuer, secret, keys))
+        await self._trust.refresh()
+        return made
+
+    async def renew(self, name: str, requests: common_pb2.CertificateRequests) -> common_pb2.Certificates:
+        """Certificates for a silo that is known by its present one."""
+        issuer, keys = self._issuer(), _keys(requests)
+        made = await self._database.write(
+            lambda connection: self._certify(connection, issuer, name, keys, "")
+        )
+        await self._trust.refresh()
+        return made
+
+    def _enroll(
+        self, connection: Connection, issuer: Authority, secret: Secret, keys: _Keys
+    ) -> common_pb2.Certificates:
+        row, now = store.invitation(connection, secret.identifier), self._clock()
+        if row is None or not secret.fits(row.digest) or row.expires <= now:
+            raise WrongSecret(_WRONG)
+        # Whose answer was lost asks again with the same keys; that is no second use.
+        again = store.has_enrolled(connection, row.identifier, keys.digest)
+        if not again and not store.use_invitation(connection, row.identifier, now):
+            raise WrongSecret(_WRONG)
+        return self._certify(connection, issuer, row.silo, keys, row.identifier)
+
+    def _certify(
+        self, connection: Connection, issuer: Authority, name: str, keys: _Keys, invitation: str
+    ) -> common_pb2.Certificates:
+        now = self._clock()
+        start = datetime.fromtimestamp(now, UTC)
+        made = [
+            issuer.certify(key, name, "agent", days=self._days, start=start)
+            for key in (keys.node, keys.identity)
+        ]
+        found = [x.certificates_in(pem, "the new certificate")[0] for pem in made]
+        rows = [
+            store.CertificateRow(
+                format(one.serial_number, "x"),
+                name,
+                keys.digest,
+                invitation,
+                now,
+                one.not_valid_after_utc.timestamp(),
+            )
+            for one in found
+        ]
+        store.add_certificates(connection, *rows)
+        detail = {"serials": [row.serial for row in rows], "key": keys.digest, "invitation": invitation}
+        action = "enrolled" if invitation else "renewed"
+        audit_store.append(connection, entry(now, name, action, name, detail))
+        return common_pb2.Certificates(name=name, node=made[0], identity=made[1])
+
+    def _issuer(self) -> Authority:
+        if not (self._folder / ISSUING_KEY).exists():
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this coordinator does not enrol silos: its credentials have no issuing key "
+                "(`roundtable ca issue … --enrols`); ask for credentials made with `roundtable ca issue`",
+            )
+        return Authority.issuing(self._folder)
+
+
+class EnrolmentService(administration_pb2_grpc.EnrolmentServicer):
+    """`roundtable.v1.Enrolment`, for those who have no certificate yet."""
+
+    def __init__(self, enrolment: Enrolment, lockout: Lockout, authority: bytes) -> None:
+        self._enrolment, self._lockout, self._authority = enrolment, lockout, authority
+
+    async def Authority(
+        self, request: administration_pb2.AuthorityRequest, context: Context
+    ) -> administration_pb2.AuthorityReply:
+        return administration_pb2.AuthorityReply(certificate=self._authority)
+
+    async def Enroll(
+        self, request: administration_pb2.EnrollRequest, context: Context
+    ) -> common_pb2.Certificates:
+        address = address_of(context)
+        try:
+            secret = Secret(request.identifier[:32], request.secret[:64])
+            found = await self._enrolment.enroll(secret, request.requests)
+        except WrongSecret:
+            self._lockout.wrong(address)
+            raise
+        self._lockout.right(address)
+        log.info("%s has enrolled", found.name, extra={"site": found.name})
+        return found
+
+
+def _keys(requests: common_pb2.CertificateRequests) -> _Keys:
+    if max(len(requests.node), len(requests.identity)) > _MAX_REQUEST:
+        raise IdentityError("a certificate request has a few hundred bytes, not so many")
+    node, identity = x.key_in_request(requests.node), x.key_in_request(requests.identity)
+    if isinstance(node, ed25519.Ed25519PublicKey) or not isinstance(identity, ed25519.Ed25519PublicKey):
+        raise IdentityError("a silo connects with an ECDSA P-256 key and signs with an Ed25519 key")
+    return _Keys(node, identity)

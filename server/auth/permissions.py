@@ -1,0 +1,81 @@
+"""Who may call what: one row for each RPC. docs/security.md shows this table, and a test tries every cell.
+
+Roles of operators include what the one before may do, so far as this table says so and no further.
+`noted` calls change something: they are in the audit log before they are done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from roundtable.core.identity.credentials import OPERATOR_ROLES, Role
+
+Caller = Literal["nobody", "agent", "viewer", "data-scientist", "operator", "admin", "coordinator"]
+CALLERS: tuple[Caller, ...] = get_args(Caller)
+
+
+@dataclass(frozen=True)
+class Permission:
+    """Who may call an RPC, and whether each call is noted."""
+
+    callers: frozenset[Caller]
+    noted: bool = False
+
+
+def _from(role: Role, *, noted: bool = False) -> Permission:
+    """This operators' role and those above it."""
+    return Permission(frozenset(OPERATOR_ROLES[OPERATOR_ROLES.index(role) :]), noted)
+
+
+_AGENTS = Permission(frozenset(["agent"]))
+_ANYBODY = Permission(frozenset(CALLERS))
+
+PERMISSIONS: dict[str, Permission] = {
+    "Agents/Connect": _AGENTS,
+    "Agents/Download": _AGENTS,
+    "Agents/UploadStatus": _AGENTS,
+    "Agents/Upload": _AGENTS,
+    "Agents/Renew": _AGENTS,
+    "Enrolment/Authority": _ANYBODY,
+    "Enrolment/Enroll": _ANYBODY,
+    "Operators/Status": _from("viewer"),
+    "Operators/ListJobs": _from("viewer"),
+    "Operators/GetJob": _from("viewer"),
+    "Operators/WatchJob": _from("viewer"),
+    "Operators/ListClients": _from("viewer"),
+    "Operators/GetArtifact": _from("data-scientist"),
+    "Operators/PutArtifact": _from("data-scientist"),
+    "Operators/SubmitJob": _from("data-scientist", noted=True),
+    # Of a data scientist: jobs of their own.
+    "Operators/CancelJob": _from("data-scientist", noted=True),
+    "Operators/PauseJob": _from("data-scientist", noted=True),
+    "Operators/ResumeJob": _from("data-scientist", noted=True),
+    "Operators/ShowPrivacy": _from("viewer"),
+    "Operators/ExportPrivacy": _from("operator"),
+    "Operators/SetPrivacyBudget": _from("operator", noted=True),
+    "Operators/RemovePrivacyBudget": _from("operator", noted=True),
+    "Administration/GetProvenance": _from("viewer"),
+    "Administration/Invite": _from("operator", noted=True),
+    "Administration/Revoke": _from("operator", noted=True),
+    "Administration/ReadAudit": _from("operator"),
+    "Administration/CreateToken": _from("admin", noted=True),
+    "Administration/RevokeToken": _from("admin", noted=True),
+    "Administration/ListTokens": _from("admin"),
+}
+"""Service and method, without the package `roundtable.v1`."""
+
+
+def permission_of(method: str) -> Permission | None:
+    """For gRPC's name of a method, `/roundtable.v1.Service/Method`; None for one that is not in the table."""
+    return PERMISSIONS.get(method.removeprefix("/roundtable.v1."))
+
+
+def as_markdown() -> str:
+    """The table as docs/security.md shows it."""
+    lines = [f"| call | {' | '.join(CALLERS)} | noted |", "| --- " * (len(CALLERS) + 2) + "|"]
+    for name, permission in PERMISSIONS.items():
+        cells = ["yes" if caller in permission.callers else "" for caller in CALLERS]
+        noted = "yes" if permission.noted else ""
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {noted} |")
+    return "\n".join(lines)

@@ -1,0 +1,126 @@
+"""Who is calling: a certificate that still holds, an operator's token, or a token of an identity provider."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from cryptography import x509
+
+from roundtable.core.errors import IdentityError
+from roundtable.core.identity import certificates as x
+from roundtable.core.identity.credentials import CRL, identity_of
+from roundtable.core.identity.invitation import Secret, is_token
+from roundtable.core.identity.revocation import LARGEST, NOTHING, newer, parse_list
+from roundtable.server.auth.oidc import Provider
+from roundtable.server.auth.permissions import Caller
+from roundtable.server.auth.rate_limit import WrongSecret
+from roundtable.server.store import Database
+from roundtable.server.store import trust_rows as store
+
+log = logging.getLogger("roundtable.server.auth.principals")
+
+Source = Literal["certificate", "token", "oidc", "none"]
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who calls: names of different sources cannot be mistaken for each other."""
+
+    name: str
+    role: Caller
+    source: Source
+
+
+NOBODY = Principal("nobody", "nobody", "none")
+
+
+class Trust:
+    """Decides who somebody is. What was revoked is kept in memory, read from the database and `crl.pem`."""
+
+    def __init__(
+        self,
+        database: Database,
+        folder: Path,
+        authority: bytes,
+        clock: Callable[[], float],
+        provider: Provider | None = None,
+    ) -> None:
+        self._database, self._clock, self._provider = database, clock, provider
+        self._roots = x.certificates_in(authority, "ca.crt")
+        self._crl = folder / CRL
+        self._crl_read = 0.0
+        self._revoked: Mapping[str, frozenset[str]] = {}
+        self._listed = NOTHING
+
+    @property
+    def list_for_agents(self) -> bytes:
+        """The root's list as agents get it, PEM; empty where there is none."""
+        return self._listed.pem if len(self._listed.pem) <= LARGEST else b""
+
+    async def refresh(self) -> None:
+        """Reads what is revoked.
+
+        IdentityError for a list that the authority has not signed, or that is older than the one before. A
+        list that is gone counts until the coordinator is started again.
+        """
+        self._revoked = await self._database.read(store.revoked_names)
+        modified = self._crl.stat().st_mtime if self._crl.exists() else 0.0
+        if modified not in (0.0, self._crl_read):
+            found = parse_list(x.read(self._crl), self._roots, self._crl)
+            self._listed = newer(found, self._listed, self._crl)
+            self._crl_read = modified
+
+    def of_certificate(self, pem: bytes) -> Principal:
+        """Whom TLS has verified; IdentityError for a certificate that is void, or too weak for its role.
+
+        `pem` begins with the certificate; what it builds upon follows, and may be revoked as well.
+        """
+        name, role, serials, from_root, expires = _read(pem, tuple(self._roots))
+        if expires <= self._clock():
+            raise IdentityError(f"the certificate of {name!r} has expired while it was in use; renew it")
+        if role != "agent" and not from_root:
+            raise IdentityError(
+                f"the certificate of {name!r} as {role} was not issued by the root; "
+                "ask for one made with `roundtable ca issue`"
+            )
+        good = self._revoked.get(name)
+        void = good is not None and format(serials[0], "x") not in good
+        if void or not self._listed.serials.isdisjoint(serials):
+            raise IdentityError(
+                f"the certificate of {name!r} has been revoked; "
+                "ask the coordinator's operator for a new invitation or certificate"
+            )
+        return Principal(name, role, "certificate")
+
+    async def of_bearer(self, text: str) -> Principal:
+        """Whose token this is; WrongSecret for one that does not hold, without saying why."""
+        if not is_token(text):
+            if self._provider is None:
+                raise WrongSecret("this token is not known here")
+            name, role = await asyncio.to_thread(self._provider.check, text)
+            return Principal(f"oidc:{name}", role, "oidc")
+        try:
+            secret = Secret.of_token(text)
+        except IdentityError:
+            raise WrongSecret("this token is not known here") from None
+        row = await self._database.read(lambda connection: store.token(connection, secret.identifier))
+        if row is None or not secret.fits(row.digest) or row.revoked or row.expires <= self._clock():
+            raise WrongSecret("this token is not known here, has expired or was revoked; ask for a new one")
+        return Principal(f"token:{row.name}", row.role, "token")  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _read(
+    pem: bytes, roots: tuple[x509.Certificate, ...]
+) -> tuple[str, Caller, tuple[int, ...], bool, float]:
+    name, role = identity_of(pem)
+    chain = x.certificates_in(pem, "the certificate")
+    from_root = any(x.issued_by(chain[0], root) for root in roots)
+    serials = tuple(certificate.serial_number for certificate in chain)
+    return name, role, serials, from_root, chain[0].not_valid_after_utc.timestamp()

@@ -1,0 +1,1 @@
+"""The drivers of jobs: events in, transactions and messages out."""

@@ -1,0 +1,364 @@
+"""All jobs: their drivers while they live, their rows afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import ConfigError, EncodingError, LayoutError, RoundtableError, StorageError
+from roundtable.core.failpoints import reach
+from roundtable.core.layout import Layout
+from roundtable.core.models import open_model
+from roundtable.core.observability.tracking import check_inside, check_trackers
+from roundtable.engine import Plan, engine_for, make_plan, record_from_plain
+from roundtable.engine import messages as m
+from roundtable.privacy import PrivacyConfig
+from roundtable.proto import common_pb2
+from roundtable.server.jobs import wire
+from roundtable.server.jobs.actions import Effects, Services
+from roundtable.server.jobs.combining import Combiner
+from roundtable.server.jobs.job_tracking import JobTracking
+from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all, population_of, worst_charges
+from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
+from roundtable.server.storage.artifact_store import DamagedArtifact
+from roundtable.server.store import FINAL, ArtifactRow, ClientRow, EventRow, JobRow
+from roundtable.server.store import jobs as store
+from roundtable.server.store.client_rows import all_clients
+from roundtable.server.store.database import LeaseLost
+from roundtable.server.store.ledger import Total, totals
+
+log = logging.getLogger("roundtable.server.jobs.job_registry")
+
+MAX_CONFIG_BYTES = 1 << 20
+LEVELS = ("none", "client", "dp_ftrl", "client_local", "example", "distributed")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What an operator asks for: the job as JSON, its initial model, and a name for the request itself."""
+
+    request_id: str
+    config: str
+    model: str
+    submitter: str
+    signature: bytes = b""
+    certificate: bytes = b""
+
+
+class Jobs:
+    """Starts, finds and ends jobs, and passes on to each what concerns it."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._runners: dict[str, JobRunner] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._submitting = asyncio.Lock()
+        self._reserving = asyncio.Lock()
+        self.stopping = False
+        self._background: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> int:
+        """Jobs that are neither over nor paused."""
+        return sum(1 for runner in self._runners.values() if runner.row.status in ("waiting", "running"))
+
+    def runner(self, job: str) -> JobRunner | None:
+        """The driver of a job that is not over."""
+        return self._runners.get(job)
+
+    def runners(self) -> list[JobRunner]:
+        """The drivers of all jobs that are not over."""
+        return list(self._runners.values())
+
+    async def start(self) -> None:
+        """Takes up every job that is not over. One that cannot be is paused, and says why."""
+        for row in await self._services.database.read(store.unfinished_jobs):
+            try:
+                await self._take_up(row)
+            except RoundtableError as error:
+                log.error("job %s cannot be taken up: %s", row.id, error, extra={"job": row.id})
+                await self._stand_still(row.id, f"it could not be taken up after a restart: {error}")
+
+    def say_stopping(self) -> None:
+        """Lets those go who follow a job."""
+        self.stopping = True
+        for runner in self._runners.values():
+            runner.notify()
+
+    async def stop(self) -> None:
+        """Stops driving; every job can be taken up again."""
+        for runner in self._runners.values():
+            runner.effects.stop()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def submit(self, wish: Submission) -> JobRow:
+        """The job of this request, new or from before. ConfigError for one that cannot work."""
+        if not 0 < len(wish.request_id) <= 200:
+            raise ConfigError("request_id: between 1 and 200 characters that name this submission")
+        async with self._submitting:
+            known = await self._services.database.read(
+                lambda connection: store.job_of_request(connection, wish.request_id)
+            )
+            if known is not None:
+                if known.submitter != wish.submitter:
+                    raise ConfigError(f"request_id {wish.request_id!r} is taken by another operator's job")
+                if known.status not in FINAL and known.id not in self._runners:
+                    # It was stored, and the answer to that was lost: nobody drives it yet.
+                    await self._take_up(known)
+                return self._newest(known)
+            job = _parse(wish.config)
+            population, spent = await self._population(job), await self._spent(job)
+            row, artifact = await asyncio.to_thread(self._prepare, wish, job, population, spent)
+            first = EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
+            await self._services.database.write(
+                lambda connection: store.insert_job(connection, row, artifact, [first])
+            )
+            reach("job_stored")
+            await self._take_up(row)
+            return row
+
+    async def find(self, wanted: str) -> JobRow:
+        """By identifier, unique prefix, or name; UnknownJob otherwise."""
+        return self._newest(await self._services.database.read(lambda c: store.find_job(c, wanted)))
+
+    async def rows(self) -> list[JobRow]:
+        """Every job, newest first."""
+        return [self._newest(row) for row in await self._services.database.read(store.jobs_in_order)]
+
+    async def change(self, row: JobRow, event: m.Cancel | m.Pause | m.Resume) -> JobRow:
+        """Cancels, pauses or resumes a job that is not over; returns it as it is afterwards."""
+        runner = self._runners.get(row.id) or await self._take_up(row)
+        await runner.tell(event)
+        return runner.row
+
+    def joined(self, client: ClientRow) -> None:
+        """An agent has connected."""
+        for runner in self._runners.values():
+            if offers(client, runner.job.task):
+                runner.post(m.ClientJoined(_info(client)))
+                runner.effects.rejoined(client.name)
+
+    def left(self, client: ClientRow) -> None:
+        """An agent's connection has ended."""
+        for runner in self._runners.values():
+            if offers(client, runner.job.task):
+                runner.post(m.ClientLeft(client.name))
+
+    def may_read(self, client: str, digest: str) -> bool:
+        """Whether an instruction in force names this artifact to this agent."""
+        return any(runner.may_read(client, digest) for runner in self._runners.values())
+
+    def damaged(self, error: DamagedArtifact) -> None:
+        """An artifact is lost: jobs that need it wait for somebody to bring it back."""
+        for runner in self._runners.values():
+            if runner.needs(error.digest):
+                runner.post(m.Pause(str(error)))
+
+    def _newest(self, row: JobRow) -> JobRow:
+        runner = self._runners.get(row.id)
+        return runner.row if runner else row
+
+    async def _population(self, job: JobConfig) -> int:
+        known = await self._services.database.read(all_clients)
+        return max(1, sum(offers(client, job.task) for client in known))
+
+    async def _spent(self, job: JobConfig) -> list[Total]:
+        """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
+        if not job.privacy:
+            return []
+        name = population_of(job)
+        return await self._services.database.read(lambda connection: totals(connection, name))
+
+    def _prepare(
+        self, wish: Submission, job: JobConfig, population: int, spent: list[Total]
+    ) -> tuple[JobRow, ArtifactRow]:
+        size = self._services.artifacts.size(wish.model)
+        if size is None:
+            raise ConfigError(
+                f"the initial model {wish.model[:12]} is not stored here: upload it before the job"
+            )
+        path = self._services.artifacts.path(wish.model)
+        try:
+            layout = open_model(path).layout
+        except (EncodingError, LayoutError) as error:
+            reason = str(error).replace(str(path), f"artifact {wish.model[:12]}")
+            raise ConfigError(f"the initial model cannot be used: {reason}") from error
+        check_inside(job.tracking)
+        check_trackers(job.tracking)
+        plan = _plan(job, layout, population, spent)
+        trusted = self._services.trusted
+        if plan.aggregation.takes("root_update") and not (trusted and trusted.offers(job.task)):
+            raise ConfigError(
+                f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
+                f"and this coordinator has none for the task {job.task!r}: give its coordinator.toml a table "
+                "[root_data.NAME] with task and data"
+            )
+        engine = engine_for(job)(job, wish.model, secrets.randbits(63), separation=plan.separation)
+        noise = plan.central.noise_multiplier if plan.central else None
+        now = self._services.clock()
+        row = JobRow(
+            id=secrets.token_hex(6),
+            name=job.title[:100],
+            request_id=wish.request_id,
+            submitter=wish.submitter,
+            config=job.to_json(),
+            initial_model=wish.model,
+            model=wish.model,
+            optimizer="",
+            status=engine.state.status,
+            reason=engine.state.reason,
+            rounds=job.rounds,
+            rounds_done=0,
+            snapshot={
+                "engine": engine.snapshot(),
+                "population": population,
+                "noise_multiplier": noise,
+                "signature": wish.signature.hex(),
+                "certificate": wish.certificate.decode(),
+            },
+            version=1,
+            writer=self._services.writer,
+            submitted=now,
+            updated=now,
+        )
+        return row, ArtifactRow(wish.model, size, "model", now)
+
+    async def _take_up(self, row: JobRow) -> JobRunner:
+        """Makes the driver of a stored job and starts it."""
+        database = self._services.database
+        sequence = await database.read(lambda connection: store.last_sequence(connection, row.id))
+        records = await database.read(lambda connection: store.history(connection, row.id))
+        known = await database.read(all_clients)
+        runner = await asyncio.to_thread(self._restore, row, records, known, sequence)
+        runner.effects.submission = _submission(row)
+        self._runners[row.id] = runner
+        task = asyncio.get_running_loop().create_task(runner.run(), name=f"job {row.id}")
+        self._tasks[row.id] = task
+        task.add_done_callback(lambda ended: self._ended(row.id, ended))
+        for client in self._services.sessions.clients():
+            if offers(client, runner.job.task):
+                runner.post(m.ClientJoined(_info(client)))
+        runner.post(m.Start())
+        return runner
+
+    def _restore(self, row: JobRow, records: list[str], known: list[ClientRow], sequence: int) -> JobRunner:
+        services = self._services
+        job = _parse(row.config)
+        layout = open_model(services.artifacts.path(row.initial_model)).layout
+        plan = _plan(_with_noise(job, row.snapshot.get("noise_multiplier")), layout, _people(row))
+        history = [record_from_plain(json.loads(record)) for record in records]
+        engine = engine_for(job).restore(job, row.snapshot["engine"], history)
+        for client in known:
+            if offers(client, job.task):
+                engine.handle(m.ClientJoined(_info(client), online=False), services.clock())
+        account = None
+        if plan.privacy.private:
+            account = Account(row.id, job, plan, services.database, services.clock, self._reserving)
+        combiner = Combiner(job, plan, services.artifacts, services.trusted)
+        secure = None
+        if plan.privacy.secure_aggregation:
+            secure = SecureRounds(row.id, job, layout.size, services)
+        tracking = JobTracking(row.id, job, services.tracking, history)
+        place = (row.id, row.config, layout.fingerprint)
+        effects = Effects(*place, combiner, account, services, secure, tracking)
+        return JobRunner(row, job, layout, engine, effects, services, sequence)
+
+    def _ended(self, job: str, task: asyncio.Task[None]) -> None:
+        """Over, or broken: then the job stands still as it is stored, and can be resumed."""
+        runner = self._runners.pop(job)
+        del self._tasks[job]
+        if task.cancelled():
+            return
+        if (error := task.exception()) is None:
+            self._tell_agents(runner)
+        elif isinstance(error, LeaseLost):
+            log.error("job %s is another coordinator's now", job, extra={"job": job})
+            runner.effects.stop()
+        else:
+            log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
+            runner.effects.stop()
+            reason = "the coordinator failed at this job; its log says why. Resume it to try again"
+            work = self._stand_still(job, reason)
+            self._background = asyncio.get_running_loop().create_task(work)
+            self._background.add_done_callback(lambda _: runner.notify())
+
+    def _tell_agents(self, runner: JobRunner) -> None:
+        """Agents forget a job that is over."""
+        message = wire.job_over(runner.row.id, f"the job is {runner.row.status}: {runner.row.reason}")
+        for client in self._services.sessions.clients():
+            if offers(client, runner.job.task):
+                self._services.sessions.send(client.name, message)
+
+    async def _stand_still(self, job: str, reason: str) -> None:
+        now = self._services.clock()
+        try:
+            await self._services.database.write(
+                lambda connection: store.mark(connection, job, "paused", reason, now)
+            )
+        except StorageError as error:
+            log.error("job %s: %s", job, error, extra={"job": job})
+
+
+def offers(client: ClientRow, task: str) -> bool:
+    """Whether an agent has the task, by its whole name or by the stem of its file (`digits.py:Digits`)."""
+    return task in client.tasks or Path(task.partition(":")[0]).stem in client.tasks
+
+
+def _info(client: ClientRow) -> m.ClientInfo:
+    metadata: Mapping[str, str] = client.metadata
+    return m.ClientInfo(client.name, metadata, client.examples)
+
+
+def _parse(text: str) -> JobConfig:
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"the job is {len(text)} characters long; at most {MAX_CONFIG_BYTES} are accepted")
+    return job_from_json(text)
+
+
+def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
+    """The job with the noise that was solved for it when it came: its own charges change nothing of it."""
+    if noise is None:
+        return job
+    return job.model_copy(update={"privacy": {**job.privacy, "noise_multiplier": noise}})
+
+
+def _submission(row: JobRow) -> common_pb2.Submission:
+    """What silos are told of who asked for the job; jobs of older versions have no signature."""
+    return common_pb2.Submission(
+        submitter=row.submitter,
+        request_id=row.request_id,
+        signature=bytes.fromhex(row.snapshot.get("signature", "")),
+        certificate=row.snapshot.get("certificate", "").encode(),
+        initial_model=row.initial_model,
+    )
+
+
+def _people(row: JobRow) -> int:
+    return int(row.snapshot["population"])
+
+
+def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
+    """The job's plan; refuses what only other drivers can do, and what a budget does not hold even once."""
+    slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
+    bears = worst_charges(PrivacyConfig.from_table(job.privacy), spent)
+    plan = make_plan(job, population, slices, bears)
+    if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
+        check_all(budgets_of(plan.privacy, population_of(job)), spent, charge)
+    if plan.privacy.level not in LEVELS:
+        raise ConfigError(
+            f"privacy: level = {plan.privacy.level!r} is not offered by this coordinator; "
+            f"it offers {' or '.join(map(repr, LEVELS))}"
+        )
+    if get_encoding(job.transfer.encoding).dense_dtype is None:
+        raise ConfigError(f"transfer.encoding = {job.transfer.encoding!r} is not offered by this coordinator")
+    return plan

@@ -1,0 +1,1 @@
+"""Secure aggregation at the coordinator: attempts, their journals, and what drives them."""

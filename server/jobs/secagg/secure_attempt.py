@@ -1,0 +1,253 @@
+"""One attempt of secure aggregation: the protocol's state machine with its journal; no network, no clock."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from roundtable.aggregation import FileMatrix
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AggregationError, ProtocolError, StorageError
+from roundtable.engine import GroupMeans
+from roundtable.engine import messages as m
+from roundtable.engine.validation.secure_feasibility import least_of_groups
+from roundtable.privacy import SecureMean, SecureRound
+from roundtable.privacy.secagg import GroupedServer, SecAggServer, ServerPhase
+from roundtable.privacy.secagg.framing import Kind, unseal
+from roundtable.privacy.secagg.masks import Ring, ring_dtype
+from roundtable.server.jobs.secagg.journal import Journal
+from roundtable.server.jobs.sessions import Identity
+
+KEYS = (ServerPhase.ADVERTISE, ServerPhase.REVEAL, ServerPhase.SHARES)
+WORDS = {
+    ServerPhase.ADVERTISE: "exchanging keys",
+    ServerPhase.REVEAL: "drawing the graph",
+    ServerPhase.SHARES: "sharing keys",
+    ServerPhase.MASKED: "adding up masked updates",
+    ServerPhase.CONSENT: "agreeing on the survivors",
+    ServerPhase.UNMASK: "unmasking",
+}
+
+
+class SecureAttempt:
+    """What the coordinator knows of an attempt. `told` is the last message to each silo that is still in."""
+
+    def __init__(
+        self,
+        round: SecureRound,
+        server: SecAggServer | GroupedServer,
+        identities: Mapping[str, Identity],
+        journal: Journal,
+    ) -> None:
+        self.round, self.server, self.identities, self.journal = round, server, identities, journal
+        self.inside = frozenset(identities)
+        self.told: dict[str, bytes] = {}
+        self._adverts: dict[str, bytes] = {}
+        self._heard: set[bytes] = set()
+        self._announced: dict[str, bytes] = {}
+
+    @classmethod
+    def begin(
+        cls,
+        job_id: str,
+        job: JobConfig,
+        columns: int,
+        step: m.Step,
+        path: Path,
+        identities: Mapping[str, Identity],
+    ) -> SecureAttempt:
+        """A new attempt among these silos. PrivacyError where they are too few."""
+        round = SecureRound.of(job, columns, len(identities), step.round)
+        journal = Journal(path)
+        record = {name: [held.certificate.decode(), held.key.hex()] for name, held in identities.items()}
+        journal.add("silos", json.dumps(record).encode())
+        journal.sync()
+        return cls(round, _server(round, job_id, job, step, identities, path), identities, journal)
+
+    @classmethod
+    def resume(
+        cls, job_id: str, job: JobConfig, columns: int, step: m.Step, path: Path, body: Callable[[str], Path]
+    ) -> SecureAttempt:
+        """The attempt of a journal, as it was; `body` finds the masked vectors by their digests.
+
+        Raises StorageError for a journal without a beginning, and what the protocol raised then.
+        """
+        journal = Journal(path)
+        if not journal.entries or journal.entries[0][0] != "silos":
+            journal.close(forget=True)
+            raise StorageError(f"the journal {path.name} of the attempt has no beginning")
+        record = json.loads(journal.entries[0][1])
+        identities = {name: Identity(pem.encode(), bytes.fromhex(key)) for name, (pem, key) in record.items()}
+        round = SecureRound.of(job, columns, len(identities), step.round)
+        attempt = cls(round, _server(round, job_id, job, step, identities, path), identities, journal)
+        for kind, data in journal.entries[1:]:
+            attempt._again(kind, data, body)
+        return attempt
+
+    @property
+    def phase(self) -> ServerPhase:
+        return self.server.phase
+
+    def receive(self, message: bytes) -> str:
+        """Takes a silo's message and returns its name; one that was taken before changes nothing.
+
+        ProtocolError where it is refused.
+        """
+        if blake3(message).digest() in self._heard:
+            return unseal(message).sender  # Said again after a reconnection, perhaps in a later phase.
+        client = self._take(message)
+        self.journal.add("message", message)
+        return client
+
+    def began_anew(self, client: str, message: bytes) -> bool:
+        """Whether a silo advertises other keys than before: it has lost those of this attempt."""
+        if self._adverts.get(client, message) == message:
+            return False
+        try:
+            return unseal(message).kind is Kind.ADVERTISE
+        except ProtocolError:
+            return False
+
+    def problem(self, client: str, digest: str, announcement: bytes) -> str:
+        """What is wrong with an upload's announcement; empty if nothing is. May raise ProtocolError."""
+        if client not in self.told or self.phase is not ServerPhase.MASKED:
+            return f"{client} has no part in this attempt's secure aggregation"
+        if self.server.announced(announcement) != (client, digest):
+            return "the masked update is not the one that the silo signed"
+        return ""
+
+    def announce(self, client: str, announcement: bytes) -> None:
+        """Keeps the signed announcement of a masked vector that has arrived."""
+        if client not in self._announced:
+            self._announced[client] = announcement
+            self.journal.add("announcement", announcement)
+
+    def lose(self, client: str, reason: str) -> None:
+        """The silo will not answer any more."""
+        if self.server.lose(client, reason):
+            self.journal.add("lost", json.dumps([client, reason]).encode())
+
+    def fold(self, bodies: Mapping[str, Path]) -> None:
+        """Adds up the masked vectors of exactly these silos. Blocks. ProtocolError for a false one."""
+        for client in sorted(bodies):
+            self.server.fold(self._announced[client], np.memmap(bodies[client], dtype=np.uint8, mode="r"))
+            self.journal.add("fold", self._announced[client])
+
+    def advance(self) -> dict[str, str]:
+        """Closes the phase; returns who is out by that, and why. Nothing may follow before a sync.
+
+        ProtocolError: too few are left, and the attempt is over.
+        """
+        out = self._advance()
+        self.journal.add("advance", b"")
+        return out
+
+    def decode(self, delivered: Collection[str] = ()) -> SecureMean | GroupMeans:
+        """The mean, or the means of groups, once the phase is DONE.
+
+        `delivered` are the silos whose updates were taken: those of lost groups are named. Blocks.
+        """
+        protocol = self.round.parameters.summary()
+        if isinstance(self.server, GroupedServer):
+            means = self._decode_groups(self.server, delivered)
+            return replace(means, account={**means.account, "protocol": protocol})
+        mean = self.round.decode(self.server.total, len(self.server.survivors), len(self.identities))
+        return replace(mean, account={**mean.account, "protocol": protocol})
+
+    def close(self, *, forget: bool) -> None:
+        """Nothing more is written down; with `forget` nothing of the attempt is left."""
+        self.journal.close(forget=forget)
+        if forget:
+            for path in self.journal.path.parent.glob(f"{self.journal.path.name}.row*"):
+                path.unlink()
+
+    def _decode_groups(self, server: GroupedServer, delivered: Collection[str]) -> GroupMeans:
+        """Each mean goes to a file of its own: all of them together may be larger than memory."""
+        decoded: list[tuple[tuple[str, ...], SecureMean | str]] = []
+        paths = []
+        for number, group in server.alive.items():
+            members = group.cohort.names
+            path = self.journal.path.with_name(f"{self.journal.path.name}.row{number}")
+            told: SecureMean | str
+            try:
+                mean = self.round.decode(group.total, len(group.survivors), len(members))
+                row, told = mean.vector, replace(mean, vector=torch.empty(0))
+            except AggregationError as error:
+                row, told = torch.full((self.round.columns,), torch.nan), str(error)
+            row.numpy().astype("<f4", copy=False).tofile(path)
+            decoded.append((members, told))
+            paths.append(path)
+        lost = {name: f"its group was lost: {why}" for name in delivered if (why := server.why_lost(name))}
+        return GroupMeans.of(FileMatrix(paths, self.round.columns), decoded, lost)
+
+    def progress(self) -> str:
+        """Where the protocol is, in words."""
+        if self.phase not in WORDS:
+            return ""
+        there = len(self.told) or len(self.identities)
+        groups = self.server.alive if isinstance(self.server, GroupedServer) else {}
+        where = f" in {len(groups)} groups" if groups else ""
+        return f"{WORDS[self.phase]}: {there - len(self.server.missing)} of {there}{where}"
+
+    def _take(self, message: bytes) -> str:
+        first = self.phase is ServerPhase.ADVERTISE
+        client = self.server.receive(message)
+        self._heard.add(blake3(message).digest())
+        if first and client not in self.server.aborted:
+            self._adverts[client] = message
+        return client
+
+    def _advance(self) -> dict[str, str]:
+        word = WORDS.get(self.phase, "")
+        self.told = self.server.advance()
+        gone = sorted(self.inside - self.told.keys()) if self.phase is not ServerPhase.DONE else []
+        self.inside = frozenset(self.told)
+        return {name: self._why_out(name) or f"no answer in time while {word}" for name in gone}
+
+    def _why_out(self, client: str) -> str:
+        server = self.server
+        why = server.why_lost(client) if isinstance(server, GroupedServer) else ""
+        return server.aborted.get(client, "") or (f"its group was lost: {why}" if why else "")
+
+    def _again(self, kind: str, data: bytes, body: Callable[[str], Path]) -> None:
+        match kind:
+            case "message":
+                self._take(data)
+            case "announcement":
+                self._announced[self.server.announced(data)[0]] = data
+            case "lost":
+                self.server.lose(*json.loads(data))
+            case "fold":
+                path = body(self.server.announced(data)[1])
+                self.server.fold(data, np.memmap(path, dtype=np.uint8, mode="r"))
+            case "advance":
+                self._advance()
+
+
+def _server(
+    round: SecureRound,
+    job_id: str,
+    job: JobConfig,
+    step: m.Step,
+    identities: Mapping[str, Identity],
+    path: Path,
+) -> SecAggServer | GroupedServer:
+    session = round.session(job_id, step.round, step.attempt)
+    directory = {name: held.key for name, held in identities.items()}
+    if not round.grouped:
+        return SecAggServer(session, round.parameters, directory)
+
+    def workspace(number: int) -> Ring:
+        """On disk, without a name: one sum for each group may be more than memory holds."""
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            return np.memmap(file, ring_dtype(round.parameters.ring_bits), "w+", shape=(round.length,))
+
+    least = least_of_groups(job, len(identities))
+    return GroupedServer(session, round.parameters, directory, least, workspace)

@@ -1,0 +1,317 @@
+"""Secure aggregation at the coordinator: drives one attempt after the other through its protocol.
+
+Keys and shares are exchanged while silos train; what they then upload is masked. When the engine has
+the round's updates, exactly those are added up, their silos agree on that set and give out the shares
+that unmask the sum. Every message that counts is in the attempt's journal before anything follows
+from it, so that a coordinator that is started again goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError, RoundtableError, SiteFailure
+from roundtable.engine import GroupMeans
+from roundtable.engine import messages as m
+from roundtable.privacy import SecureMean
+from roundtable.privacy.secagg import ServerPhase
+from roundtable.proto import agent_pb2
+from roundtable.server.jobs import wire
+from roundtable.server.jobs.secagg.secure_attempt import KEYS, SecureAttempt
+
+if TYPE_CHECKING:
+    from roundtable.server.jobs.actions import Services
+
+log = logging.getLogger("roundtable.server.jobs.secagg.secure_rounds")
+
+MASKED = "masked"
+SHARE_OF_DEADLINE = 0.1
+"""Of the round's deadline: what an exchange of small messages may take. Unmasking may take all of it,
+because once silos have been asked for shares the round makes its model in this attempt or not at all."""
+Post = Callable[[m.Event], Coroutine[Any, Any, None]]
+Pay = Callable[[], Coroutine[Any, Any, None]]
+
+
+class SecureRounds:
+    """The secure aggregation of one job. `post` takes events to the engine, `spawn` runs what they need."""
+
+    def __init__(self, job_id: str, job: JobConfig, columns: int, services: Services) -> None:
+        self._id, self._job, self._columns, self._services = job_id, job, columns, services
+        self._folder = services.artifacts.folder / "secure"
+        self._key = (0, 0)
+        self._attempt: SecureAttempt | None = None
+        self._changed = asyncio.Event()
+        self._busy = False
+        self._permitted = False
+        self._exchange: asyncio.Task[None] | None = None
+        self._post: Post
+        self._spawn: Callable[[Coroutine[Any, Any, None]], None]
+        self._notify: Callable[[], None]
+
+    def connect(
+        self,
+        post: Post,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        notify: Callable[[], None],
+    ) -> None:
+        """Where events go, who looks after what takes time, and whom to tell that something can be seen."""
+        self._post, self._spawn, self._notify = post, spawn, notify
+
+    def take_up(self, step: m.Step) -> None:
+        """After a restart: goes on with the attempt that was under way, if it had begun.
+
+        With a bucket that may have been on another machine, which has the journal: a fresh one follows.
+        """
+        if self._path(step).exists():
+            self._open(step, ())
+        elif self._services.artifacts.bucket is not None and step.phase == m.TRAIN:
+            self._key = (step.round, step.attempt)
+            lost = AggregationError("what the attempt has heard is not on this machine")
+            self._spawn(self._give_up(step, lost))
+
+    def identities(self, action: m.Instruct) -> list[bytes]:
+        """The certificates that go with an instruction to train; none where the silo cannot take part."""
+        if (action.step.round, action.step.attempt) != self._key:
+            self._open(action.step, action.cohort)
+        attempt = self._attempt
+        if attempt is None or action.client not in attempt.identities:
+            return []
+        return [attempt.identities[name].certificate for name in sorted(attempt.identities)]
+
+    def hear(self, client: str, step: m.Step, message: bytes) -> None:
+        """A silo's message of the protocol."""
+        attempt = self._current(step)
+        if attempt is None or self._busy:
+            return
+        try:
+            attempt.receive(message)
+            if client in attempt.server.aborted:
+                self._fail(step, client, "protocol_violation", attempt.server.aborted[client])
+        except ProtocolError as error:
+            log.warning("%s: %s", client, error, extra={"job": self._id, "site": client})
+            if attempt.began_anew(client, message):
+                reason = "the silo was restarted and has lost its keys of this attempt"
+                attempt.lose(client, reason)
+                self._fail(step, client, "node_failure", reason)
+        self._changed.set()
+        self._notify()
+
+    def lost(self, failure: SiteFailure) -> None:
+        """The silo has said that it will not answer."""
+        step = m.Step(failure.round, failure.attempt, failure.phase)
+        attempt = self._current(step)
+        if attempt is None or self._busy or step.phase == m.EVALUATE:
+            return
+        attempt.lose(failure.site, failure.detail)
+        if step.phase == wire.SECURE:
+            self._fail(step, failure.site, failure.kind, failure.detail)
+        self._changed.set()
+
+    def rejoined(self, client: str) -> None:
+        """The silo is connected again: what it was told last may have been lost."""
+        if self._attempt is not None and client in self._attempt.told:
+            self._send(self._attempt, client)
+
+    def problem(self, client: str, header: agent_pb2.UploadHeader) -> str:
+        """What is wrong with the offer of a masked vector, in words; empty if nothing is."""
+        attempt = self._current(wire.step_of(header.step))
+        if attempt is None:
+            return "the attempt's secure aggregation is not known here"
+        if header.encoding != MASKED:
+            return f"the update is encoded as {header.encoding[:40]!r}, and this job takes masked ones only"
+        if header.examples or header.metrics:
+            return "example counts and metrics travel inside a masked update, not beside it"
+        if header.content.size != attempt.round.upload_bytes:
+            return f"the masked update has {header.content.size} bytes, not {attempt.round.upload_bytes}"
+        try:
+            return attempt.problem(client, header.content.digest, header.announcement)
+        except ProtocolError as error:
+            return str(error)
+
+    def arrived(self, client: str, header: agent_pb2.UploadHeader) -> None:
+        """A masked vector is here, whole."""
+        attempt = self._current(wire.step_of(header.step))
+        if attempt is not None:
+            attempt.announce(client, header.announcement)
+
+    def waiting(self) -> str:
+        """Where the protocol is, in words; empty while the silos just train."""
+        if self._attempt is None or (self._attempt.phase is ServerPhase.MASKED and not self._busy):
+            return ""
+        return self._attempt.progress()
+
+    def permit(self, step: m.Step) -> None:
+        """Silos may be asked: that no other attempt at the round will be unmasked is durable."""
+        self._permitted = (step.round, step.attempt) == self._key
+
+    async def total(self, action: m.Aggregate, pay: Pay) -> SecureMean | GroupMeans:
+        """The mean of exactly the updates that the engine names, or the means of their groups.
+
+        `pay` makes it durable that the attempt is paid for and the round used up, and has `permit` called,
+        before anybody is asked for a share that unmasks. Raises AggregationError where too few silos are
+        left; nothing was revealed but at most the sum.
+        """
+        if (action.step.round, action.step.attempt) != self._key:
+            self._open(action.step, ())
+        attempt = self._attempt
+        if attempt is None:
+            raise AggregationError(
+                "secure aggregation: what this attempt had heard is lost; the next has fresh keys"
+            )
+        if self._exchange is not None:
+            await self._exchange
+        try:
+            if attempt.phase is ServerPhase.MASKED:
+                await self._blocking(attempt.fold, await self._blocking(self._bodies, action))
+                await self._advance(attempt)
+            while attempt.phase is not ServerPhase.DONE:
+                share = SHARE_OF_DEADLINE
+                if attempt.phase is ServerPhase.UNMASK:
+                    await pay()
+                    share = 1.0
+                self._expect(attempt)
+                self._tell(attempt)
+                await self._collect(attempt, share * self._job.cohort.deadline)
+                self._expect(attempt)
+                await self._advance(attempt)
+            delivered = {update.client for update in action.updates}
+            mean: SecureMean | GroupMeans = await self._blocking(attempt.decode, delivered)
+        except (ProtocolError, PrivacyError) as error:
+            raise AggregationError(f"secure aggregation: {error}{_reasons(attempt)}") from error
+        return mean
+
+    def retire(self, round: int) -> None:
+        """The round is committed: nothing of it is needed any more."""
+        if self._key[0] <= round:
+            self.close(forget=True)
+
+    def close(self, *, forget: bool) -> None:
+        """Stops the attempt that runs; with `forget` for good."""
+        if self._exchange is not None:
+            self._exchange.cancel()
+        if self._attempt is not None:
+            self._attempt.close(forget=forget)
+        self._attempt, self._exchange, self._key = None, None, (0, 0)
+        self._permitted = False
+        self._changed.set()
+
+    def _expect(self, attempt: SecureAttempt) -> None:
+        """AggregationError where the attempt was given up meanwhile: nobody must be asked for anything."""
+        unasked = attempt.phase is ServerPhase.UNMASK and not self._permitted
+        if self._attempt is not attempt or unasked:
+            raise AggregationError("secure aggregation: the attempt was given up before its sum was unmasked")
+
+    def _current(self, step: m.Step) -> SecureAttempt | None:
+        return self._attempt if (step.round, step.attempt) == self._key else None
+
+    def _open(self, step: m.Step, cohort: tuple[str, ...]) -> None:
+        """Begins an attempt, or takes it up from its journal."""
+        self.close(forget=True)
+        self._key = (step.round, step.attempt)
+        path = self._path(step)
+        known = self._services.sessions.identities
+        for name in [name for name in cohort if name not in known]:
+            said = "it has no signing identity, which secure aggregation needs: issue its credentials anew"
+            self._fail(step, name, "refused", said)
+        where = (self._id, self._job, self._columns, step)
+        try:
+            if path.exists():
+                self._attempt = SecureAttempt.resume(*where, path, self._services.artifacts.path)
+            elif cohort:
+                identities = {name: known[name] for name in cohort if name in known}
+                self._attempt = SecureAttempt.begin(*where, path, identities)
+        except RoundtableError as error:
+            path.unlink(missing_ok=True)
+            self._spawn(self._give_up(step, error))
+        self._forget_others(path)
+        if self._attempt is None:
+            return
+        told = self._attempt.round.parameters.summary()
+        log.info("round %d, attempt %d: %s", step.round, step.attempt, told, extra={"job": self._id})
+        if self._attempt.phase in (*KEYS, ServerPhase.MASKED):
+            self._exchange = asyncio.get_running_loop().create_task(self._exchange_keys(self._attempt, step))
+
+    def _path(self, step: m.Step) -> Path:
+        return self._folder / f"{self._id}.{step.round}.{step.attempt}"
+
+    def _forget_others(self, path: Path) -> None:
+        for other in self._folder.glob(f"{self._id}.*"):
+            if other != path:
+                other.unlink(missing_ok=True)
+
+    async def _exchange_keys(self, attempt: SecureAttempt, step: m.Step) -> None:
+        """From the advertisements to the shares: then each silo can mask what it has trained."""
+        try:
+            self._tell(attempt)
+            while attempt.phase in KEYS:
+                await self._collect(attempt, SHARE_OF_DEADLINE * self._job.cohort.deadline)
+                for client, said in (await self._advance(attempt)).items():
+                    self._fail(step, client, "slow_node", said)
+                self._tell(attempt)
+        except RoundtableError as error:
+            await self._give_up(step, error)
+
+    async def _give_up(self, step: m.Step, error: RoundtableError) -> None:
+        train = m.Step(step.round, step.attempt, m.TRAIN)
+        reasons = _reasons(self._attempt) if self._attempt is not None else ""
+        await self._post(m.AggregationFailed(train, f"secure aggregation: {error}{reasons}"))
+
+    async def _collect(self, attempt: SecureAttempt, seconds: float) -> None:
+        """Until everybody who is awaited has answered, the attempt is given up, or for so long."""
+        end = asyncio.get_running_loop().time() + seconds
+        while self._attempt is attempt and not attempt.server.ready:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(end):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    async def _advance(self, attempt: SecureAttempt) -> dict[str, str]:
+        """Closes the phase, durably; who is out, and why."""
+        heavy = attempt.phase in (ServerPhase.MASKED, ServerPhase.UNMASK)
+        out: dict[str, str] = await self._blocking(attempt.advance) if heavy else attempt.advance()
+        await asyncio.to_thread(attempt.journal.sync)
+        return out
+
+    async def _blocking(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """In the thread for computing. No answer is awaited then, so that messages can be left unheard."""
+        self._busy = True
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._services.compute, work, *arguments)
+        finally:
+            self._busy = False
+
+    def _bodies(self, action: m.Aggregate) -> dict[str, Path]:
+        return {update.client: self._services.artifacts.path(update.digest) for update in action.updates}
+
+    def _tell(self, attempt: SecureAttempt) -> None:
+        for client in attempt.told:
+            self._send(attempt, client)
+        self._notify()
+
+    def _send(self, attempt: SecureAttempt, client: str) -> None:
+        if attempt.phase is ServerPhase.UNMASK and not self._permitted:
+            return  # What is asked for now unmasks the sum: it is paid for first.
+        session = attempt.server.session
+        message = wire.exchange(self._id, session.round, session.attempt, attempt.told[client])
+        self._services.sessions.send(client, message)
+
+    def _fail(self, step: m.Step, client: str, kind: str, detail: str) -> None:
+        """The engine does without the silo, and the silo is told to stop."""
+        train = m.Step(step.round, step.attempt, m.TRAIN)
+        failure = SiteFailure(client, step.round, step.attempt, m.TRAIN, kind, detail)
+        self._spawn(self._post(m.ClientFailed(train, failure)))
+        self._services.sessions.send(client, wire.withdrawal(self._id, m.Withdraw(client, train, detail)))
+
+
+def _reasons(attempt: SecureAttempt) -> str:
+    """What silos said that gave up."""
+    said = "; ".join(f"{name}: {reason}" for name, reason in sorted(attempt.server.aborted.items()))
+    return f" ({said})" if said else ""

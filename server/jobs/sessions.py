@@ -1,0 +1,126 @@
+"""The agents that are connected: one session each, the newest one if there are two."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from roundtable.proto import agent_pb2
+from roundtable.server.store import ClientRow
+
+log = logging.getLogger("roundtable.server.jobs.sessions")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What an agent signs with in secure aggregation: its certificate (PEM), and the public key in it."""
+
+    certificate: bytes
+    key: bytes
+
+
+@dataclass
+class Session:
+    """One agent's control stream. `None` in the outbox ends it; `revocations` is the list it was given."""
+
+    client: ClientRow
+    heard: float
+    state: str = "available"
+    revocations: bytes = b""
+    outbox: asyncio.Queue[agent_pb2.ToAgent | None] = field(default_factory=asyncio.Queue)
+
+    @property
+    def name(self) -> str:
+        return self.client.name
+
+    def send(self, message: agent_pb2.ToAgent) -> None:
+        """Puts a message on its way."""
+        self.outbox.put_nowait(message)
+
+    def end(self, reason: str = "") -> None:
+        """Ends the stream; with a reason the agent is told not to come back by itself."""
+        if reason:
+            self.send(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=reason)))
+        self.outbox.put_nowait(None)
+
+
+class Sessions:
+    """Who is here. `joined` and `left` are called as agents come and go.
+
+    `identities` are those that agents have shown, checked; they outlast a connection.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        heartbeat: float,
+        joined: Callable[[ClientRow], None],
+        left: Callable[[ClientRow], None],
+    ) -> None:
+        self._clock, self.heartbeat = clock, heartbeat
+        self._joined, self._left = joined, left
+        self.identities: dict[str, Identity] = {}
+        self._sessions: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, name: str) -> Session | None:
+        """The agent's session, if it is connected."""
+        return self._sessions.get(name)
+
+    def clients(self) -> list[ClientRow]:
+        """Every agent that is connected."""
+        return [session.client for session in self._sessions.values()]
+
+    def open(self, client: ClientRow) -> Session:
+        """A new session; an older one under the same name ends."""
+        session = Session(client, self._clock())
+        older = self._sessions.get(client.name)
+        self._sessions[client.name] = session
+        if older is not None:
+            log.warning(
+                "%s connected again; its older connection ends", client.name, extra={"site": client.name}
+            )
+            older.end(
+                f"another connection as {client.name!r} has taken the place of this one; "
+                "if two agents share a certificate, issue one for each"
+            )
+        self._joined(client)
+        return session
+
+    def close(self, session: Session) -> None:
+        """The stream is over; of no effect for one that was replaced."""
+        if self._sessions.get(session.name) is session:
+            del self._sessions[session.name]
+            log.info("%s is gone", session.name, extra={"site": session.name})
+            self._left(session.client)
+
+    def send(self, name: str, message: agent_pb2.ToAgent) -> bool:
+        """Pushes a message; False if the agent is not connected."""
+        session = self._sessions.get(name)
+        if session is None:
+            return False
+        session.send(message)
+        return True
+
+    async def watch(self) -> None:
+        """Ends sessions that have been silent for three heartbeats; runs until cancelled."""
+        while True:
+            await asyncio.sleep(self.heartbeat)
+            self.end_silent()
+
+    def end_silent(self) -> None:
+        """Ends the sessions of agents that have not been heard for three heartbeats."""
+        limit = self._clock() - 3 * self.heartbeat
+        for session in [s for s in self._sessions.values() if s.heard < limit]:
+            log.warning("%s has been silent too long", session.name, extra={"site": session.name})
+            session.end()
+            self.close(session)
+
+    def end_all(self) -> None:
+        """Ends every stream: the coordinator stops."""
+        for session in self._sessions.values():
+            session.end()

@@ -1,0 +1,1 @@
+"""Which of several coordinators on one database is the active one."""

@@ -1,0 +1,243 @@
+"""The coordinator's page of metrics, made when somebody asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import sqlalchemy as sa
+from prometheus_client.core import Metric
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import StorageError
+from roundtable.core.identity.credentials import Credentials
+from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Interval
+from roundtable.engine.selection import quorum
+from roundtable.proto.pieces import traffic
+from roundtable.server.config import ServerConfig
+from roundtable.server.jobs.job_registry import Jobs, offers
+from roundtable.server.jobs.privacy_report import Books, books
+from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.jobs.sessions import Sessions
+from roundtable.server.operations.coordinator_observer import Observer
+from roundtable.server.store import ClientRow, Database
+from roundtable.server.store.client_rows import all_clients
+from roundtable.server.store.trust_rows import revoked_names
+
+log = logging.getLogger("roundtable.server.metrics_page")
+
+REFRESH_SECONDS = 15.0
+ANSWER_SECONDS = 3.0
+STATES = ("waiting", "running", "paused", "finished", "cancelled", "failed")
+
+
+class CoordinatorPage:
+    """What is watched of a coordinator. Until `opened` it stands by, or waits for its database."""
+
+    def __init__(
+        self, config: ServerConfig, credentials: Credentials, observer: Observer, clock: Callable[[], float]
+    ) -> None:
+        self._config, self._credentials = config, credentials
+        self._observer, self._clock = observer, clock
+        self._parts: tuple[Jobs, Sessions, Database] | None = None
+        self._refusals: Counter[tuple[str, str]] = Counter()
+        self._turn, self._interval = asyncio.Lock(), Interval(REFRESH_SECONDS)
+        self._silos: list[ClientRow] = []
+        self._statuses: Counter[str] = Counter()
+        self._accounts: dict[str, tuple[float, float, float]] = {}
+        self._known: dict[str, Books] = {}
+        self._answers = False
+
+    def opened(
+        self, jobs: Jobs, sessions: Sessions, database: Database, refusals: Counter[tuple[str, str]]
+    ) -> None:
+        """The coordinator is active. `refusals` counts the gate's, by call and status."""
+        self._parts, self._refusals = (jobs, sessions, database), refusals
+
+    def closed(self) -> None:
+        """It is active no longer."""
+        self._parts = None
+
+    async def ready(self) -> tuple[bool, str]:
+        """One that stands by is ready: it answers callers and takes over by itself."""
+        if self._parts is None:
+            return True, "standing by"
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._parts[2].read(lambda connection: connection.execute(sa.select(1)).scalar())
+        except (StorageError, TimeoutError) as error:
+            return False, f"the database does not answer: {error or 'no answer in time'}"
+        return True, "active"
+
+    async def figures(self) -> list[Metric]:
+        page, parts = Families(), self._parts
+        page.gauge("roundtable_coordinator_active", "1 active, 0 standing by", {(): float(parts is not None)})
+        page.process(self._observer.tally, *traffic.both())
+        folders = {"state": Path(self._config.state), "artifacts": Path(self._config.artifacts)}
+        page.surroundings(folders, self._credentials.expires.timestamp())
+        self._counted(page)
+        if parts is not None:
+            jobs, sessions, database = parts
+            await self._refresh(jobs, database)
+            self._jobs(page, jobs, sessions)
+            self._silo_states(page, sessions)
+            self._privacy(page)
+            waiting = {("database",): float(database.waiting)}
+            waiting["events",] = float(sum(runner.waiting for runner in jobs.runners()))
+            page.gauge("roundtable_queue_length", "what waits to be done", waiting, ("queue",))
+            answers = {(): float(self._answers)}
+            page.gauge("roundtable_database_up", "whether the database answered when asked last", answers)
+        return page.made
+
+    def _counted(self, page: Families) -> None:
+        tally = self._observer.tally
+        for name, text, labels in (
+            ("rounds", "attempts at rounds that have ended", ("outcome",)),
+            ("updates", "uploads by how they were answered", ("result",)),
+            ("refused", "updates that no model holds, by reason", ("reason",)),
+            ("faults", "faults in the histories of jobs", ("kind", "severity")),
+        ):
+            shown = "updates_refused" if name == "refused" else name
+            found = {key: float(count) for key, count in tally.of(name).items()}
+            page.counter(f"roundtable_{shown}", text, found, labels)
+        text, labels = "calls that the gate or the service refused", ("call", "status")
+        refused = {key: float(count) for key, count in self._refusals.items()}
+        page.counter("roundtable_calls_refused", text, refused, labels)
+        page.histogram(
+            "roundtable_round_seconds", "from a round's start to its commit", tally.spreads_of("round")
+        )
+        text = "how long phases of rounds took"
+        page.histogram("roundtable_phase_seconds", text, tally.spreads_of("phase"), "phase")
+
+    def _jobs(self, page: Families, jobs: Jobs, sessions: Sessions) -> None:
+        live = {(runner.row.id, runner.row.name): runner for runner in jobs.runners()}
+        statuses = Counter({status: self._statuses[status] for status in STATES})
+        statuses.update(runner.row.status for runner in live.values())
+        found = {(status,): float(count) for status, count in statuses.items()}
+        page.gauge("roundtable_jobs", "jobs by status", found, ("status",))
+        labels, online = ("job_id", "name"), sessions.clients()
+
+        def each(name: str, text: str, value: Callable[[JobRunner], float]) -> None:
+            page.gauge(name, text, {key: value(runner) for key, runner in live.items()}, labels)
+
+        each("roundtable_job_rounds_done", "rounds committed", lambda runner: runner.row.rounds_done)
+        each(
+            "roundtable_job_rounds_wanted", "rounds that the job is to have", lambda runner: runner.row.rounds
+        )
+        each(
+            "roundtable_job_running", "1 while it runs", lambda runner: float(runner.row.status == "running")
+        )
+        text = "silos that are connected and have the job's task"
+        each("roundtable_job_silos_online", text, lambda runner: _offering(runner, online))
+        text = "silos that are known to have the job's task"
+        each("roundtable_job_silos_known", text, lambda runner: _offering(runner, self._silos))
+        text = "updates without which the job's rounds fail"
+        each("roundtable_job_silos_needed", text, lambda runner: self._needed(runner))
+        _steps(page, live)
+
+    def _needed(self, runner: JobRunner) -> float:
+        cohort = runner.job.cohort
+        return float(quorum(cohort, cohort.size or max(1, int(_offering(runner, self._silos)))))
+
+    def _silo_states(self, page: Families, sessions: Sessions) -> None:
+        states: Counter[str] = Counter({"available": 0, "training": 0, "uploading": 0, "offline": 0})
+        seen = {}
+        for silo in self._silos:
+            session = sessions.get(silo.name)
+            states[session.state if session is not None else "offline"] += 1
+            # A session is heard of by a clock without a date.
+            silent = time.monotonic() - session.heard if session is not None else None
+            seen[(silo.name,)] = self._clock() - silent if silent is not None else silo.last_seen
+        found = {(state,): float(count) for state, count in states.items()}
+        page.gauge("roundtable_silos", "silos by what they do", found, ("status",))
+        text = "when the silo was heard of last"
+        page.gauge("roundtable_silo_last_seen_timestamp_seconds", text, seen, ("silo",))
+
+    def _privacy(self, page: Families) -> None:
+        label = ("population",)
+        for place, name, text in (
+            (0, "spent", "epsilon that the models published so far have spent"),
+            (1, "budget", "epsilon that may be spent; +Inf without a budget"),
+            (2, "left", "epsilon that is neither spent nor reserved"),
+        ):
+            found = {(population,): values[place] for population, values in self._accounts.items()}
+            page.gauge(f"roundtable_privacy_epsilon_{name}", text, found, label)
+
+    async def _refresh(self, jobs: Jobs, database: Database) -> None:
+        """Asks the database, seldom: a page that is asked for often costs it nothing."""
+        async with self._turn:
+            if not self._interval.due():
+                return
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    self._silos = await database.read(_expected)
+                    found, _ = await database.read(lambda connection: books(connection, ""))
+                    rows = await jobs.rows()
+            except (StorageError, TimeoutError) as error:
+                self._answers = False
+                log.warning("metrics: the database does not answer: %s", error)
+                return
+            self._answers = True
+            driven = {runner.row.id for runner in jobs.runners()}
+            self._statuses = Counter(row.status for row in rows if row.id not in driven)
+            changed = [each for each in found if self._known.get(each.population) != each]
+            self._accounts.update(
+                await asyncio.to_thread(lambda: {b.population: _account(b) for b in changed})
+            )
+            self._known = {each.population: each for each in found}
+
+
+class DatabaseAway:
+    """What is told of a coordinator that was active and waits for its database."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def ready(self) -> tuple[bool, str]:
+        return False, self._reason
+
+    async def figures(self) -> list[Metric]:
+        page = Families()
+        page.gauge("roundtable_coordinator_active", "1 active, 0 standing by", {(): 0.0})
+        page.gauge("roundtable_database_up", "whether the database answered when asked last", {(): 0.0})
+        return page.made
+
+
+def _expected(connection: Connection) -> list[ClientRow]:
+    """The agents that may come back: one that is revoked is neither silent nor missing."""
+    revoked = revoked_names(connection)
+    return [row for row in all_clients(connection) if revoked.get(row.name) != frozenset()]
+
+
+def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:
+    """The newest training step of each silo that tells of them."""
+    told = {
+        (job, silo): figures
+        for (job, _), runner in live.items()
+        for silo, figures in runner.effects.figures().items()
+    }
+    for name, text in STEP_GAUGES.items():
+        found = {key: float(figures[name]) for key, figures in told.items() if name in figures}
+        page.gauge(f"roundtable_silo_step_{name}", text, found, ("job_id", "silo"))
+
+
+def _offering(runner: JobRunner, silos: list[ClientRow]) -> float:
+    return float(sum(offers(silo, runner.job.task) for silo in silos))
+
+
+def _account(book: Books) -> tuple[float, float, float]:
+    """ε spent, allowed and left, of the silo that bears most; the limit is the operator's, or its jobs'."""
+    if book.limit is not None:
+        budget = book.limit.budget.epsilon
+    else:
+        budgets = [table["epsilon"] for table in book.jobs.values() if table.get("epsilon") is not None]
+        budget = max(map(float, budgets), default=math.inf)
+    accounts = book.messages(0.0)
+    spent = max((account.epsilon for account in accounts), default=0.0)
+    held = max((max(account.epsilon, account.reserved_epsilon) for account in accounts), default=0.0)
+    return spent, budget, max(0.0, budget - held)

@@ -1,0 +1,1 @@
+"""What operators see of a running coordinator: incidents, alerts, counts and traces."""

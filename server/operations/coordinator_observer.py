@@ -1,0 +1,101 @@
+"""What the coordinator counts, times and traces: told by jobs, read by server/metrics_page.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roundtable.core.observability.histograms import Tally
+from roundtable.core.observability.tracing import Span, Tracer
+from roundtable.engine import messages as m
+from roundtable.proto import agent_pb2
+from roundtable.server.operations.incidents import Fault
+
+_RECEIPTS = {
+    agent_pb2.UploadReceipt.ACCEPTED: "accepted",
+    agent_pb2.UploadReceipt.REJECTED: "rejected",
+    agent_pb2.UploadReceipt.STALE: "stale",
+    agent_pb2.UploadReceipt.DUPLICATE: "duplicate",
+}
+_REFUSALS = ("invalid_update", "data_corruption", "protocol_violation")
+
+
+@dataclass
+class _Place:
+    """Where a job stands and since when; `round_began` is the attempt's beginning."""
+
+    step: m.Step
+    since: float
+    round_began: float
+
+
+class Observer:
+    """One for the life of a coordinator. Keeps nothing up: everything here is arithmetic in memory."""
+
+    def __init__(self, tracer: Tracer | None = None, clock: Callable[[], float] = time.time) -> None:
+        self.tally = Tally()
+        self._tracer = tracer or Tracer("coordinator")
+        self._clock = clock
+        self._places: dict[str, _Place] = {}
+
+    def noted(self, note: m.Note, fault: Fault | None) -> None:
+        """An event of a job's history."""
+        tally = self.tally
+        tally.count("events", note.kind)
+        if fault is not None:
+            tally.count("faults", fault.kind, fault.severity)
+        if note.kind == "client_failed" and (kind := str(note.detail.get("kind", ""))) in _REFUSALS:
+            tally.count("refused", kind)
+        elif note.kind == "update_excluded":
+            tally.count("refused", str(note.detail.get("reason", "excluded")))
+        elif note.kind == "attempt_failed":
+            tally.count("rounds", "failed")
+
+    def answered(self, receipt: agent_pb2.UploadReceipt) -> None:
+        """An upload has been answered."""
+        result = _RECEIPTS.get(receipt.status, "unknown")
+        self.tally.count("updates", result)
+        if result in ("stale", "duplicate"):
+            self.tally.count("refused", result)
+
+    def moved(self, job: str, step: m.Step | None, records: Sequence[dict[str, Any]], stored: float) -> None:
+        """A job's transition is durable: rounds in `records` are committed, and it is at `step` now.
+
+        `stored` is how long the transaction took, in seconds.
+        """
+        now = self._clock()
+        for record in records:
+            self._committed(job, record, now, stored)
+        place = self._places.get(job)
+        if place is not None and (step is None or step != place.step):
+            self._left(job, place, step, now, bool(records))
+        if step is None:
+            self._places.pop(job, None)
+        elif place is None or place.step != step:
+            again = place is not None and (place.step.round, place.step.attempt) == (step.round, step.attempt)
+            self._places[job] = _Place(step, now, place.round_began if again and place else now)
+
+    def close(self) -> None:
+        """Passes on what waits."""
+        self._tracer.close()
+
+    def _committed(self, job: str, record: dict[str, Any], now: float, stored: float) -> None:
+        self.tally.count("rounds", "failed" if record.get("closed") else "committed")
+        self.tally.took("round", "", record["ended"] - record["started"])
+        self.tally.took("phase", m.COMMIT, stored)
+        at = (job, record["round"], record["attempt"])
+        values = {"cohort": len(record["cohort"]), "contributors": len(record["contributors"])}
+        self._tracer.tell(Span(*at, (m.COMMIT,), now - stored, now, "", {"model": record["model"]}))
+        self._tracer.tell(Span(*at, (), record["started"], now, "", values))
+
+    def _left(self, job: str, place: _Place, step: m.Step | None, now: float, committed: bool) -> None:
+        """A phase is over; without a commit the attempt may be over with it."""
+        old = place.step
+        self.tally.took("phase", old.phase, now - place.since)
+        at = (job, old.round, old.attempt)
+        self._tracer.tell(Span(*at, (old.phase,), place.since, now))
+        over = step is None or (step.round, step.attempt) != (old.round, old.attempt)
+        if over and not committed:
+            self._tracer.tell(Span(*at, (), place.round_began, now, "the attempt was given up"))

@@ -1,0 +1,290 @@
+"""The agent-facing service: the control stream, downloads and uploads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import grpc
+
+from roundtable.core.errors import IdentityError, SiteFailure
+from roundtable.core.identity.credentials import verify_identity
+from roundtable.core.identity.signing import sign
+from roundtable.core.observability.logs import belongs_to
+from roundtable.engine import messages as m
+from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
+from roundtable.proto.receipts import receipt_values
+from roundtable.server.auth.access import Context, Refusal, caller
+from roundtable.server.auth.rate_limit import RateLimit
+from roundtable.server.jobs import wire
+from roundtable.server.jobs.actions import Services
+from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.jobs.sessions import Identity, Session
+from roundtable.server.services import transfer
+from roundtable.server.services.security import Security
+from roundtable.server.services.stale_backup import forgotten
+from roundtable.server.services.uploads import Part, Uploads
+from roundtable.server.storage.artifact_store import DIGEST, DamagedArtifact
+from roundtable.server.store import ClientRow
+from roundtable.server.store.client_rows import remember
+
+log = logging.getLogger("roundtable.server.services.agents")
+
+HELLO_SECONDS = 30.0
+GOODBYE_SECONDS = 5.0
+MESSAGES_A_SECOND, MESSAGES_AT_ONCE = 200.0, 5000.0
+CLOCK_TOLERANCE = 60.0
+
+
+class AgentService(agent_pb2_grpc.AgentsServicer):
+    """`roundtable.v1.Agents`. The caller's name is its certificate's.
+
+    Methods that answer with a stream write to the context: grpc.aio takes those as well as generators.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        uploads: Uploads,
+        services: Services,
+        threads: ThreadPoolExecutor,
+        version: str,
+        authority: bytes,
+        security: Security,
+    ) -> None:
+        self._jobs, self._uploads, self._services = jobs, uploads, services
+        self._threads, self._version, self._authority = threads, version, authority
+        self._security = security
+        self._messages = RateLimit(MESSAGES_A_SECOND, MESSAGES_AT_ONCE, time.monotonic)
+
+    async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
+        client, problem = await self._greet(caller(context), requests)
+        if problem:
+            log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
+            await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=problem)))
+            return
+        welcome = self._welcome()
+        if not client.tasks and self._services.sessions.get(client.name) is not None:
+            # A doctor beside the agent: that goes on, and is not forgotten for one who offers nothing.
+            await context.write(agent_pb2.ToAgent(welcome=welcome))
+            with suppress(StopAsyncIteration, TimeoutError):
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    await anext(requests)
+            return
+        await self._services.together.write(lambda connection: remember(connection, client))
+        await context.write(agent_pb2.ToAgent(welcome=welcome))
+        session = self._services.sessions.open(client)
+        session.revocations = welcome.revocations
+        listening = asyncio.get_running_loop().create_task(self._listen(session, requests))
+        try:
+            while (message := await session.outbox.get()) is not None:
+                await context.write(message)
+        finally:
+            listening.cancel()
+            self._services.sessions.close(session)
+
+    async def Download(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
+        client = caller(context)
+        if not DIGEST.fullmatch(request.digest) or not self._jobs.may_read(client, request.digest):
+            raise Refusal(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"no instruction in force for {client} names the artifact {request.digest[:12]!r}",
+            )
+        try:
+            artifacts = self._services.artifacts
+            threads = artifacts.threads(self._threads)
+            path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, request.digest)
+        except DamagedArtifact as error:
+            self._jobs.damaged(error)
+            raise
+        await transfer.send(context, path, request.offset, self._threads)
+
+    async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:
+        return await self._uploads.status(caller(context), request)
+
+    async def Upload(  # type: ignore[override]
+        self, requests: AsyncIterator[Part], context: Context
+    ) -> agent_pb2.UploadReceipt:
+        name, seen = caller(context), _Seen(requests)
+        belongs_to(seen.place)
+        receipt = await self._uploads.receive(name, seen)
+        self._services.observer.answered(receipt)
+        return self._signed(name, seen.header, receipt)
+
+    async def Renew(
+        self, request: common_pb2.CertificateRequests, context: Context
+    ) -> common_pb2.Certificates:
+        return await self._security.enrolment.renew(caller(context), request)
+
+    def _signed(
+        self, name: str, header: agent_pb2.UploadHeader, receipt: agent_pb2.UploadReceipt
+    ) -> agent_pb2.UploadReceipt:
+        """The receipt as the silo can show it to others."""
+        receipt.time = self._services.clock()
+        if self._security.identity is not None:
+            receipt.signature = sign(
+                self._security.identity, "receipt", receipt_values(name, header, receipt)
+            )
+        return receipt
+
+    async def _greet(self, name: str, requests: AsyncIterator[agent_pb2.FromAgent]) -> tuple[ClientRow, str]:
+        """The agent as it introduces itself, and why it cannot stay, if so."""
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                first = await anext(aiter(requests))
+        except (TimeoutError, StopAsyncIteration):
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a control stream begins with a hello") from None
+        hello, now = first.hello, self._services.clock()
+        client = wire.client_of(name, hello, now)
+        if first.WhichOneof("message") != "hello":
+            return client, "a control stream begins with a hello"
+        if hello.protocol != PROTOCOL_VERSION:
+            return client, (
+                f"the agent {hello.version or 'of an unknown version'} speaks protocol {hello.protocol}, "
+                f"this coordinator {self._version} speaks protocol {PROTOCOL_VERSION}: install the same "
+                "version on both"
+            )
+        if abs(hello.clock - now) > CLOCK_TOLERANCE:
+            log.warning(
+                "the clock of %s differs by %.0f s: certificates and logs will not fit together",
+                name,
+                hello.clock - now,
+                extra={"site": name},
+            )
+        if old := await forgotten(self._jobs, self._services.database, hello):
+            return client, old
+        return client, self._identify(name, hello.identity)
+
+    def _identify(self, name: str, certificate: bytes) -> str:
+        """Keeps what the agent signs with; returns what is wrong with it. Having none is no mistake."""
+        identities = self._services.sessions.identities
+        identities.pop(name, None)
+        if not certificate:
+            return ""
+        try:
+            holder, key = verify_identity(certificate, self._authority)
+            self._security.trust.of_certificate(certificate)
+        except IdentityError as error:
+            return f"{error}; issue the agent's credentials anew with `roundtable ca issue`"
+        if holder != name:
+            return f"the identity certificate that {name!r} shows is one of {holder!r}"
+        identities[name] = Identity(certificate, key)
+        return ""
+
+    def _welcome(self) -> agent_pb2.Welcome:
+        return agent_pb2.Welcome(
+            version=self._version,
+            coordinator=self._services.database.identity,
+            heartbeat_seconds=self._services.sessions.heartbeat,
+            clock=self._services.clock(),
+            identity=self._security.identity.certificate if self._security.identity else b"",
+            revocations=self._security.trust.list_for_agents,
+        )
+
+    async def _listen(self, session: Session, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
+        """Passes on what the agent says until its stream ends; then the session ends too."""
+        try:
+            async for message in requests:
+                session.heard = time.monotonic()
+                if not self._messages.allows(session.name):
+                    session.end("too many messages in a short time")
+                    return
+                self._hear(session, message)
+        except grpc.aio.UsageError:
+            log.debug("the stream of %s is gone", session.name)
+        finally:
+            session.end()
+
+    def _hear(self, session: Session, message: agent_pb2.FromAgent) -> None:
+        match message.WhichOneof("message"):
+            case "heartbeat":
+                session.state = message.heartbeat.state[:50]
+                session.send(agent_pb2.ToAgent(heartbeat=agent_pb2.Heartbeat()))
+                self._hand_on_the_list(session)
+            case "accepted":
+                self._with(
+                    message.accepted.step, lambda runner, step: runner.post(m.WorkStarted(session.name, step))
+                )
+            case "progress":
+                self._progress(session.name, message.progress)
+            case "failure":
+                failure = wire.failure_of(session.name, message.failure)
+                self._with(message.failure.step, lambda runner, step: runner.give_up_on(step, failure))
+            case "trouble":
+                trouble = wire.trouble_of(session.name, message.trouble)
+                self._with(message.trouble.step, lambda runner, step: runner.post(trouble))
+            case "reply":
+                payload = message.reply.payload
+                self._with(
+                    message.reply.step,
+                    lambda runner, step: runner.effects.exchanged(session.name, step, payload),
+                )
+            case "evaluated":
+                metrics = wire.metrics_of(message.evaluated.metrics)
+                self._with(
+                    message.evaluated.step,
+                    lambda runner, step: runner.post(m.Evaluated(session.name, step, metrics)),
+                )
+            case "goodbye":
+                self._goodbye(session, message.goodbye.reason)
+            case _:
+                log.warning(
+                    "%s sent a message that is not understood", session.name, extra={"site": session.name}
+                )
+
+    def _hand_on_the_list(self, session: Session) -> None:
+        """What the root has revoked since the agent was told last."""
+        newest = self._security.trust.list_for_agents
+        if newest != session.revocations:
+            session.revocations = newest
+            session.send(agent_pb2.ToAgent(revocations=newest))
+
+    def _with(self, step: common_pb2.Step, act: Callable[[JobRunner, m.Step], None]) -> None:
+        runner = self._jobs.runner(step.job)
+        if runner is not None:
+            act(runner, wire.step_of(step))
+
+    def _progress(self, client: str, message: agent_pb2.Progress) -> None:
+        runner = self._jobs.runner(message.step.job)
+        if runner is not None:
+            runner.effects.report(client, message)
+            runner.notify()
+
+    def _goodbye(self, session: Session, reason: str) -> None:
+        """It leaves on purpose: nobody needs to wait for what it was asked."""
+        detail = f"the agent has left: {' '.join(reason.split())[:500] or 'no reason given'}"
+        for runner in self._jobs.runners():
+            step = runner.effects.step_of(session.name)
+            if step is not None:
+                failure = SiteFailure(
+                    session.name, step.round, step.attempt, step.phase, "node_failure", detail
+                )
+                runner.give_up_on(step, failure)
+        session.end()
+
+
+class _Seen:
+    """An upload's messages, with its header kept for the receipt."""
+
+    def __init__(self, parts: AsyncIterator[Part]) -> None:
+        self._parts = aiter(parts)
+        self.header = agent_pb2.UploadHeader()
+
+    def __aiter__(self) -> AsyncIterator[Part]:
+        return self
+
+    async def __anext__(self) -> Part:
+        part = await anext(self._parts)
+        if isinstance(part, agent_pb2.UploadHeader):
+            self.header = part
+        return part
+
+    def place(self) -> dict[str, object]:
+        """The place that log lines about this upload carry."""
+        step = self.header.step
+        return {"job": step.job, "round": step.round, "attempt": step.attempt, "phase": step.phase}

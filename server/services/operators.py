@@ -1,0 +1,274 @@
+"""The operator-facing service: jobs, clients, artifacts, status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import grpc
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import StorageError, TransferError
+from roundtable.core.identity.credentials import SiloIdentity
+from roundtable.core.identity.signing import VOUCHED_FOR, check_submission, job_values, vouch
+from roundtable.engine import messages as m
+from roundtable.privacy import Budget
+from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
+from roundtable.proto.pieces import Piece
+from roundtable.server.auth.access import Context, Refusal, caller, principal
+from roundtable.server.jobs import privacy_report as accounts
+from roundtable.server.jobs import wire
+from roundtable.server.jobs.actions import Services
+from roundtable.server.jobs.job_registry import Jobs, Submission
+from roundtable.server.services import transfer
+from roundtable.server.services.watching import detail_of, updates
+from roundtable.server.storage.artifact_store import DIGEST
+from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, tables
+from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
+from roundtable.server.store.client_rows import all_clients
+from roundtable.server.store.jobs import UnknownJob, newest_faults, newest_history
+from roundtable.server.store.ledger import Limit, entries, remove_budget, set_budget
+from roundtable.server.store.trust_rows import revoked_names
+
+log = logging.getLogger("roundtable.server.services.operators")
+
+MAX_HISTORY_BYTES = 3 << 20
+
+
+class OperatorService(operator_pb2_grpc.OperatorsServicer):
+    """`roundtable.v1.Operators`. The caller's name is its certificate's.
+
+    Methods that answer with a stream write to the context: grpc.aio takes those as well as generators.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        services: Services,
+        threads: ThreadPoolExecutor,
+        version: str,
+        max_artifact_bytes: int,
+        authority: bytes,
+        identity: SiloIdentity | None,
+    ) -> None:
+        self._jobs, self._services, self._threads = jobs, services, threads
+        self._version, self._max_bytes = version, max_artifact_bytes
+        self._authority, self._identity = authority, identity
+        self._started = time.monotonic()
+
+    async def Status(self, request: operator_pb2.StatusRequest, context: Context) -> operator_pb2.StatusReply:
+        database = self._services.database
+        try:
+            await database.read(
+                lambda connection: connection.execute(sa.select(tables.coordinator.c.id)).first()
+            )
+            condition = database.url
+        except StorageError as error:
+            condition = str(error)
+        return operator_pb2.StatusReply(
+            version=self._version,
+            coordinator=database.identity,
+            clock=self._services.clock(),
+            uptime_seconds=time.monotonic() - self._started,
+            clients_online=len(self._services.sessions),
+            jobs_running=self._jobs.running,
+            database=condition,
+            disk_free=self._services.artifacts.free_bytes(),
+        )
+
+    async def PutArtifact(
+        self, requests: AsyncIterator[operator_pb2.PutPart], context: Context
+    ) -> operator_pb2.PutReply:
+        content = await self._put_header(requests)
+        owner = f"put.{caller(context)}"
+        if self._services.artifacts.size(content.digest) is not None:
+            await self._mention(content)
+            return operator_pb2.PutReply(offset=content.size, complete=True)
+        writer = self._services.artifacts.receive(owner, content.digest, content.size)
+        try:
+            await transfer.in_thread(self._threads, writer.open)
+            await transfer.receive(_chunks(requests), writer, content.size, self._threads)
+            if writer.offset < content.size:
+                return operator_pb2.PutReply(offset=writer.offset)
+            await transfer.in_thread(self._services.artifacts.threads(self._threads), writer.finish)
+        finally:
+            writer.close()
+        try:
+            await self._mention(content)
+        finally:
+            self._services.artifacts.unpin([content.digest])
+        return operator_pb2.PutReply(offset=content.size, complete=True)
+
+    async def GetArtifact(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
+        if not DIGEST.fullmatch(request.digest) or self._services.artifacts.size(request.digest) is None:
+            raise Refusal(
+                grpc.StatusCode.NOT_FOUND,
+                f"there is no artifact {request.digest[:64]!r} here; older models are not kept for ever",
+            )
+        kind = await self._services.database.read(lambda connection: kind_of(connection, request.digest))
+        if kind in SECRET_KINDS:
+            raise Refusal(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "updates of silos and the state of noise and server optimizers do not leave the coordinator",
+            )
+        artifacts = self._services.artifacts
+        threads = artifacts.threads(self._threads)
+        path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, request.digest)
+        await transfer.send(context, path, request.offset, self._threads)
+
+    async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:
+        who = caller(context)
+        signature, certificate = self._proof(request, who)
+        wish = Submission(
+            request.request_id, request.job_config, request.model.digest, who, signature, certificate
+        )
+        return self._job(await self._jobs.submit(wish))
+
+    async def ListJobs(
+        self, request: operator_pb2.ListJobsRequest, context: Context
+    ) -> operator_pb2.ListJobsReply:
+        return operator_pb2.ListJobsReply(jobs=[self._job(row) for row in await self._jobs.rows()])
+
+    async def GetJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.JobDetail:
+        row = await self._find(request.job)
+        records = await self._services.database.read(lambda c: newest_history(c, row.id, MAX_HISTORY_BYTES))
+        detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
+        detail.job_config = row.config
+        detail.history.extend(records)
+        told = await self._services.database.read(lambda connection: newest_faults(connection, row.id))
+        detail.faults.extend(wire.event_to(event) for event in told)
+        return detail
+
+    async def WatchJob(self, request: operator_pb2.WatchJobRequest, context: Context) -> None:  # type: ignore[override]
+        row = await self._find(request.job)
+        first = max(1, request.from_sequence)
+        async for update in updates(self._jobs, self._services, row.id, first, self._job):
+            await context.write(update)
+
+    async def CancelJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
+        return await self._change(request.job, m.Cancel(f"cancelled by {caller(context)}"))
+
+    async def PauseJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
+        return await self._change(request.job, m.Pause(f"paused by {caller(context)}"))
+
+    async def ResumeJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
+        return await self._change(request.job, m.Resume())
+
+    async def ListClients(
+        self, request: operator_pb2.ListClientsRequest, context: Context
+    ) -> operator_pb2.ListClientsReply:
+        rows, revoked = await self._services.database.read(lambda c: (all_clients(c), revoked_names(c)))
+        gone = {name for name, good in revoked.items() if not good}
+        return operator_pb2.ListClientsReply(clients=[self._client(row, row.name in gone) for row in rows])
+
+    async def ShowPrivacy(
+        self, request: operator_pb2.PrivacyRequest, context: Context
+    ) -> operator_pb2.PrivacyReply:
+        found, kept = await self._services.database.read(lambda c: accounts.books(c, request.population))
+        return await asyncio.to_thread(accounts.reply, found, request.delta, kept)
+
+    async def SetPrivacyBudget(
+        self, request: operator_pb2.PrivacyBudget, context: Context
+    ) -> operator_pb2.PrivacyBudget:
+        if not request.population:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a budget needs the name of its population")
+        accountant = request.accountant or "pld"
+        budget = Budget(request.population, request.epsilon, request.delta, accountant)
+        limit = Limit(budget, caller(context), self._services.clock())
+        await self._services.database.write(lambda c: set_budget(c, budget, limit.author, limit.time))
+        log.info("%s set the privacy budget of %r to %s", limit.author, budget.population, budget.epsilon)
+        return accounts.limit_to(limit)
+
+    async def RemovePrivacyBudget(
+        self, request: operator_pb2.PrivacyRequest, context: Context
+    ) -> operator_pb2.PrivacyBudget:
+        found = await self._services.database.write(lambda c: remove_budget(c, request.population))
+        if found is None:
+            raise Refusal(grpc.StatusCode.NOT_FOUND, f"no budget is set for {request.population!r}")
+        log.info("%s removed the privacy budget of %r", caller(context), request.population)
+        return accounts.limit_to(found)
+
+    async def ExportPrivacy(self, request: operator_pb2.PrivacyRequest, context: Context) -> None:  # type: ignore[override]
+        for row in await self._services.database.read(lambda c: entries(c, request.population or None)):
+            await context.write(accounts.charge_to(row))
+
+    def _client(self, row: ClientRow, revoked: bool = False) -> operator_pb2.Client:
+        session = self._services.sessions.get(row.name)
+        if session is None:
+            return wire.client_to(row, False, "revoked" if revoked else "offline")
+        # A session is heard of by a clock without a date; the row knows when it began.
+        heard = self._services.clock() - (time.monotonic() - session.heard)
+        return wire.client_to(replace(row, last_seen=heard), True, session.state)
+
+    def _job(self, row: JobRow) -> operator_pb2.Job:
+        return wire.job_to(row, self._services.artifacts.size(row.model) or 0)
+
+    def _proof(self, request: operator_pb2.SubmitJobRequest, who: str) -> tuple[bytes, bytes]:
+        """Signature and certificate that show silos who asked; for one with a token the coordinator's."""
+        values = job_values(request.job_config, request.model.digest, request.request_id)
+        if request.signature:
+            check_submission(request.certificate, self._authority, values, request.signature, who)
+            return request.signature, request.certificate
+        if self._identity is not None and who.startswith(VOUCHED_FOR):
+            return vouch(self._identity, who, values), self._identity.certificate
+        return b"", b""
+
+    async def _find(self, wanted: str) -> JobRow:
+        try:
+            return await self._jobs.find(wanted)
+        except UnknownJob as error:
+            raise Refusal(grpc.StatusCode.NOT_FOUND, str(error)) from error
+
+    async def _change(self, wanted: str, event: m.Cancel | m.Pause | m.Resume) -> operator_pb2.Job:
+        row = await self._find(wanted)
+        if row.status in FINAL:
+            message = f"job {row.id} ({row.name}) is {row.status} already; nothing was changed"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+        who = principal()
+        if who.role == "data-scientist" and row.submitter != who.name:
+            message = f"job {row.id} is {row.submitter}'s; a data scientist changes jobs of their own only"
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
+        return self._job(await self._jobs.change(row, event))
+
+    async def _put_header(self, requests: AsyncIterator[operator_pb2.PutPart]) -> common_pb2.Artifact:
+        async for part in requests:
+            content = part.header.content
+            if part.WhichOneof("part") != "header" or not DIGEST.fullmatch(content.digest):
+                break
+            if content.size > min(self._max_bytes, self._services.artifacts.free_bytes()):
+                raise Refusal(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"an artifact of {content.size} bytes does not fit here: the limit is {self._max_bytes}, "
+                    f"free on the disk are {self._services.artifacts.free_bytes()}",
+                )
+            return content
+        raise Refusal(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "a transfer begins with a header: BLAKE3 digest in 64 hexadecimal digits",
+        )
+
+    async def _mention(self, content: common_pb2.Artifact) -> None:
+        row = ArtifactRow(content.digest, content.size, "upload", self._services.clock())
+
+        def note(connection: Connection) -> None:
+            # Within the transaction: what nobody mentions is deleted in the turn of another.
+            size = self._services.artifacts.size(content.digest)
+            if size != content.size:
+                raise TransferError(
+                    f"artifact {content.digest[:12]} has {size} bytes here, announced were {content.size}"
+                )
+            note_artifact(connection, row)
+
+        await self._services.database.write(note)
+
+
+async def _chunks(requests: AsyncIterator[operator_pb2.PutPart]) -> AsyncIterator[Piece]:
+    async for part in requests:
+        if part.WhichOneof("part") != "chunk":
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after the header only chunks follow")
+        yield Piece(part.chunk.offset, part.chunk.data)

@@ -1,0 +1,172 @@
+"""The coordinator's gate as a whole: who is let in, through which door, and what is written about it.
+
+Two doors: `listen` wants a client certificate of the authority; `enrolment`, if it is set, wants none, for
+silos that were invited and operators with a token. Both speak TLS 1.3. Certificates are read anew
+when their files change, so that renewed ones need no restart and cut no connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from roundtable.core.errors import IdentityError, ResourceError, StorageError
+from roundtable.core.identity.credentials import (
+    CA_CERTIFICATE,
+    IDENTITY_KEY,
+    NODE_CERTIFICATE,
+    NODE_KEY,
+    Credentials,
+    SiloIdentity,
+    load_credentials,
+    load_silo_identity,
+)
+from roundtable.proto import administration_pb2_grpc
+from roundtable.server.auth.access import Access
+from roundtable.server.auth.audit import AuditLog
+from roundtable.server.auth.enrolment import Enrolment, EnrolmentService
+from roundtable.server.auth.oidc import Provider
+from roundtable.server.auth.principals import Trust
+from roundtable.server.auth.provenance import Provenance
+from roundtable.server.auth.rate_limit import Lockout
+from roundtable.server.config import ServerConfig
+from roundtable.server.services.administration import AdministrationService
+from roundtable.server.store import Database
+from roundtable.server.versions import versions
+
+log = logging.getLogger("roundtable.server.services.security")
+
+REFRESH_SECONDS = 5.0
+
+
+class Security:
+    """Built once the database is open; `start` before the first call, `stop` after the last."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        database: Database,
+        credentials: Credentials,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config, self._credentials = config, credentials
+        self._folder = Path(config.credentials)
+        self.identity = _identity(self._folder)
+        provider = Provider(config.oidc) if config.oidc else None
+        self.trust = Trust(database, self._folder, credentials.ca, clock, provider)
+        self.audit = AuditLog(database, self.identity, clock)
+        self._lockout = Lockout(time.monotonic)
+        self.access = Access(self.trust, self.audit, self._lockout, time.monotonic)
+        self.enrolment = Enrolment(
+            database, self._folder, credentials.ca, self.trust, clock, config.certificate_days
+        )
+        provenance = Provenance(database, self.identity, versions()["roundtable"], clock)
+        self._administration = AdministrationService(
+            database,
+            self.enrolment,
+            self.trust,
+            self.access,
+            self.audit,
+            provenance,
+            clock,
+        )
+        self.enrolment_port = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Reads what is revoked, and notes the start; IdentityError for a list that cannot be trusted."""
+        await self.trust.refresh()
+        await self.audit.note("coordinator", "coordinator_started", self._credentials.name, **versions())
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self.audit.watch()), loop.create_task(self._refresh())]
+
+    async def stop(self) -> None:
+        """Signs the audit log up to its end."""
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await self.audit.seal()
+        except StorageError as error:
+            log.error("the audit log is not signed up to its end: %s", error)
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        """Adds enrolment and administration to a server."""
+        service = EnrolmentService(self.enrolment, self._lockout, self._credentials.ca)
+        administration_pb2_grpc.add_EnrolmentServicer_to_server(service, server)
+        administration_pb2_grpc.add_AdministrationServicer_to_server(self._administration, server)
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        """Opens the doors; the port of the one with client certificates. ResourceError if a port is taken."""
+        port = self._open(server, address, "listen", True)
+        if self._config.enrolment:
+            self.enrolment_port = self._open(server, self._config.enrolment, "enrolment", False)
+        return port
+
+    def _open(self, server: grpc.aio.Server, address: str, key: str, certificates: bool) -> int:
+        files = _Files(self._folder, self._credentials)
+        secure = grpc.dynamic_ssl_server_credentials(
+            files.current(),
+            files.changed,  # type: ignore[arg-type]  # None: nothing has changed
+            certificates,
+        )
+        try:
+            return server.add_secure_port(address, secure)
+        except RuntimeError as error:
+            reason = str(error).partition(";")[0]
+            raise ResourceError(
+                f"cannot listen on {address}: {reason}; does another coordinator run here? "
+                f"Choose another address ({key})"
+            ) from error
+
+    async def _refresh(self) -> None:
+        """Notices what another process has revoked; a list that is wrong changes nothing."""
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            try:
+                await self.trust.refresh()
+            except (IdentityError, StorageError) as error:
+                log.error("what is revoked could not be read anew: %s", error)
+
+
+class _Files:
+    """The credentials' files, watched: gRPC asks before each handshake."""
+
+    def __init__(self, folder: Path, credentials: Credentials) -> None:
+        self._folder, self._credentials = folder, credentials
+        self._seen = self._times()
+
+    def current(self) -> grpc.ServerCertificateConfiguration:
+        """What is shown and trusted now."""
+        held = self._credentials
+        return grpc.ssl_server_certificate_configuration([(held.key, held.certificate)], held.ca)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """New credentials, if whole ones have come; half copied ones are looked at again next time."""
+        times = self._times()
+        if times == self._seen:
+            return None
+        try:
+            self._credentials = load_credentials(self._folder)
+        except IdentityError as error:
+            log.warning("the coordinator's new certificate is not used yet: %s", error)
+            return None
+        self._seen = times
+        log.info("a new certificate is shown from now on, until %s", self._credentials.expires)
+        return self.current()
+
+    def _times(self) -> list[float]:
+        paths = [self._folder / name for name in (CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY)]
+        return [path.stat().st_mtime if path.exists() else 0.0 for path in paths]
+
+
+def _identity(folder: Path) -> SiloIdentity | None:
+    """What the coordinator signs with; older credentials have nothing."""
+    if not (folder / IDENTITY_KEY).exists():
+        log.warning("receipts and the audit log are not signed: %s has no %s", folder, IDENTITY_KEY)
+        return None
+    return load_silo_identity(folder)

@@ -1,0 +1,38 @@
+"""Whether agents remember more than the database does: then it was restored from an old backup."""
+
+from __future__ import annotations
+
+from roundtable.proto import agent_pb2
+from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.store import FINAL, Database
+from roundtable.server.store.jobs import UnknownJob
+
+
+async def forgotten(jobs: Jobs, database: Database, hello: agent_pb2.Hello) -> str:
+    """What the agent has seen and the database does not know, in words with the remedy; empty if nothing."""
+    if hello.coordinator != database.identity:
+        return ""
+    for step in hello.seen:
+        known = await _position(jobs, step.job)
+        if known is None or (step.round, step.attempt) > known:
+            at = f"round {known[0]}, attempt {known[1]}" if known else "nothing"
+            return (
+                f"the coordinator's database is older than what this silo has seen: of job {step.job} the "
+                f"silo knows round {step.round}, attempt {step.attempt}, the database {at}. It was restored "
+                "from an old backup; restore a newer one, or accept the loss with "
+                "`roundtable restore --new-identity`"
+            )
+    return ""
+
+
+async def _position(jobs: Jobs, job: str) -> tuple[int, float] | None:
+    """(round, attempt) that the job has come to; every attempt at the last round of one that is over."""
+    runner = jobs.runner(job)
+    if runner is not None:
+        view = runner.view()
+        return view.round, view.attempt
+    try:
+        row = await jobs.find(job)
+    except UnknownJob:
+        return None
+    return (row.rounds_done + 1, float("inf")) if row.status in FINAL else (row.rounds, float("inf"))

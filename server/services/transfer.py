@@ -1,0 +1,121 @@
+"""Bytes in chunks, both ways: files are read and written in threads, beside the network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from roundtable.core.errors import StorageError
+from roundtable.core.failpoints import reach
+from roundtable.proto import CHUNK_BYTES
+from roundtable.proto.pieces import Piece
+from roundtable.server.auth.access import Context, Refusal
+from roundtable.server.storage.blobs import BlobWriter
+
+Result = TypeVar("Result")
+
+MAX_CHUNK_BYTES = 2 << 20
+# Chunks that one visit to a thread reads or writes: on a busy machine each visit waits for its turn.
+AT_ONCE = 4
+
+
+async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., Result], *arguments: object) -> Result:
+    """Runs blocking work on a file. Cancelled, it ends only after the thread has let go of the file."""
+    future = asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
+
+
+async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExecutor) -> None:
+    """Writes the file's chunks from `offset` onwards; waits whenever the network does."""
+    loop = asyncio.get_running_loop()
+    file = os.open(path, os.O_RDONLY)
+    ahead: asyncio.Future[list[bytes]] | None = None
+    try:
+        size = os.fstat(file).st_size
+        if offset > size:
+            raise Refusal(
+                grpc.StatusCode.OUT_OF_RANGE, f"offset {offset} is beyond the end: there are {size} bytes"
+            )
+        while offset < size:
+            ahead = ahead or loop.run_in_executor(threads, _read, file, offset)
+            pieces = await asyncio.shield(ahead)
+            if not pieces:
+                raise StorageError(f"{path} was cut short while it was read: check the disk")
+            after = offset + sum(map(len, pieces))
+            ahead = loop.run_in_executor(threads, _read, file, after) if after < size else None
+            for data in pieces:
+                await context.write(Piece(offset, data))
+                offset += len(data)
+                reach("model_part_sent")
+    finally:
+        if ahead is not None:
+            await asyncio.wait([ahead])
+        os.close(file)
+
+
+async def receive(
+    pieces: AsyncIterator[Piece], writer: BlobWriter, size: int, threads: ThreadPoolExecutor
+) -> None:
+    """Appends chunks to the writer; they are written while the next ones arrive.
+
+    Refuses a chunk that does not follow on, is larger than agreed, or goes beyond the announced size.
+    """
+    loop = asyncio.get_running_loop()
+    pending: asyncio.Future[None] | None = None
+    waiting: list[bytes | memoryview] = []
+    expected = writer.offset
+    try:
+        async for piece in pieces:
+            if piece.offset != expected:
+                raise Refusal(
+                    grpc.StatusCode.OUT_OF_RANGE,
+                    f"a chunk at offset {piece.offset} came where {expected} was expected; go on from there",
+                )
+            data = piece.data
+            expected += len(data)
+            if len(data) > MAX_CHUNK_BYTES or expected > size:
+                raise Refusal(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"a chunk of {len(data)} bytes at {piece.offset}: chunks hold at most "
+                    f"{MAX_CHUNK_BYTES}, and {size} were announced in all",
+                )
+            waiting.append(data)
+            if pending is None or pending.done() or len(waiting) == AT_ONCE:
+                if pending is not None:
+                    await asyncio.shield(pending)
+                pending = loop.run_in_executor(threads, _write, writer, waiting)
+                waiting = []
+        if pending is not None:
+            await asyncio.shield(pending)
+        pending = loop.run_in_executor(threads, _write, writer, waiting)
+        await asyncio.shield(pending)
+    finally:
+        if pending is not None:
+            await asyncio.wait([pending])
+            pending.exception()
+
+
+def _read(file: int, offset: int) -> list[bytes]:
+    pieces = []
+    for _ in range(AT_ONCE):
+        data = os.pread(file, CHUNK_BYTES, offset)
+        if not data:
+            break
+        pieces.append(data)
+        offset += len(data)
+    return pieces
+
+
+def _write(writer: BlobWriter, pieces: list[bytes | memoryview]) -> None:
+    for data in pieces:
+        writer.write(data)

@@ -1,0 +1,274 @@
+"""An update's way in: checked before its bytes are accepted, resumed, acknowledged once durable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+
+from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import SiteFailure, TransferError
+from roundtable.core.failpoints import reach
+from roundtable.engine import messages as m
+from roundtable.proto import agent_pb2
+from roundtable.proto.pieces import Piece
+from roundtable.server.auth.access import Refusal
+from roundtable.server.jobs import wire
+from roundtable.server.jobs.actions import Services
+from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.services import transfer
+from roundtable.server.storage.artifact_store import DIGEST
+from roundtable.server.storage.blobs import BlobWriter
+from roundtable.server.storage.finite_check import FiniteCheck
+from roundtable.server.store import ArtifactRow, UpdateRow
+from roundtable.server.store.jobs import receipt_of
+
+log = logging.getLogger("roundtable.server.services.uploads")
+
+MOST_CORRUPTIONS = 3
+Receipt = agent_pb2.UploadReceipt
+Part = Piece | agent_pb2.UploadHeader | None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An update that is wanted: by whom it is offered and for what."""
+
+    client: str
+    header: agent_pb2.UploadHeader
+    runner: JobRunner
+
+    @property
+    def step(self) -> m.Step:
+        return wire.step_of(self.header.step)
+
+    @property
+    def owner(self) -> str:
+        """Names the partial file: the job's come first, so that a round's can be found by prefix."""
+        step = self.step
+        return f"{self.header.step.job}.{step.round}.{step.attempt}.{self.client}"
+
+
+class Uploads:
+    """Receives updates for all jobs."""
+
+    def __init__(self, jobs: Jobs, services: Services, threads: ThreadPoolExecutor) -> None:
+        self._jobs, self._services, self._threads = jobs, services, threads
+        self._active: dict[str, asyncio.Task[Receipt]] = {}
+        self._corrupted: Counter[str] = Counter()
+
+    async def status(self, client: str, header: agent_pb2.UploadHeader) -> agent_pb2.UploadState:
+        """How much has arrived, and whether the rest is wanted."""
+        offer = await self._consider(client, header)
+        if isinstance(offer, Receipt):
+            return agent_pb2.UploadState(receipt=offer)
+        received = self._services.artifacts.received(offer.owner, header.content.digest)
+        return agent_pb2.UploadState(offset=min(received, header.content.size), wanted=True)
+
+    async def receive(self, client: str, parts: AsyncIterator[Part]) -> Receipt:
+        """Takes a whole upload; the receipt says what became of the update, durably."""
+        header = await _header(parts)
+        offer = await self._consider(client, header)
+        if isinstance(offer, Receipt):
+            return offer
+        older = self._active.get(offer.owner)
+        if older is not None:
+            older.cancel()
+            await asyncio.wait([older])
+        task = asyncio.get_running_loop().create_task(self._take(offer, parts))
+        self._active[offer.owner] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait([task])
+            if self._active.get(offer.owner) is not task:
+                raise Refusal(
+                    grpc.StatusCode.ABORTED, "another upload of this update has taken the place of this one"
+                ) from None
+            raise
+        finally:
+            if self._active.get(offer.owner) is task:
+                del self._active[offer.owner]
+
+    async def _consider(self, client: str, header: agent_pb2.UploadHeader) -> Offer | Receipt:
+        """The offer if its bytes are wanted; otherwise the answer."""
+        step = wire.step_of(header.step)
+        runner = self._jobs.runner(header.step.job)
+        verdict = runner.wants(client, step) if runner else "stale"
+        if runner is None or verdict != "wanted":
+            return await self._settled(client, header.step.job, step, verdict)
+        offer = Offer(client, header, runner)
+        problem = _problem(client, header, runner)
+        if problem:
+            return await self._reject(offer, "invalid_update", problem)
+        first = runner.lost(client, step)
+        if first and header.content.digest != first:
+            said = (
+                f"the update {first[:12]} was accepted and damaged since, and another one came in its place, "
+                f"{header.content.digest[:12]}: what was acknowledged is not replaced"
+            )
+            return await self._reject(offer, "data_corruption", said)
+        return offer
+
+    async def _settled(self, client: str, job: str, step: m.Step, verdict: str) -> Receipt:
+        """The answer for a step that is not waited for: what was decided about it before, if anything."""
+        if verdict == "duplicate":
+            return Receipt(status=Receipt.DUPLICATE)
+        known = await self._services.database.read(
+            lambda connection: receipt_of(connection, job, step.round, step.attempt, client)
+        )
+        if known is None:
+            runner = self._jobs.runner(job)
+            reason = runner.refusal(client, step) if runner else f"the job {job} is not running"
+            return Receipt(status=Receipt.STALE, reason=reason)
+        receipt, reason = known
+        status = Receipt.DUPLICATE if receipt == "accepted" else Receipt.REJECTED
+        return Receipt(status=status, reason=reason)
+
+    async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Receipt:
+        content, finite = offer.header.content, None
+        if offer.runner.effects.secure is None:
+            dtype = get_encoding(offer.header.encoding).dense_dtype
+            assert dtype is not None, "submission refuses other encodings"
+            finite = FiniteCheck(dtype)
+        offer.runner.post(m.WorkStarted(offer.client, offer.step, "uploading"))
+        place = (offer.owner, content.digest, content.size, finite, offer.header.offset)
+        writer = self._services.artifacts.receive(*place)
+        try:
+            await transfer.in_thread(self._threads, writer.open)
+            await transfer.receive(_pieces(parts, offer.step), writer, content.size, self._threads)
+            return await self._complete(offer, writer, finite)
+        finally:
+            writer.close()
+
+    async def _complete(self, offer: Offer, writer: BlobWriter, finite: FiniteCheck | None) -> Receipt:
+        """All bytes that came are written: are they all, the right ones, and numbers? Then they stay."""
+        size = offer.header.content.size
+        if writer.offset != size:
+            raise Refusal(
+                grpc.StatusCode.ABORTED,
+                f"the upload ended at byte {writer.offset} of {size}; go on from there",
+            )
+        try:
+            writer.check()
+        except TransferError as error:
+            return await self._corrupted_upload(offer, error)
+        if finite is not None and finite.first_bad is not None:
+            writer.forget()
+            problem = f"the update is not finite: element {finite.first_bad} is NaN or infinite"
+            return await self._reject(offer, "invalid_update", problem)
+        threads = self._services.artifacts.threads(self._threads)
+        digest, size = await transfer.in_thread(threads, writer.finish)
+        try:
+            return await self._deliver(offer, ArtifactRow(digest, size, "update", self._services.clock()))
+        finally:
+            self._services.artifacts.unpin([digest])
+
+    async def _deliver(self, offer: Offer, artifact: ArtifactRow) -> Receipt:
+        header, client = offer.header, offer.client
+        if offer.runner.effects.secure is not None:
+            offer.runner.effects.secure.arrived(client, header)
+        metrics = wire.metrics_of(header.metrics)
+        total, count = metrics.pop("loss", (0.0, 0))
+        update = m.Update(client, artifact.digest, header.examples, total / count if count else None, metrics)
+        event = m.UpdateArrived(offer.step, update)
+        verdict = await offer.runner.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
+        if verdict == "wanted":
+            self._corrupted.pop(offer.owner, None)
+            reach("receipt_due", offer.step.round, offer.step.phase)
+            return Receipt(status=Receipt.ACCEPTED)
+        return await self._settled(client, header.step.job, offer.step, verdict)
+
+    async def _corrupted_upload(self, offer: Offer, error: TransferError) -> Receipt:
+        """Asks for the bytes again, from the first; after a few times the round does without."""
+        self._corrupted[offer.owner] += 1
+        problem = f"the update arrived damaged and was discarded: {error}"
+        if self._corrupted[offer.owner] < MOST_CORRUPTIONS:
+            failure = _failure(offer, "data_corruption", problem)
+            offer.runner.post(m.Troubled(offer.step, failure, "asked the silo to send it again"))
+            raise TransferError(f"{problem}; send it again from the start")
+        count = self._corrupted.pop(offer.owner)
+        return await self._reject(offer, "data_corruption", f"{problem}; it was sent {count} times")
+
+    async def _reject(self, offer: Offer, kind: str, problem: str) -> Receipt:
+        """The round is told why this silo's update is missing, and the silo not to send it again."""
+        step, client = offer.step, offer.client
+        log.warning("update refused: %s", problem, extra={"job": offer.header.step.job, "site": client})
+        failure = _failure(offer, kind, problem)
+        update = m.Update(
+            client, offer.header.content.digest[:64], min(offer.header.examples, wire.MAX_COUNT)
+        )
+        row = self._row(offer, update, "rejected", problem)
+        await offer.runner.tell(m.ClientFailed(step, failure), (), row)
+        return Receipt(status=Receipt.REJECTED, reason=problem)
+
+    def _row(self, offer: Offer, update: m.Update, receipt: str, reason: str) -> UpdateRow:
+        return UpdateRow(
+            round=offer.step.round,
+            attempt=offer.step.attempt,
+            client=offer.client,
+            digest=update.digest,
+            size=min(offer.header.content.size, wire.MAX_COUNT),
+            examples=update.examples,
+            loss=update.loss,
+            metrics=update.metrics,
+            receipt=receipt,
+            reason=reason,
+            received=self._services.clock(),
+        )
+
+
+def _failure(offer: Offer, kind: str, problem: str) -> SiteFailure:
+    step = offer.step
+    return SiteFailure(offer.client, step.round, step.attempt, step.phase, kind, problem)
+
+
+async def _header(parts: AsyncIterator[Part]) -> agent_pb2.UploadHeader:
+    async for part in parts:
+        if isinstance(part, agent_pb2.UploadHeader):
+            return part
+        break
+    raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "an upload begins with its header")
+
+
+async def _pieces(parts: AsyncIterator[Part], step: m.Step) -> AsyncIterator[Piece]:
+    async for part in parts:
+        if not isinstance(part, Piece):
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after an upload's header only chunks follow")
+        yield part
+        reach("update_part", step.round, step.phase)
+
+
+def _problem(client: str, header: agent_pb2.UploadHeader, runner: JobRunner) -> str:
+    """What is wrong with an offer, in words; empty if nothing is."""
+    layout, encoding = runner.layout, runner.job.transfer.encoding
+    if header.layout != layout.fingerprint:
+        return (
+            f"the update's layout {header.layout[:12]!r} is not the job's, {layout.fingerprint[:12]!r}: "
+            "the silo's task builds another model than the one that was submitted; "
+            "install the same version of the task"
+        )
+    if not DIGEST.fullmatch(header.content.digest):
+        return "the update's digest is no BLAKE3 digest of 64 hexadecimal digits"
+    if runner.effects.secure is not None:
+        return runner.effects.secure.problem(client, header)
+    if header.encoding != encoding:
+        return f"the update is encoded as {header.encoding[:40]!r}, the job says {encoding!r}"
+    expected = get_encoding(encoding).encoded_size(layout.size)
+    if header.content.size != expected:
+        return (
+            f"the update has {header.content.size} bytes; {layout.size} values of {encoding} are {expected}"
+        )
+    if not 1 <= header.examples <= wire.MAX_COUNT:
+        return (
+            f"the update claims {header.examples} examples; between 1 and 2^53 can be: a silo without data "
+            "for this round reports a failure instead"
+        )
+    return ""

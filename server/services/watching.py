@@ -1,0 +1,75 @@
+"""A job as people follow it: its history from any point, then what comes, and what each silo does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+from roundtable.core.errors import UnavailableError
+from roundtable.engine import ClientView
+from roundtable.proto import operator_pb2
+from roundtable.server.jobs import wire
+from roundtable.server.jobs.actions import Services
+from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.store import FINAL, JobRow
+from roundtable.server.store.jobs import events_from
+
+LEAST_SECONDS_BETWEEN = 0.1
+MOST_EVENTS = 500
+
+
+def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> operator_pb2.JobDetail:
+    """Where a job stands, without its configuration and history."""
+    if runner is None:
+        return operator_pb2.JobDetail(job=job, round=row.rounds_done, waiting_for="")
+    view = runner.view()
+    return operator_pb2.JobDetail(
+        job=job,
+        round=view.round,
+        attempt=view.attempt,
+        phase=view.phase,
+        deadline=view.deadline or 0.0,
+        waiting_for=view.waiting_for,
+        clients=[_activity(name, client, runner) for name, client in view.clients.items()],
+    )
+
+
+async def updates(
+    jobs: Jobs, services: Services, job: str, first: int, show: Callable[[JobRow], operator_pb2.Job]
+) -> AsyncIterator[operator_pb2.JobUpdate]:
+    """Events from `first` onwards with the job as it stands, until it is over and all are told."""
+    while True:
+        runner = jobs.runner(job)
+        change = runner.next_change() if runner else None
+        row = await jobs.find(job)
+        events = await services.database.read(
+            partial(events_from, job=job, sequence=first, limit=MOST_EVENTS)
+        )
+        first += len(events)
+        yield operator_pb2.JobUpdate(
+            events=[wire.event_to(event) for event in events], detail=detail_of(row, runner, show(row))
+        )
+        if len(events) == MOST_EVENTS:
+            continue
+        if row.status in FINAL:
+            return
+        # Many changes in a moment are told as one; a job without a driver changes seldom.
+        await asyncio.sleep(LEAST_SECONDS_BETWEEN if change else 1.0)
+        if change is not None:
+            await change.wait()
+        if jobs.stopping:
+            raise UnavailableError("the coordinator is stopping; follow the job again once it is back")
+
+
+def _activity(name: str, client: ClientView, runner: JobRunner) -> operator_pb2.ClientActivity:
+    activity = operator_pb2.ClientActivity(
+        client=name, state=client.state, since=client.since, note=client.note, loss=float("nan")
+    )
+    progress = runner.effects.progress_of(name)
+    if progress is not None:
+        activity.done, activity.total, activity.loss = progress.done, progress.total, progress.loss
+        if progress.figures is not None:
+            activity.figures.CopyFrom(progress.figures)
+    return activity

@@ -1,0 +1,1 @@
+"""Where artifacts are: the folder, the bucket, replicas, retention, backups."""

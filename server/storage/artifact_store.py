@@ -1,0 +1,310 @@
+"""Blobs named by their BLAKE3 digest, on local disk, and in a bucket if there is one.
+
+    artifacts/
+      objects/ab/abcdef…    whole, verified, never changed
+      partial/OWNER.DIGEST  what has arrived so far of an upload; survives restarts
+      coordinator           identity of the database that these files belong to
+
+A blob gets its name only after it is whole, its hash is right, it is in the bucket, and it and its folder
+are synced: what the database mentions is there. A new blob is *pinned*, that is not deleted, until it is
+mentioned. All methods but `size` and `unpin` block: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from blake3 import blake3
+
+from roundtable.core.errors import ResourceError, StorageError
+from roundtable.core.failpoints import reach
+from roundtable.server.storage.blobs import BlobWriter, os_error, sync_folder
+from roundtable.server.storage.bucket import Bucket
+
+log = logging.getLogger("roundtable.server.storage.artifact_store")
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+READ_BYTES = 4 << 20
+
+
+class DamagedArtifact(StorageError):
+    """A blob that is missing, or whose bytes are not those of its digest."""
+
+    def __init__(self, digest: str, message: str) -> None:
+        super().__init__(message)
+        self.digest = digest
+
+
+class LocalArtifacts:
+    """The store in a folder of this machine; with a bucket, that is the home and the folder a cache of it.
+
+    `refetch` looks elsewhere for what is missing or damaged, and writes it into the file it is given.
+    """
+
+    def __init__(self, folder: Path, identity: str, bucket: Bucket | None = None) -> None:
+        self.folder, self.bucket = folder, bucket
+        self._objects, self._partial = folder / "objects", folder / "partial"
+        self.refetch: Callable[[str, Path], bool] | None = None
+        # As it was when its hash was right: a file that was changed since is hashed anew.
+        self._verified: dict[str, tuple[int, ...] | None] = {}
+        self._pins: Counter[str] = Counter()
+        self._lock = Lock()
+        # One thread looks for a blob, others that want it wait.
+        self._looking = [Lock() for _ in range(64)]
+        self._check_folder(identity)
+        if bucket is not None:
+            bucket.open(identity)
+
+    def threads(self, usual: ThreadPoolExecutor) -> ThreadPoolExecutor:
+        """Where blobs are finished and looked up: a bucket's own, so that nothing else waits for it."""
+        return usual if self.bucket is None else self.bucket.threads
+
+    def path(self, digest: str) -> Path:
+        """A local file with the blob, its hash checked, brought here first if need be.
+
+        DamagedArtifact if it is missing or damaged wherever it could be, Unreachable if the bucket is away.
+        """
+        path = self._place(digest)
+        if not self._known(path, digest):
+            with self._looking[int(digest[:2], 16) % len(self._looking)]:
+                if not self._known(path, digest):
+                    self._look(path, digest)
+        return path
+
+    def size(self, digest: str) -> int | None:
+        """Bytes of the blob; None if it is not stored, durably."""
+        if self.bucket is not None:
+            return self.bucket.size(digest)
+        try:
+            return self._place(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def receive(
+        self,
+        owner: str,
+        digest: str,
+        size: int,
+        observe: Callable[[bytes | memoryview], None] | None = None,
+        offset: int | None = None,
+    ) -> BlobWriter:
+        """For an upload or the rest of it, from `offset` if given, otherwise from where it stopped; to be
+        opened. `observe` sees all bytes in order, those of before first."""
+        partial = self._partial / _partial_name(owner, digest)
+        return BlobWriter(partial, size, digest, self._adopt, observe, offset, direct=True)
+
+    def received(self, owner: str, digest: str) -> int:
+        """Bytes that have arrived of an upload that is not whole."""
+        try:
+            return (self._partial / _partial_name(owner, digest)).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def create(self, blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
+        """Stores the blocks as one blob, pinned; returns its digest and size."""
+        partial = self._own_partial()
+        writer = BlobWriter(partial, None, None, self._adopt)
+        try:
+            writer.open()
+            for block in blocks:
+                writer.write(block)
+            return writer.finish()
+        finally:
+            writer.close()
+            partial.unlink(missing_ok=True)
+
+    def settle(self, digests: Iterable[str]) -> int:
+        """Puts into the bucket what the database mentions and the folder alone has; how many are nowhere."""
+        missing = 0
+        for digest in digests:
+            if self.bucket is None or self.bucket.size(digest) is not None:
+                continue
+            try:
+                self._verify(self._place(digest), digest)
+                self.bucket.put(self._place(digest), digest)
+            except DamagedArtifact as error:
+                log.error("%s", error)
+                missing += 1
+        return missing
+
+    def discard(self, prefix: str) -> None:
+        """Forgets unfinished uploads whose owner begins so."""
+        for path in self._partial.iterdir():
+            if path.name.startswith(prefix):
+                path.unlink(missing_ok=True)
+
+    def delete(self, digests: Iterable[str]) -> int:
+        """Deletes blobs, except those that are pinned; how many. Those in the bucket go soon afterwards."""
+        count = 0
+        for digest in digests:
+            with self._lock:
+                if self._pins[digest]:
+                    continue
+                place = self._place(digest)
+                count += place.exists() or self.size(digest) is not None
+                self._verified.pop(digest, None)
+                place.unlink(missing_ok=True)
+                if self.bucket is not None:
+                    self.bucket.forget(digest)
+        return count
+
+    def digests(self) -> list[str]:
+        """Every blob, here or in the bucket. Unreachable if that is away."""
+        there = [] if self.bucket is None else self.bucket.digests()
+        here = (path.name for path in self._objects.glob("*/*"))
+        return sorted(name for name in {*here, *there} if DIGEST.fullmatch(name))
+
+    def unpin(self, digests: Iterable[str]) -> None:
+        """The database mentions these now, or nobody will: they may be deleted again."""
+        with self._lock:
+            self._pins.subtract(digests)
+            self._pins += Counter()
+
+    def free_bytes(self) -> int:
+        """Free space on the disk."""
+        return shutil.disk_usage(self.folder).free
+
+    def _place(self, digest: str) -> Path:
+        if not DIGEST.fullmatch(digest):
+            raise StorageError(f"{digest[:80]!r} is no BLAKE3 digest: 64 hexadecimal digits are one")
+        return self._objects / digest[:2] / digest
+
+    def _adopt(self, partial: Path, digest: str) -> None:
+        """Pinned first: what is in the bucket and not mentioned yet is not deleted there."""
+        reach("blob_synced")
+        with self._lock:
+            self._pins[digest] += 1
+        try:
+            if self.bucket is not None:
+                self.bucket.put(partial, digest)
+            self._name(partial, digest)
+        except (OSError, StorageError):
+            self.unpin([digest])
+            raise
+        reach("blob_named")
+
+    def _name(self, partial: Path, digest: str) -> None:
+        """Gives a file with the right bytes its name."""
+        place = self._place(digest)
+        if not place.parent.is_dir():
+            place.parent.mkdir(exist_ok=True)
+            sync_folder(self._objects)
+        with self._lock:
+            partial.replace(place)
+            self._verified[digest] = _stamp(place)
+        sync_folder(place.parent)
+
+    def _known(self, path: Path, digest: str) -> bool:
+        stamp = _stamp(path)
+        return stamp is not None and self._verified.get(digest) == stamp
+
+    def _look(self, path: Path, digest: str) -> None:
+        try:
+            self._verify(path, digest)
+        except DamagedArtifact:
+            if not self._bring(digest):
+                raise
+        else:
+            self._verified[digest] = _stamp(path)
+
+    def _bring(self, digest: str) -> bool:
+        """From the bucket, or from where else it may be; False if it is nowhere whole."""
+        partial = self._own_partial()
+        try:
+            found = self.bucket is not None and self.bucket.get(digest, partial)
+            if not found and self.refetch is not None and self.refetch(digest, partial):
+                found = True
+                if self.bucket is not None:
+                    self.bucket.put(partial, digest)
+            if found:
+                self._name(partial, digest)
+        except OSError as error:
+            raise os_error(error, partial) from error
+        finally:
+            partial.unlink(missing_ok=True)
+        return found
+
+    @property
+    def _where(self) -> str:
+        return f"{self.folder}" if self.bucket is None else f"{self.folder} and {self.bucket.address}"
+
+    def _own_partial(self) -> Path:
+        return self._partial / f"own.{os.urandom(8).hex()}"
+
+    def _verify(self, path: Path, digest: str) -> None:
+        """Hashes a blob that this process has not written itself, once, before anything reads it."""
+        found = blake3()
+        try:
+            with path.open("rb", buffering=0) as file:
+                while data := file.read(READ_BYTES):
+                    found.update(data)
+        except FileNotFoundError:
+            raise DamagedArtifact(
+                digest, f"artifact {digest} is missing from {self._where}: restore it from a backup"
+            ) from None
+        except OSError as error:
+            raise os_error(error, path) from error
+        if found.hexdigest() != digest:
+            raise DamagedArtifact(
+                digest,
+                f"artifact {digest} in {self._where} is damaged: its bytes have the digest "
+                f"{found.hexdigest()}; restore it from a backup and check the disk",
+            )
+
+    def _check_folder(self, identity: str) -> None:
+        owner = self.folder / "coordinator"
+        try:
+            for folder in (self._objects, self._partial):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in self._partial.glob("own.*"):
+                path.unlink()
+            if not owner.exists():
+                owner.write_text(identity, encoding="ascii")
+                sync_folder(self.folder)
+            found = owner.read_text(encoding="ascii")
+        except OSError as error:
+            raise ResourceError(
+                f"the artifact folder {self.folder} cannot be used: {error.strerror}; it must be writable "
+                "by the user who runs the coordinator"
+            ) from error
+        _compare(self.folder, found, identity)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Changes with every write to the file that software makes; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def check_owner(folder: Path, identity: str) -> None:
+    """StorageError where the folder belongs to another database than that one (empty: a new one)."""
+    try:
+        found = (folder / "coordinator").read_text(encoding="ascii")
+    except OSError:
+        return
+    _compare(folder, found, identity)
+
+
+def _compare(folder: Path, found: str, identity: str) -> None:
+    if found != identity:
+        raise StorageError(
+            f"the artifact folder {folder} belongs to coordinator {found[:12]}, the database to "
+            f"{identity[:12] or 'none yet'}: use the database and the folder that belong together"
+        )
+
+
+def _partial_name(owner: str, digest: str) -> str:
+    if not DIGEST.fullmatch(digest) or "/" in owner or owner.startswith("own."):
+        raise StorageError(f"{owner!r} with {digest[:80]!r} cannot name an upload")
+    return f"{owner}.{digest}"

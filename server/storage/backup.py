@@ -1,0 +1,273 @@
+"""A coordinator's whole state in a folder, and back: rows as JSON lines, artifacts by digest, all verified.
+
+    FOLDER/tables/NAME.jsonl    every row, as one consistent view of the database had it
+    FOLDER/objects/ab/abcdef…   every artifact that those rows mention
+    FOLDER/manifest.json        digests of all that; written last, so that half a backup is none
+
+A backup may be made while the coordinator runs, and restored into either kind of database. What it does not
+hold: certificates and keys, and what had arrived of uploads that were under way.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from blake3 import blake3
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import StorageError
+from roundtable.server.config import ServerConfig
+from roundtable.server.storage.blobs import os_error, sync_folder
+from roundtable.server.storage.bucket import Bucket
+from roundtable.server.storage.location import blob_name
+from roundtable.server.store import Database
+from roundtable.server.store.migrate import make, revision_of
+
+FORMAT = 1
+TRIES = 3
+LEFT_OUT = {"alembic_version", "lease"}
+READ_BYTES = 4 << 20
+
+
+class _Vanished(Exception):
+    """Retention has deleted an artifact that the view still mentions."""
+
+
+def back_up(config: ServerConfig, folder: Path) -> dict[str, Any]:
+    """Writes a backup into `folder`, which must be empty or not there; its manifest.
+
+    Raises StorageError where an artifact is damaged or the database cannot be read, ResourceError where
+    the disk is full.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise StorageError(f"{folder} is not empty: a backup needs a folder of its own")
+    database = Database.connect(config.database)
+    try:
+        for _ in range(TRIES):
+            try:
+                return _write_all(database, config, folder)
+            except _Vanished:
+                continue
+        raise StorageError(
+            f"artifacts are missing from {config.bucket or config.artifacts}, or damaged there, though the "
+            "database mentions them"
+        )
+    finally:
+        database.close()
+
+
+def restore(config: ServerConfig, folder: Path, new_identity: bool = False) -> dict[str, Any]:
+    """Fills an empty database and an empty artifact folder; the manifest.
+
+    With `new_identity` silos take the coordinator for another one and forget what they have done for the
+    old: needed where they have gone on since the backup. Everything is verified before anything is written.
+    Raises StorageError for a backup that is damaged, half written or of a newer version, and where the
+    database or the folder is not empty.
+    """
+    manifest = _read_manifest(folder)
+    for name, digest in manifest["files"].items():
+        _verify(folder / name, digest)
+    for digest in manifest["artifacts"]:
+        _verify(folder / "objects" / digest[:2] / digest, digest)
+    target = Path(config.artifacts)
+    bucket = Bucket(config.bucket) if config.bucket else None
+    if (target / "coordinator").exists() or any((target / "objects").glob("*/*")):
+        raise StorageError(f"{target} holds artifacts already: restore into an empty folder")
+    if bucket is not None and not bucket.is_empty():
+        raise StorageError(f"{bucket.address} holds something already: restore into an empty bucket")
+    _make_folders(target)
+    database = Database.connect(config.database)
+    try:
+        with database.transaction() as connection:
+            if sa.inspect(connection).get_table_names():
+                raise StorageError(f"database {database.url} is not empty: restore into a new one")
+            make(connection, manifest["revision"])
+            _load(connection, folder, manifest, database.embedded)
+            identity = secrets.token_hex(16) if new_identity else manifest["identity"]
+            connection.execute(sa.text("UPDATE coordinator SET identity = :new"), {"new": identity})
+            if bucket is not None:
+                bucket.open(identity)
+            for digest in manifest["artifacts"]:
+                _copy(folder / "objects", target / "objects", digest)
+                if bucket is not None:
+                    bucket.put(folder / "objects" / blob_name(digest), digest)
+            (target / "coordinator").write_text(identity, encoding="ascii")
+            sync_folder(target)
+        database.prepare()
+    finally:
+        database.close()
+    return manifest
+
+
+def _make_folders(*folders: Path) -> None:
+    """For this user's eyes alone, where they are not there yet."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise os_error(error, folder) from error
+
+
+def _write_all(database: Database, config: ServerConfig, folder: Path) -> dict[str, Any]:
+    objects = Path(config.artifacts) / "objects"
+    bucket = Bucket(config.bucket) if config.bucket else None
+    _make_folders(folder, folder / "tables")
+    with database.snapshot() as connection:
+        metadata = sa.MetaData()
+        metadata.reflect(connection)
+        tables = [table for table in metadata.sorted_tables if table.name not in LEFT_OUT]
+        if "coordinator" not in metadata.tables:
+            raise StorageError(f"database {database.url} holds no coordinator's state")
+        files = {f"tables/{table.name}.jsonl": _dump(connection, table, folder) for table in tables}
+        manifest = {
+            "format": FORMAT,
+            "created": time.time(),
+            "revision": revision_of(connection),
+            "identity": connection.execute(sa.select(metadata.tables["coordinator"].c.identity)).scalar_one(),
+            "files": files,
+            "artifacts": sorted(
+                connection.execute(sa.select(metadata.tables["artifacts"].c.digest)).scalars()
+            ),
+        }
+    for digest in manifest["artifacts"]:
+        if bucket is None:
+            _copy(objects, folder / "objects", digest)
+        else:
+            _fetch(bucket, folder / "objects" / blob_name(digest))
+    path = folder / "manifest.json"
+    _write(path.with_suffix(".partial"), [json.dumps(manifest, indent=1).encode()])
+    path.with_suffix(".partial").replace(path)
+    sync_folder(folder)
+    return manifest
+
+
+def _dump(connection: Connection, table: sa.Table, folder: Path) -> str:
+    rows = (
+        json.dumps({key: _plain(value) for key, value in row._mapping.items()}).encode() + b"\n"
+        for row in connection.execute(sa.select(table).order_by(*table.primary_key.columns))
+    )
+    return _write(folder / "tables" / f"{table.name}.jsonl", rows)
+
+
+def _load(connection: Connection, folder: Path, manifest: dict[str, Any], embedded: bool) -> None:
+    metadata = sa.MetaData()
+    metadata.reflect(connection)
+    for table in metadata.sorted_tables:
+        path = folder / "tables" / f"{table.name}.jsonl"
+        if f"tables/{table.name}.jsonl" not in manifest["files"]:
+            continue
+        if connection.execute(sa.select(sa.func.count()).select_from(table)).scalar():
+            connection.execute(sa.delete(table))
+        with path.open("rb") as file:
+            for line in file:
+                row = {key: _value(value) for key, value in json.loads(line).items()}
+                connection.execute(sa.insert(table).values(row))
+        if not embedded:
+            _count_on(connection, table)
+
+
+def _count_on(connection: Connection, table: sa.Table) -> None:
+    """Numbers that PostgreSQL gives go on after the greatest that was restored."""
+    for column in table.primary_key.columns:
+        if isinstance(column.type, sa.Integer):
+            sequence = sa.func.pg_get_serial_sequence(table.name, column.name)
+            if connection.execute(sa.select(sequence)).scalar() is not None:
+                top = sa.select(sa.func.coalesce(sa.func.max(column), 0) + 1).scalar_subquery()
+                connection.execute(sa.select(sa.func.setval(sequence, top, False)))
+
+
+def _copy(source: Path, target: Path, digest: str) -> None:
+    """Copies an artifact, hashing what is read; what is there already is not copied again."""
+    place = target / digest[:2] / digest
+    if place.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_suffix(".partial")
+    try:
+        found = _write(partial, _pieces(source / digest[:2] / digest))
+    except FileNotFoundError as error:
+        partial.unlink(missing_ok=True)
+        raise _Vanished from error
+    if found != digest:
+        partial.unlink()
+        raise StorageError(f"artifact {digest} in {source} is damaged: its bytes have the digest {found}")
+    partial.replace(place)
+    sync_folder(place.parent)
+
+
+def _fetch(bucket: Bucket, place: Path) -> None:
+    """From the bucket, which is what a coordinator on another machine would have."""
+    if place.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_suffix(".partial")
+    if not bucket.get(place.name, partial):
+        raise _Vanished
+    partial.replace(place)
+    sync_folder(place.parent)
+
+
+def _write(path: Path, blocks: Iterator[bytes] | list[bytes]) -> str:
+    found = blake3()
+    try:
+        with path.open("wb") as file:
+            for block in blocks:
+                found.update(block)
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise os_error(error, path) from error
+    return found.hexdigest()
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while data := file.read(READ_BYTES):
+            yield data
+
+
+def _verify(path: Path, digest: str) -> None:
+    found = blake3()
+    try:
+        for piece in _pieces(path):
+            found.update(piece)
+    except OSError as error:
+        raise StorageError(
+            f"the backup is not whole: {path.name} cannot be read: {error.strerror}"
+        ) from error
+    if found.hexdigest() != digest:
+        raise StorageError(f"the backup is damaged: {path.name} has the digest {found.hexdigest()}")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
+    except OSError as error:
+        raise StorageError(f"{folder} holds no whole backup: {error.strerror}: manifest.json") from error
+    except ValueError as error:
+        raise StorageError(f"{folder}/manifest.json is damaged: {error}") from error
+    if manifest.get("format") != FORMAT:
+        raise StorageError(
+            f"the backup in {folder} has format {manifest.get('format')!r}, this version knows {FORMAT}"
+        )
+    return manifest
+
+
+def _plain(value: Any) -> Any:
+    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _value(value: Any) -> Any:
+    return base64.b64decode(value["base64"]) if isinstance(value, dict) else value

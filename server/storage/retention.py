@@ -1,0 +1,112 @@
+"""Deleting what nothing needs any more, so that the database never mentions a file that is gone.
+
+First a transaction forgets the rows; the files go afterwards, in the turn of another transaction in which
+nobody mentions them again. What a crash between the two leaves behind is found by `sweep`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from sqlalchemy.engine import Connection
+
+from roundtable.core.errors import StorageError
+from roundtable.core.failpoints import reach
+from roundtable.engine.messages import RoundRecord
+from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.replicas import Copies
+from roundtable.server.store import FINAL, Database
+from roundtable.server.store.artifacts import (
+    Keep,
+    forget_unused,
+    left_over,
+    mentioned,
+    old_models,
+    spent_updates,
+)
+from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
+
+log = logging.getLogger("roundtable.server.storage.retention")
+
+UNUSED_SECONDS = 7 * 86400.0
+AT_ONCE = 500
+
+
+class Retention:
+    """The rules, applied after each commit and when the coordinator starts."""
+
+    def __init__(self, database: Database, artifacts: LocalArtifacts, keep: Keep, copies: Copies) -> None:
+        self._database, self._artifacts, self._keep, self.copies = database, artifacts, keep, copies
+
+    async def after_commit(self, job: str, record: RoundRecord, settled: int) -> list[str]:
+        """Deletes updates of committed rounds and models that are too old; their digests.
+
+        Half an upload for round `settled` is of no use any more; for later rounds it may be.
+        """
+        self.copies.offer(record.model)
+        self.copies.offer(record.optimizer)
+
+        def forget(connection: Connection) -> list[str]:
+            found = [
+                *spent_updates(connection, job, record.round),
+                *old_models(connection, job, self._keep),
+            ]
+            return forget_unused(connection, found, self._keep)
+
+        try:
+            gone = await self._database.write(forget)
+            reach("retired")
+            await self._delete(gone)
+            self._artifacts.discard(f"{job}.{settled}.")
+        except StorageError as error:
+            log.warning("old artifacts stay for now: %s", error, extra={"job": job})
+            return []
+        self.copies.forget(gone)
+        return gone
+
+    async def copy_newest(self) -> None:
+        """After a start: copies what was committed while nothing could be copied."""
+        try:
+            rows = await self._database.read(unfinished_jobs)
+        except StorageError as error:
+            log.warning("copies are made after the next commit: %s", error)
+            return
+        for row in rows:
+            for digest in (row.initial_model, row.model, row.optimizer):
+                self.copies.offer(digest)
+
+    async def sweep(self, now: float) -> int:
+        """Deletes what crashes, attempts that failed and jobs that are over have left behind; how much."""
+
+        def forget(connection: Connection) -> list[str]:
+            return forget_unused(connection, left_over(connection, now - UNUSED_SECONDS), self._keep)
+
+        try:
+            forgotten = await self._database.write(forget)
+            gone = [*forgotten, *await asyncio.to_thread(self._artifacts.digests)]
+            count = 0
+            for start in range(0, len(gone), AT_ONCE):
+                count += await self._delete(gone[start : start + AT_ONCE])
+            over = await self._database.read(
+                lambda connection: [row.id for row in jobs_in_order(connection) if row.status in FINAL]
+            )
+        except StorageError as error:
+            log.warning("what is left over stays for now: %s", error)
+            return 0
+        for job in over:
+            self._artifacts.discard(f"{job}.")
+        if count:
+            log.info("deleted %d artifacts that nothing mentions", count)
+        return count
+
+    async def _delete(self, digests: Iterable[str]) -> int:
+        """Deletes the files of those that nobody mentions, while no other transaction can."""
+        wanted: Sequence[str] = list(digests)
+
+        def delete(connection: Connection) -> int:
+            known = mentioned(connection, wanted)
+            return self._artifacts.delete(digest for digest in wanted if digest not in known)
+
+        return await self._database.write(delete) if wanted else 0

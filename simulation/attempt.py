@@ -1,0 +1,169 @@
+"""The clients' side of one attempt at a round: who has been run, and the rows of their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from roundtable.aggregation import TensorMatrix, UpdateMatrix
+from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import PrivacyError
+from roundtable.engine import GroupMeans
+from roundtable.engine.messages import Aggregate, Update
+from roundtable.privacy import SecureMean
+from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
+from roundtable.simulation.ledger import SimulatedLedger
+from roundtable.simulation.secure_sums import SecureAggregation
+from roundtable.simulation.world.attackers import Attackers
+
+LocalState = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Row i of `matrix` is the update of `updates[i]`. `weights` by client where they are already applied.
+    `secure` is all there is where nobody may see a single update."""
+
+    matrix: UpdateMatrix
+    updates: Sequence[Update]
+    weights: Mapping[str, float] | None = None
+    secure: SecureMean | GroupMeans | None = None
+
+
+class Workshop:
+    """Runs clients through a backend and keeps what they made until the round is committed.
+
+    `local` are the clients' own tensors (rule `local`) as of the last committed round, `pending`
+    those of the attempt under way: an attempt that fails leaves no trace.
+    """
+
+    def __init__(self, world: World, backend: Backend, ledger: SimulatedLedger) -> None:
+        self.world = world
+        self.backend = backend
+        self._ledger = ledger
+        self.local: dict[int, LocalState] = {}
+        self.pending: dict[int, LocalState] = {}
+        self._attackers = Attackers.of(world.job)
+        self._dense = get_encoding(world.job.transfer.encoding).dense_dtype
+        self._secure = SecureAggregation.of(world.job, world.layout.size)
+        self._rows: Tensor | None = None
+        self._capacity = 0
+        self._used = 0
+
+    def begin(self, capacity: int) -> None:
+        """A new attempt, in which at most so many clients train."""
+        self.pending = {}
+        self._rows, self._capacity, self._used = None, capacity, 0
+
+    def examples(self, indices: Sequence[int]) -> list[int]:
+        """Training examples that clients have; 0 where only iterating would tell."""
+        return [count or 0 for count in self.backend.examples(list(self._work(indices)))]
+
+    def train(
+        self,
+        round: int,
+        vector: Tensor,
+        indices: Sequence[int],
+        places: Sequence[int] | None = None,
+        *,
+        paid: bool = False,
+    ) -> Iterator[tuple[int, Trained | Failed]]:
+        """Trains clients; gives the place of each one's update, and its answer. Places are taken one after
+        the other, in the order of names, unless they are given. `paid` is what a resumed run makes again: no
+        account is charged."""
+        if self._rows is None:
+            self._rows = self.backend.rows(self._capacity)
+        if places is None:
+            places = range(self._used, self._used + len(indices))
+            self._used += len(indices)
+            # As aggregation sorts them: rows that need not be put in order are not copied.
+            place_of = dict(zip(sorted(self.world.names[index] for index in indices), places, strict=True))
+        else:
+            place_of = {self.world.names[index]: place for index, place in zip(indices, places, strict=True)}
+        if self._ledger.keeps_own and not paid:
+            refused = self._refused(indices)
+            yield from ((place_of[answer.client], answer) for answer in refused.values())
+            indices = [index for index in indices if index not in refused]
+        rows = [self._rows[place_of[self.world.names[index]]] for index in indices]
+        for answer in self.backend.train(round, vector, list(self._work(indices)), rows):
+            place = place_of[answer.client]
+            if isinstance(answer, Trained):
+                self._received(answer, self._rows[place])
+            yield place, answer
+
+    def evaluate(self, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
+        """Evaluates a model on clients' test data, with their own tensors as training left them."""
+        return self.backend.evaluate(vector, list(self._work(indices)))
+
+    def collect(self, action: Aggregate, defence: Callable[[UpdateMatrix], Tensor]) -> Collected:
+        """What the coordinator would receive, once the hostile clients have had their way.
+
+        `defence` is what the job's rule makes of such a matrix. `Update.digest` is the place of its row.
+        Raises AggregationError where an attack cannot be made, or where too few clients are left for a
+        secure sum.
+        """
+        updates = action.updates
+        if isinstance(self.backend, Summing) and self.backend.sums_updates and updates:
+            return self._total(self.backend, updates)
+        rows = self._rows if self._rows is not None else self.backend.rows(0)
+        places = [int(update.digest) for update in updates]
+        clients = [self.world.names.index_of(update.client) for update in updates]
+
+        def received() -> UpdateMatrix:
+            if places == list(range(len(places))):
+                return TensorMatrix(rows[: len(places)])
+            return TensorMatrix(rows).select(places)
+
+        self._attackers.corrupt(action.step.round, clients, rows, places, lambda: defence(received()))
+        if self._secure is not None and updates:
+            chosen = [rows[place] for place in places]
+            mean = self._secure.mean(action.step, action.cohort, updates, chosen)
+            return Collected(TensorMatrix(rows[:0]), updates, secure=mean)
+        return Collected(received(), updates)
+
+    def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
+        """The clients whose own accounts do not hold a round; the others have paid for it."""
+        found = {}
+        for index, examples in zip(indices, self.examples(indices), strict=True):
+            client = self.world.names[index]
+            try:
+                self._ledger.pay(client, examples)
+            except PrivacyError as error:
+                found[index] = Failed(client, "refused", str(error))
+        return found
+
+    def _total(self, backend: Summing, updates: Sequence[Update]) -> Collected:
+        """The mean, taken where the updates are."""
+        uniform = self.world.job.aggregation.weighting == "uniform"
+        amounts = {update.client: 1 if uniform else update.examples for update in updates}
+        whole = sum(amounts.values())
+        weights = {client: amount / whole for client, amount in amounts.items()}
+        total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
+        # As if the mean were the only update: the mean of one is itself.
+        mean = Update(f"mean of {len(updates)} clients", "0", sum(update.examples for update in updates))
+        return Collected(TensorMatrix(total.unsqueeze(0)), [mean], weights)
+
+    def commit(self) -> None:
+        """The attempt counts: the clients keep what it left with them."""
+        self.local.update(self.pending)
+        self.begin(0)
+
+    def keep(self, taken: Iterable[int], waiting: Iterable[int]) -> None:
+        """Rounds overlap: clients `taken` keep what training left with them; of all others but those
+        `waiting` it is forgotten."""
+        self.local.update({index: self.pending[index] for index in taken if index in self.pending})
+        self.pending = {index: self.pending[index] for index in waiting if index in self.pending}
+
+    def _received(self, answer: Trained, row: Tensor) -> None:
+        """The rounding of the encoding, as if the update had travelled; and what stays at the client."""
+        if self._dense is not None and self._dense != row.dtype:
+            row.copy_(row.to(self._dense))
+        if answer.local:
+            self.pending[self.world.names.index_of(answer.client)] = answer.local
+
+    def _work(self, indices: Iterable[int]) -> Iterator[Work]:
+        for index in indices:
+            local = self.pending.get(index, self.local.get(index))
+            yield Work(self.world.names[index], index, local)

@@ -1,0 +1,1 @@
+"""The ways to run simulated clients: sequential, processes, recorded, stacked, Ray."""

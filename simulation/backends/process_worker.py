@@ -1,0 +1,169 @@
+"""A worker of the `processes` backend; `main` is called with the socket's descriptor as first argument.
+
+It builds the task and the clients' data by itself, maps the model and the updates, and runs the
+clients that it is told to. It ends when its socket does, so that it never outlives its simulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundtable.core.config import job_from_json
+from roundtable.core.errors import ConfigError, RoundtableError
+from roundtable.core.initial_model import initial_model
+from roundtable.core.task import load_task
+from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
+from roundtable.simulation.backends.frames import Channel, PeerGone
+from roundtable.simulation.backends.local import make_local
+from roundtable.simulation.backends.shared_vectors import SharedFloats
+from roundtable.simulation.world.simulated_clients import Clients
+
+WORKER = "ROUNDTABLE_SIMULATION_WORKER"
+
+
+def main() -> None:
+    """Serves one simulation until it closes the connection."""
+    # Ctrl-C goes to the whole terminal; the simulation ends its workers itself, by closing the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prefer_to_be_killed()
+    torch.set_num_threads(1)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(PeerGone):
+        try:
+            backend, world = _prepare(channel)
+        except Exception as error:  # noqa: BLE001 - the simulation is told, and says it to its user
+            detail = str(error) if isinstance(error, RoundtableError) else f"{type(error).__name__}: {error}"
+            channel.send({"op": "broken", "detail": detail, "trace": traceback.format_exc()})
+            return
+        channel.send({"op": "ready"})
+        _serve(channel, backend, world)
+
+
+def _prepare(channel: Channel) -> tuple[Backend, World]:
+    message, _, _ = channel.receive()
+    sys.path[:] = message["path"]
+    job = job_from_json(message["job"])
+    task = load_task(message["task"], Path(message["folder"]))
+    world = World(job, task, initial_model(job, task))
+    if world.layout.fingerprint != message["layout"]:
+        raise RoundtableError(
+            f"task {message['task']!r} makes another model in a worker process than here: its layout differs"
+        )
+    clients = Clients(world, message["budget"])
+    return make_local(message["inner"], world, clients, message["device"]), world
+
+
+def _serve(channel: Channel, backend: Backend, world: World) -> None:
+    vector: Tensor | None = None
+    rows: Tensor | None = None
+    while True:
+        message, tensors, descriptors = channel.receive(descriptors=1)
+        if message["op"] in ("vector", "rows"):
+            shared = SharedFloats(descriptors[0], message["rows"], message["columns"])
+            shared.close()
+            if message["op"] == "rows":
+                rows = shared.tensor
+            else:
+                vector = shared.tensor[0]
+            continue
+        work = _work(message["work"], tensors, world)
+        try:
+            for answer in _run(message, backend, vector, rows, work):
+                channel.send(*encode(answer))
+        except ConfigError as error:
+            channel.send({"op": "refused", "detail": str(error)})
+            return
+        channel.send({"op": "done"})
+
+
+def _run(
+    message: dict[str, Any], backend: Backend, vector: Tensor | None, rows: Tensor | None, work: list[Work]
+) -> Iterator[Trained | Measured | Failed | tuple[str, int | None]]:
+    if message["op"] == "examples":
+        for item, count in zip(work, backend.examples(work), strict=True):
+            yield item.client, count
+        return
+    assert vector is not None
+    if message["op"] == "evaluate":
+        yield from backend.evaluate(vector, work)
+        return
+    assert rows is not None
+    yield from backend.train(message["round"], vector, work, [rows[place] for place in message["rows"]])
+
+
+def _work(items: Sequence[Any], tensors: Sequence[dict[str, Tensor]], world: World) -> list[Work]:
+    return [
+        Work(world.names[index], index, tensors[place] if place is not None else None)
+        for index, place in items
+    ]
+
+
+def encode(
+    answer: Trained | Measured | Failed | tuple[str, int | None],
+) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    """An answer as a message."""
+    match answer:
+        case Trained():
+            numbers = {"examples": answer.examples, "steps": answer.steps, "loss": answer.loss}
+            local = [dict(answer.local)] if answer.local else []
+            return {
+                "op": "trained",
+                "client": answer.client,
+                **numbers,
+                "metrics": dict(answer.metrics),
+            }, local
+        case Measured():
+            return {"op": "measured", "client": answer.client, "metrics": dict(answer.metrics)}, []
+        case Failed():
+            return {"op": "failed", **vars(answer)}, []
+        case (client, count):
+            return {"op": "sized", "client": client, "examples": count}, []
+
+
+def decode(
+    message: dict[str, Any], tensors: Sequence[dict[str, Tensor]]
+) -> Trained | Measured | Failed | tuple[str, int | None]:
+    """The answer that `encode` wrote."""
+    values = dict(message)
+    kind = values.pop("op")
+    if "metrics" in values:
+        values["metrics"] = {name: (value, count) for name, (value, count) in values["metrics"].items()}
+    if kind == "trained":
+        return Trained(**values, local=tensors[0] if tensors else {})
+    if kind == "measured":
+        return Measured(**values)
+    if kind == "failed":
+        return Failed(**values)
+    return values["client"], values["examples"]
+
+
+def start_message(world: World, inner: str, device: str, budget: int) -> dict[str, Any]:
+    """What a worker needs to build its own world; the world has a `reference`."""
+    assert world.reference is not None
+    task, folder = world.reference
+    return {
+        "path": sys.path,
+        "job": world.job.to_json(),
+        "task": task,
+        "folder": str(folder),
+        "layout": world.layout.fingerprint,
+        "inner": inner,
+        "device": device,
+        "budget": budget,
+    }
+
+
+def _prefer_to_be_killed() -> None:
+    """If memory runs out, the system should take a worker: it is replaced, the simulation is not."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="utf-8")

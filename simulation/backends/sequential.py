@@ -1,0 +1,183 @@
+"""The plain reference: one client after the other, in this process, on one thread."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roundtable.client.training.batches import count_examples
+from roundtable.client.training.evaluation import evaluation
+from roundtable.client.training.local_training import SILO_LEVELS, train
+from roundtable.client.training.silo_account import Protection
+from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
+from roundtable.core.task import described, initial_state
+from roundtable.privacy import NoiseSource, SeededNoise
+from roundtable.simulation.backend import Failed, Measured, Metrics, Trained, Work, World
+from roundtable.simulation.backends.precision import mixed, trained_task
+from roundtable.simulation.world.simulated_clients import Clients
+
+ROWS_IN_MEMORY = 1 << 30
+_EVALUATED_TOGETHER = 16
+
+Answer = TypeVar("Answer")
+
+
+class Sequential:
+    """Clients one by one through `client.training`, on one device."""
+
+    name = "sequential"
+    chunk = 1
+
+    def __init__(self, world: World, clients: Clients | None = None, device: str = "cpu") -> None:
+        self.world = world
+        self.clients = clients or Clients(world)
+        self.device = device
+        self._trained = trained_task(world, torch.device(device))
+        self._model: nn.Module | Mapping[str, Tensor] = initial_state(world.task, world.job.seed)
+        self._rows = torch.empty(0, world.layout.size)
+
+    @property
+    def description(self) -> str:
+        how = ", in bfloat16 with float32 weights" if mixed(self.world) else ""
+        return f"one client after the other on {self.device}, one thread{how}"
+
+    def rows(self, count: int) -> Tensor:
+        if len(self._rows) < count:
+            self._rows = allocate_rows(count, self.world.layout.size)
+        return self._rows
+
+    def examples(self, work: Sequence[Work]) -> list[int | None]:
+        return [count_examples(self.clients.data(item.index)[0]) for item in work]
+
+    def train(
+        self, round: int, vector: Tensor, work: Sequence[Work], rows: Sequence[Tensor]
+    ) -> Iterator[Trained | Failed]:
+        for item, row in zip(work, rows, strict=True):
+            yield answer_of(item, partial(self._train, round, vector, item, row))
+
+    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+        left = deque(work)
+        while left:
+            yield from self._evaluate_some(vector, left)
+
+    def close(self) -> None:
+        self._rows = torch.empty(0, self.world.layout.size)
+
+    def _train(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained:
+        world = self.world
+        update = train(
+            self._trained,
+            self._model,
+            self.clients.data(item.index)[0],
+            world.job,
+            world.layout,
+            vector,
+            round=round,
+            client=item.client,
+            device=self.device,
+            local=item.local,
+            out=row,
+            protection=self._protection(round, item),
+        )
+        return Trained(item.client, update.examples, update.steps, update.loss, update.metrics, update.local)
+
+    def _protection(self, round: int, item: Work) -> Protection | None:
+        """What a silo does for itself, with noise that can be repeated; the simulation keeps the accounts."""
+        job = self.world.job
+        if job.privacy.get("level") not in SILO_LEVELS:
+            return None
+
+        def source(purpose: str) -> NoiseSource:
+            return SeededNoise(job.seed, round, item.client, f"own {purpose}")
+
+        return Protection(lambda privacy, charge: None, source, "first")
+
+    def _evaluate_some(self, vector: Tensor, left: deque[Work]) -> list[Measured | Failed]:
+        """The next clients, as many as need nothing else in the model: putting it in place takes longer than
+        a small client's test data."""
+        first, world = left[0], self.world
+        place = evaluation(
+            world.task, self._model, world.layout, vector, device=self.device, local=first.local
+        )
+        answers: list[Measured | Failed] = []
+        with ExitStack() as stack:
+            opened = answer_of(first, lambda: (self.clients.data(first.index), stack.enter_context(place)))
+            if isinstance(opened, Failed):
+                left.popleft()
+                return [opened]
+            found = _condition(self._model)
+            while left and len(answers) < _EVALUATED_TOGETHER:
+                if answers and not self._fits(left[0], first, found):
+                    break
+                answers.append(answer_of(left[0], partial(self._measured, opened[1], left.popleft())))
+        return answers
+
+    def _fits(self, item: Work, first: Work, found: Sequence[int]) -> bool:
+        """Whether a client can do with the model as it now is. No data are made where chance is seeded."""
+        alike = not (first.local or item.local) and self.clients.hold(item.index)
+        return alike and _condition(self._model) == found
+
+    def _measured(self, measure: Callable[[Any], Metrics], item: Work) -> Measured:
+        return Measured(item.client, measure(self.clients.data(item.index)[1]))
+
+
+def _condition(model: nn.Module | Mapping[str, Tensor]) -> list[int]:
+    """Another one once a task has written to the model, or left a part of it in another mode."""
+    if not isinstance(model, nn.Module):
+        return []
+    versions = [tensor._version for tensor in (*model.parameters(), *model.buffers())]
+    return versions + [module.training for module in model.modules()]
+
+
+def answer_of(item: Work, run: Callable[[], Answer]) -> Answer | Failed:
+    """What `run` gives, or the failure of this client that its error amounts to.
+
+    A ConfigError is no client's failure but the job's, and passes.
+    """
+    try:
+        return run()
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a task is foreign code: whatever it raises is its client's failure
+        return failure_of(item.client, error)
+
+
+def failure_of(client: str, error: Exception) -> Failed:
+    """An error of a client's work as the record of it."""
+    if isinstance(error, InvalidUpdate):
+        kind = "invalid_update"
+    elif isinstance(error, MemoryError | torch.OutOfMemoryError):
+        kind = "out_of_memory"
+    else:
+        kind = "task_error"
+    detail = str(error) if isinstance(error, RoundtableError) else described(error)
+    return Failed(client, kind, detail, "".join(traceback.format_exception(error)))
+
+
+def allocate_rows(count: int, columns: int, limit: int = ROWS_IN_MEMORY) -> Tensor:
+    """Memory for so many updates, or above `limit` bytes a mapped file that is gone when we are."""
+    if 4 * count * columns <= limit:
+        return torch.empty(count, columns)
+    with tempfile.TemporaryFile(prefix="roundtable-rows-") as file:
+        file.truncate(4 * count * columns)
+        return torch.from_numpy(np.memmap(file, np.float32, "r+", shape=(count, columns)))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread inside: the bits of a client's training must not depend on the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,205 @@
+"""Clients through recorded steps: what the sequential backend does, without autograd's and Python's cost.
+
+The step of a task (forward, backward, update) is recorded once for each shape of batch and replayed
+as straight operations over one flat vector of weights. Whatever cannot be recorded is named, and
+the job's clients then run sequentially.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundtable.client.training.batches import (
+    as_tensors,
+    count_examples,
+    epoch_orders,
+    ordering_of,
+    training_batches,
+)
+from roundtable.client.training.local_training import SILO_LEVELS
+from roundtable.client.training.module_state import isolated_randomness
+from roundtable.core.errors import InvalidUpdate
+from roundtable.core.seeds import derive_seed
+from roundtable.core.task import ArrayTask, Task, initial_state
+from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
+from roundtable.simulation.backends.sequential import Sequential, answer_of
+from roundtable.simulation.backends.vectorised.library import load
+from roundtable.simulation.backends.vectorised.program import Update
+from roundtable.simulation.backends.vectorised.recorded_steps import Steps
+from roundtable.simulation.backends.vectorised.recording import Unrecordable
+from roundtable.simulation.world.simulated_clients import Clients
+
+log = logging.getLogger("roundtable.simulation")
+
+
+def why_not_recorded(world: World) -> str | None:
+    """Why a job's clients cannot run through recorded steps, as far as can be told without running one."""
+    if world.job.simulation.precision != "float32":
+        return f"simulation.precision = {world.job.simulation.precision!r}, and recorded steps are float32"
+    return why_not(world)
+
+
+def why_not(world: World) -> str | None:
+    """The same for any way to run clients that does not let each of them go through `client.training`."""
+    task = world.task
+    if isinstance(task, ArrayTask):
+        return "an ArrayTask trains with code of its own, not with torch"
+    if (level := world.job.privacy.get("level")) in SILO_LEVELS:
+        return f"at privacy.level = {level!r} each client makes its update private itself"
+    if world.job.algorithm.optimizer_state == "keep":
+        return "each client's optimizer keeps its state between rounds"
+    if getattr(type(task), "optimizer", Task.optimizer) is not Task.optimizer:
+        return f"{type(task).__name__} brings an optimizer of its own"
+    for spec in world.layout.tensors:
+        if spec.rule != "average":
+            return (
+                f"tensor {spec.name!r} does not travel (rule {spec.rule!r}), for example a BatchNorm counter"
+            )
+        if spec.dtype != "float32":
+            return f"tensor {spec.name!r} is {spec.dtype}, not float32"
+    return None
+
+
+class Vectorised:
+    """The backend `vectorised` in one process, on one device."""
+
+    name = "vectorised"
+    chunk = 4
+
+    def __init__(self, world: World, clients: Clients | None = None, device: str | None = None) -> None:
+        self.world = world
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.clients = clients or Clients(world)
+        self.fallback = Sequential(world, self.clients, str(self.device))
+        self.refused = why_not_recorded(world)
+        self._steps: Steps | None = None
+        if self.refused is None and self.device.type == "cpu":
+            # On a machine's first run the kernels are compiled while clients' data is loaded.
+            threading.Thread(target=load, name="kernels", daemon=True).start()
+
+    @property
+    def description(self) -> str:
+        if self.refused is not None:
+            return f"{self.fallback.description}; not recorded because {self.refused}"
+        return f"recorded steps on {self.device}"
+
+    def rows(self, count: int) -> Tensor:
+        return self.fallback.rows(count)
+
+    def examples(self, work: Sequence[Work]) -> list[int | None]:
+        return self.fallback.examples(work)
+
+    def train(
+        self, round: int, vector: Tensor, work: Sequence[Work], rows: Sequence[Tensor]
+    ) -> Iterator[Trained | Failed]:
+        for item, row in zip(work, rows, strict=True):
+            answer = answer_of(item, partial(self._try, round, vector, item, row))
+            if answer is None:
+                yield from self.fallback.train(round, vector, [item], [row])
+            else:
+                yield answer
+
+    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+        return self.fallback.evaluate(vector, work)
+
+    def close(self) -> None:
+        self.fallback.close()
+        self._steps = None
+
+    def _try(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained | None:
+        """None where the step cannot be recorded; that is said once."""
+        if self.refused is not None:
+            return None
+        try:
+            return self._train(round, vector, item, row)
+        except Unrecordable as error:
+            self.refused = str(error)
+            log.warning("clients run sequentially: a training step cannot be recorded because %s", error)
+            return None
+
+    def _train(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained:
+        job, data = self.world.job, self.clients.data(item.index)[0]
+        steps, table = self._ready(), job.algorithm
+        update = Update(table.momentum, table.weight_decay, table.mu, table.max_gradient_norm)
+        rate = table.learning_rate * table.learning_rate_decay ** (round - 1)
+        steps.begin(vector, update)
+        found = self._gathered(steps, data, update, rate, round, item.client)
+        losses, sizes = found or self._replayed(steps, data, update, rate, round, item.client)
+        loss_sum = _checked_sum(losses, sizes, f"round {round}")
+        if not steps.change(vector, row):
+            raise weights_not_finite()
+        seen = sum(sizes)
+        examples = count_examples(data)
+        metrics = {"loss": (loss_sum, seen)}
+        return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics)
+
+    def _gathered(
+        self, steps: Steps, data: Any, update: Update, rate: float, round: int, client: str
+    ) -> tuple[Tensor, list[int]] | None:
+        """Training where the kernels can fetch the examples of each batch themselves; else None."""
+        job, examples = self.world.job, as_tensors(data)
+        if not examples or not len(examples[0]):
+            return None
+        size = job.algorithm.batch_size
+        orders = epoch_orders(len(examples[0]), **ordering_of(job, round, client))
+        first = next(orders)
+        if not steps.takes_rows(examples, first[:size], update):
+            return None
+        return steps.take_rows(examples, chain([first], orders), size, update, rate)
+
+    def _replayed(
+        self, steps: Steps, data: Any, update: Update, rate: float, round: int, client: str
+    ) -> tuple[Tensor, list[int]]:
+        """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
+        job = self.world.job
+        batches = training_batches(data, **ordering_of(job, round, client), device=self.device)
+        first = next(batches)
+        steps.prepare(first.data, update)
+        seed = derive_seed(job.seed, round, client, "training")
+        chance = isolated_randomness(seed, self.device) if steps.random else nullcontext()
+        with chance:
+            return steps.take_all(chain([first], batches), update, rate)
+
+    def _ready(self) -> Steps:
+        if self._steps is None:
+            model = initial_state(self.world.task, self.world.job.seed)
+            assert isinstance(model, nn.Module)
+            assert isinstance(self.world.task, Task) or not isinstance(self.world.task, ArrayTask)
+            self._steps = Steps(self.world.task, model, self.world.layout, self.device)
+        return self._steps
+
+
+def _checked_sum(losses: Tensor, sizes: Sequence[int], place: str) -> float:
+    total = 0.0
+    for number, (loss, size) in enumerate(zip(losses.tolist(), sizes, strict=True), 1):
+        if not math.isfinite(loss):
+            raise loss_not_finite(loss, number, place)
+        total += loss * size
+    return total
+
+
+def loss_not_finite(loss: float, step: int, place: str) -> InvalidUpdate:
+    """The error of a client whose loss is infinite or no number at `step`, from 1."""
+    return InvalidUpdate(
+        "non_finite",
+        f"the training loss is {loss} at step {step} of {place}; lower [algorithm] learning_rate, "
+        "set max_gradient_norm, or look for bad values in the data",
+    )
+
+
+def weights_not_finite() -> InvalidUpdate:
+    """The error of a client whose last step made such weights."""
+    return InvalidUpdate(
+        "non_finite",
+        "training ended with weights that are not finite; lower [algorithm] learning_rate",
+    )

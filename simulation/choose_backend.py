@@ -1,0 +1,67 @@
+"""Which backend runs a job's clients, and why that one."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from roundtable.core.errors import ResourceError
+from roundtable.simulation.backend import Backend, World
+from roundtable.simulation.backends.local import make_local
+from roundtable.simulation.backends.precision import mixed
+from roundtable.simulation.backends.processes import Processes
+from roundtable.simulation.backends.ray_cluster import RayCluster
+from roundtable.simulation.backends.vectorised import why_not, why_not_recorded
+
+
+def make_backend(world: World) -> tuple[Backend, str]:
+    """The job's `simulation.backend`, and in words why it was taken.
+
+    Raises ConfigError where what was asked for is impossible, ResourceError where something is missing.
+    """
+    wanted, workers = world.job.simulation.backend, world.job.simulation.workers
+    mixed(world)
+    if wanted == "sequential":
+        return make_local("sequential", world, device=_device(world)), "asked for"
+    if wanted == "processes":
+        return Processes(world, workers or cores(), device=_device(world)), "asked for"
+    if wanted == "ray":
+        return RayCluster(world), "asked for"
+    device = _device(world)
+    if wanted == "stacked":
+        return _spread(world, "stacked", workers, "asked for", device)
+    inner = "stacked" if device == "cuda" else "vectorised"
+    refusal = why_not(world) if inner == "stacked" else why_not_recorded(world)
+    if wanted == "vectorised" or refusal is None:
+        why = "asked for" if wanted == "vectorised" else "nothing known beforehand speaks against it"
+        return _spread(world, inner, workers, why, device)
+    return _spread(world, "sequential", workers, f"not vectorised because {refusal}", device)
+
+
+def _spread(world: World, inner: str, workers: int | None, why: str, device: str) -> tuple[Backend, str]:
+    """The backend `inner` in as many processes as were asked for, or as there are cores.
+
+    One process feeds a GPU best: there the work of many clients is one call.
+    """
+    count = workers or (1 if inner == "stacked" else cores())
+    if count == 1:
+        return make_local(inner, world, device=device), why
+    if world.reference is None:
+        lonely = "in one process, because other processes cannot make this task"
+        return make_local(inner, world, device=device), f"{why}; {lonely}"
+    return Processes(world, count, inner, device), why
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _device(world: World) -> str:
+    wanted = world.job.simulation.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ResourceError(
+            'simulation.device = "cuda": torch sees no GPU here; set device = "cpu" or "auto"'
+        )
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"

@@ -1,0 +1,1 @@
+"""What a simulation leaves for people: history, comparison, plots, the run's folder."""

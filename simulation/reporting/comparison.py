@@ -1,0 +1,109 @@
+"""Several runs side by side: what was different between them, and what came of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundtable.core.errors import StorageError
+from roundtable.engine import record_from_plain
+from roundtable.simulation.reporting.history import History
+from roundtable.simulation.reporting.plots import COUNTS, curves
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds. `job` is the whole configuration as plain values."""
+
+    name: str
+    job: Mapping[str, Any]
+    history: History
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs as rows: the settings in which they differ, then rounds, seconds, the last of each metric."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def settings(self) -> list[str]:
+        """Dotted keys of the job in which at least two runs differ."""
+        all_flat = [flat(run.job) for run in self.runs]
+        keys = dict.fromkeys(key for values in all_flat for key in values)
+        return [key for key in keys if any(values.get(key) != all_flat[0].get(key) for values in all_flat)]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the table's columns."""
+        metrics = dict.fromkeys(
+            name for run in self.runs for name in run.history.columns if name not in COUNTS
+        )
+        return ["run", *self.settings, "rounds", "seconds", *metrics]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a run, by column; None where a run has no such value."""
+        return [self._row(run) for run in self.runs]
+
+    def to_csv(self, path: Path | None = None) -> str:
+        """The table as CSV text; also written to `path` if one is given."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        if path is not None:
+            path.write_text(text.getvalue(), encoding="utf-8")
+        return text.getvalue()
+
+    def plot(self, path: Path | None = None) -> Any:
+        """All learning curves in one matplotlib Figure; also written to `path` if one is given."""
+        return curves({run.name: run.history for run in self.runs}, path)
+
+    def _row(self, run: Run) -> dict[str, Any]:
+        settings, history = flat(run.job), run.history
+        seconds = [value for value in history.seconds if value is not None]
+        row: dict[str, Any] = {"run": run.name, **{key: settings.get(key) for key in self.settings}}
+        row |= {"rounds": len(history), "seconds": sum(seconds)}
+        return row | {name: _last(history, name) for name in self.columns if name not in row}
+
+
+def open_run(path: Path) -> Run:
+    """The run in a run directory, finished or not. Raises StorageError where there is none."""
+    try:
+        job = json.loads((path / "job.json").read_text(encoding="utf-8"))
+        file = path / "history.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        rows = [json.loads(line) for line in lines]
+        records = tuple(record_from_plain(row["record"]) for row in rows)
+        return Run(path.name, job, History(records, tuple(row["seconds"] for row in rows)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path} holds no run that can be read: {error}") from error
+
+
+def compare(paths: Sequence[Path]) -> Comparison:
+    """The runs in these run directories side by side."""
+    return Comparison(tuple(open_run(path) for path in paths))
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _last(history: History, name: str) -> Any:
+    """The last value of a column that is one."""
+    if name not in history.columns:
+        return None
+    return next((value for value in reversed(history[name]) if value is not None), None)

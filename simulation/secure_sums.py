@@ -1,0 +1,146 @@
+"""Secure aggregation in a simulation: the protocol itself among the round's clients, or only its sum.
+
+`simulation.masking = "real"` runs every client's and the coordinator's state machine with fresh
+keys, and loses the clients whose updates did not arrive where they would be lost. "fast" computes
+the same integers without keys, masks and messages; the result is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from roundtable.aggregation import TensorMatrix
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError
+from roundtable.core.seeds import numpy_generator
+from roundtable.engine import GroupMeans
+from roundtable.engine.messages import Step, Update
+from roundtable.engine.validation.secure_feasibility import least_of_groups
+from roundtable.privacy import PrivacyConfig, SecureMean, SecureRound, SeededNoise
+from roundtable.privacy.secagg import (
+    SecureSum,
+    ServerPhase,
+    VectorSource,
+    plain_groups,
+    plain_sum,
+    run_groups_in_memory,
+    run_in_memory,
+)
+
+
+@dataclass(frozen=True)
+class SecureAggregation:
+    """How the mean of a round is made where nobody may see a single update."""
+
+    job: JobConfig
+    columns: int
+
+    @classmethod
+    def of(cls, job: JobConfig, columns: int) -> SecureAggregation | None:
+        """The job's secure aggregation; None where it asks for none."""
+        return cls(job, columns) if PrivacyConfig.from_table(job.privacy).secure_aggregation else None
+
+    @property
+    def label(self) -> str:
+        """What was done, for people and for the record."""
+        if self.job.simulation.masking == "fast":
+            return "its sum alone (simulation.masking = fast): no masks were made"
+        return "the protocol ran among all clients of the round"
+
+    def mean(
+        self, step: Step, cohort: Sequence[str], updates: Sequence[Update], rows: Sequence[Tensor]
+    ) -> SecureMean | GroupMeans:
+        """The mean of the updates that arrived, `rows[i]` being that of `updates[i]`; or those of groups.
+
+        Raises AggregationError where too few clients are left for the protocol to give a sum.
+        """
+        try:
+            secure = SecureRound.of(self.job, self.columns, len(cohort), step.round)
+            sources = {
+                update.client: self._source(secure, step, update, row)
+                for update, row in zip(updates, rows, strict=True)
+            }
+            mean = (
+                self._groups(secure, step, cohort, sources)
+                if secure.grouped
+                else self._mean(secure, cohort, sources)
+            )
+        except (PrivacyError, ProtocolError) as error:
+            raise AggregationError(f"secure aggregation: {error}") from error
+        # Rounding, noise and groups are seeded, so that a run can be repeated; no guarantee rests on them.
+        return replace(mean, account={**mean.account, "secure_aggregation": self.label, "guarantee": False})
+
+    def _source(self, secure: SecureRound, step: Step, update: Update, row: Tensor) -> VectorSource:
+        path = (step.round, step.attempt, update.client)
+        return secure.encode(
+            row.cpu().numpy(),
+            update.examples,
+            update.loss,
+            numpy_generator(self.job.seed, *path, "rounding"),
+            SeededNoise(self.job.seed, *path, "noise"),
+        )
+
+    def _mean(
+        self, secure: SecureRound, cohort: Sequence[str], sources: Mapping[str, VectorSource]
+    ) -> SecureMean | GroupMeans:
+        total = self._sum(secure, cohort, sources)
+        return secure.decode(total.total, len(total.survivors), len(cohort))
+
+    def _groups(
+        self, secure: SecureRound, step: Step, cohort: Sequence[str], sources: Mapping[str, VectorSource]
+    ) -> GroupMeans:
+        """One mean for each group that is left."""
+        least = least_of_groups(self.job, len(cohort))
+        path = (self.job.seed, step.round, step.attempt)
+        nonces = [numpy_generator(*path, client, "nonce").bytes(32) for client in cohort]
+        if self.job.simulation.masking == "real":
+            vectors, lost = self._vectors(cohort, sources)
+            told = run_groups_in_memory(vectors, secure.parameters, nonces, least, lost)
+        else:
+            here = {place: sources[name] for place, name in enumerate(cohort) if name in sources}
+            told = plain_groups(here, secure.parameters, nonces, least)
+        decoded: list[tuple[tuple[str, ...], SecureMean | str]] = []
+        rows = []
+        for number, found in told.sums.items():
+            members = tuple(cohort[place] for place in told.members[number])
+            try:
+                mean = secure.decode(found.total, len(found.survivors), len(members))
+            except AggregationError as error:
+                decoded.append((members, str(error)))
+                rows.append(torch.full((self.columns,), torch.nan))
+            else:
+                decoded.append((members, mean))
+                rows.append(mean.vector)
+        out = {
+            cohort[place]: f"its group was lost: {reason}"
+            for number, reason in told.lost.items()
+            for place in told.members[number]
+            if cohort[place] in sources
+        }
+        return GroupMeans.of(TensorMatrix.from_vectors(rows), decoded, out)
+
+    @staticmethod
+    def _vectors(
+        cohort: Sequence[str], sources: Mapping[str, VectorSource]
+    ) -> tuple[list[VectorSource], dict[int, ServerPhase]]:
+        """Everybody's vector, and who falls silent before it would arrive."""
+        silent = next(iter(sources.values()))
+        lost = {place: ServerPhase.MASKED for place, name in enumerate(cohort) if name not in sources}
+        return [sources.get(client, silent) for client in cohort], lost
+
+    def _sum(
+        self, secure: SecureRound, cohort: Sequence[str], sources: Mapping[str, VectorSource]
+    ) -> SecureSum:
+        parameters = secure.parameters
+        if len(cohort) != parameters.n:
+            parameters = parameters.with_cohort(len(cohort))
+        if self.job.simulation.masking == "real":
+            vectors, lost = self._vectors(cohort, sources)
+            return run_in_memory(vectors, parameters, lost)
+        if len(sources) < parameters.least:
+            raise ProtocolError(f"{len(sources)} clients are left, and {parameters.least} are needed")
+        return plain_sum(list(sources.values()), parameters)

@@ -1,5 +1,0 @@
-"""Many clients in one training step, with their weights stacked."""
-
-from roundtable.simulation.stacked.backend import Stacked
-
-__all__ = ["Stacked"]

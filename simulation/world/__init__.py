@@ -1,0 +1,1 @@
+"""What a simulation makes up: clients, their data, devices, dropouts and attackers."""

@@ -1,0 +1,180 @@
+"""Devices in virtual time: how fast each client is, and when it is there.
+
+Everything about a client follows from the job's seed and its number. What is kept is one number a
+client and quantity, as an array, and only for quantities that differ between clients.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+import numpy as np
+
+from roundtable.core.errors import ConfigError
+from roundtable.core.seeds import numpy_generator
+from roundtable.simulation.world.config import DevicesTable, Spread
+
+_COLUMNS = ("client", "start", "end")
+_RATES = ("speed", "download", "upload")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that a round moves for each client."""
+
+    down: int
+    up: int
+
+
+class Devices:
+    """The devices of `count` clients."""
+
+    def __init__(self, table: DevicesTable, count: int, seed: int, folder: Path | None = None) -> None:
+        self.table = table
+        self.count = count
+        self._seed = seed
+        self._rates = {name: self._drawn(name, getattr(table, name)) for name in _RATES}
+        self._trace = _read_trace((folder or Path()) / table.trace) if table.trace is not None else None
+        if self._trace is not None:
+            self._rates.update(self._trace.rates)
+        self._phase = (
+            numpy_generator(seed, "devices", "phase").random(count) if table.availability < 1.0 else None
+        )
+
+    @property
+    def instant(self) -> bool:
+        """Whether work takes no time, so that nobody needs to know how much of it there is."""
+        return not self.table.latency and all(rate is None for rate in self._rates.values())
+
+    @property
+    def always_there(self) -> bool:
+        """Whether nobody ever goes away."""
+        return self._trace is None and self._phase is None
+
+    def seconds(self, index: int, round: int, examples: int, transfer: Transfer) -> float:
+        """From being asked to the update's arrival: latency, download, training on `examples`, upload."""
+        amounts = {"speed": examples, "download": transfer.down, "upload": transfer.up}
+        total = self.table.latency + sum(
+            amount / self._rate(name, index) for name, amount in amounts.items() if amount
+        )
+        if self.table.jitter:
+            generator = numpy_generator(self._seed, "devices", "jitter", round, index)
+            total *= float(generator.lognormal(0.0, self.table.jitter))
+        return total
+
+    def online(self, now: float) -> np.ndarray | None:
+        """Ascending numbers of those that are there at time `now`; None for everybody."""
+        if self._trace is not None:
+            there = self._trace.online(now)[np.arange(self.count) % self._trace.devices]
+        elif self._phase is not None:
+            there = (now / self.table.period + self._phase) % 1.0 < self.table.availability
+        else:
+            return None
+        return np.flatnonzero(there)
+
+    def leaves_at(self, index: int, now: float) -> float:
+        """When client `index` goes away next: `now` if it is not there, inf if it never does."""
+        if self._trace is not None:
+            return self._trace.leaves_at(index % self._trace.devices, now)
+        if self._phase is None:
+            return inf
+        position = (now / self.table.period + float(self._phase[index])) % 1.0
+        return now + max(0.0, self.table.availability - position) * self.table.period
+
+    def next_arrival(self, now: float) -> float | None:
+        """The first time after `now` at which somebody comes online; None if nobody ever will."""
+        if self._trace is not None:
+            return self._trace.next_start(now)
+        if self._phase is None:
+            return None
+        wait = (1.0 - (now / self.table.period + self._phase)) % 1.0
+        return now + max(float(wait[wait > 0].min(initial=1.0)) * self.table.period, 1e-3)
+
+    def _rate(self, name: str, index: int) -> float:
+        rate = self._rates[name]
+        if rate is None:
+            return inf
+        if isinstance(rate, float):
+            return rate
+        return float(rate[index % len(rate)])
+
+    def _drawn(self, name: str, spread: Spread | None) -> np.ndarray | float | None:
+        if spread is None or spread.sigma == 0.0:
+            return spread.median if spread else None
+        normal = numpy_generator(self._seed, "devices", name).standard_normal(self.count, dtype=np.float32)
+        rates: np.ndarray = spread.median * np.exp(spread.sigma * normal)
+        return rates
+
+
+class _Trace:
+    """Online intervals of traced devices; client i is device i modulo their number."""
+
+    def __init__(self, intervals: list[list[tuple[float, float]]], rates: dict[str, np.ndarray]) -> None:
+        self.devices = len(intervals)
+        self.rates = rates
+        owners = [device for device, spans in enumerate(intervals) for _ in spans]
+        self._owner = np.array(owners, dtype=np.int64)
+        self._start = np.array([start for spans in intervals for start, _ in spans])
+        self._end = np.array([end for spans in intervals for _, end in spans])
+
+    def online(self, now: float) -> np.ndarray:
+        there = np.zeros(self.devices, dtype=bool)
+        there[self._owner[(self._start <= now) & (now < self._end)]] = True
+        return there
+
+    def leaves_at(self, device: int, now: float) -> float:
+        spans = (self._owner == device) & (self._start <= now) & (now < self._end)
+        return float(self._end[spans].max(initial=now))
+
+    def next_start(self, now: float) -> float | None:
+        later = self._start[self._start > now]
+        return float(later.min()) if len(later) else None
+
+
+def _read_trace(path: Path) -> _Trace:
+    """Raises ConfigError that names the file, the line and what is wrong."""
+    place = f"simulation.devices.trace: {path}"
+    intervals: dict[str, list[tuple[float, float]]] = {}
+    rates: dict[str, dict[str, float]] = {name: {} for name in _RATES}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            if missing := [name for name in _COLUMNS if name not in columns]:
+                raise ConfigError(f"{place}: no column {', '.join(missing)}; needed: {', '.join(_COLUMNS)}")
+            if unknown := [name for name in columns if name not in _COLUMNS + _RATES]:
+                raise ConfigError(f"{place}: unknown column {unknown[0]!r}; optional: {', '.join(_RATES)}")
+            for row in reader:
+                start, end = float(row["start"]), float(row["end"])
+                if not 0 <= start < end:
+                    raise ValueError(f"start {start:g} must be at least 0 and before end {end:g}")
+                intervals.setdefault(row["client"], []).append((start, end))
+                for name in _RATES:
+                    if row.get(name):
+                        rates[name][row["client"]] = _positive(name, float(row[name]))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}: cannot be read: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{place}, line {reader.line_num}: {error}") from error
+    if not intervals:
+        raise ConfigError(f"{place}: holds no intervals")
+    return _Trace(list(intervals.values()), _complete(rates, list(intervals), place))
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < inf:
+        raise ValueError(f"{name} must be above 0, not {value:g}")
+    return value
+
+
+def _complete(rates: dict[str, dict[str, float]], clients: list[str], place: str) -> dict[str, np.ndarray]:
+    complete = {}
+    for name, values in rates.items():
+        if values and (lacking := [client for client in clients if client not in values]):
+            raise ConfigError(f"{place}: client {lacking[0]!r} has no {name}, others have")
+        if values:
+            complete[name] = np.array([values[client] for client in clients])
+    return complete

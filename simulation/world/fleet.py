@@ -1,0 +1,64 @@
+"""The population that the engine chooses from: any number of clients, there or not by virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from roundtable.engine import NumberedNames
+from roundtable.engine.messages import ClientInfo
+from roundtable.simulation.world.devices import Devices
+
+
+class SomeNames(Sequence[str]):
+    """The names of some clients by their numbers, made when asked for."""
+
+    def __init__(self, names: NumberedNames, numbers: np.ndarray) -> None:
+        self._names = names
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]
+        return self._names[int(self._numbers[index])]
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._names[int(number)] for number in self._numbers)
+
+
+class Fleet:
+    """`engine.Population` over devices. The driver sets `now`; `gone` are the round's dropouts."""
+
+    def __init__(self, names: NumberedNames, devices: Devices) -> None:
+        self.names = names
+        self.devices = devices
+        self.now = 0.0
+        self.gone: set[int] = set()
+
+    def known(self) -> Sequence[str]:
+        return self.names
+
+    def online(self) -> Sequence[str]:
+        there = self.devices.online(self.now)
+        if there is None and not self.gone:
+            return self.names
+        there = np.arange(len(self.names)) if there is None else there
+        if self.gone:
+            there = there[~np.isin(there, list(self.gone))]
+        return SomeNames(self.names, there)
+
+    def is_online(self, name: str) -> bool:
+        index = self.names.index_of(name)
+        return index not in self.gone and self.devices.leaves_at(index, self.now) > self.now
+
+    def info(self, name: str) -> ClientInfo:
+        return ClientInfo(name)
+
+    def join(self, info: ClientInfo, online: bool) -> None:
+        if online:
+            self.gone.discard(self.names.index_of(info.name))
+
+    def leave(self, name: str) -> None:
+        self.gone.add(self.names.index_of(name))

@@ -1,0 +1,128 @@
+"""The agent's side of a cluster: ranks under torchrun, warm between rounds, back after failures."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from cluster_silo import ALGORITHM, Silo, watched
+
+from roundtable.client.failures import WorkFailed
+from roundtable.cluster.train.orders import Advice
+from roundtable.core import JobConfig, load_task, save_model
+from roundtable.core.initial_model import initial_model
+from roundtable.core.task import initial_state
+
+
+async def test_rounds_on_warm_ranks_equal_one_process(tmp_path: Path) -> None:
+    silo = Silo(tmp_path)
+    async with silo.trainer() as trainer:
+        seen: list[int] = []
+        trained = await trainer.train(silo.work(), watched(seen))
+        assert trained.examples == 64
+        assert trained.size == 4 * silo.model.layout.size
+        assert seen[-1] == 128
+        assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+        ranks = trainer.launches
+        metrics = await trainer.evaluate(silo.work(phase="evaluate"), watched([]))
+        assert metrics["accuracy"][1] == metrics["loss"][1] == 16
+        await trainer.train(silo.work(round=2, output="second"), watched([]))
+        assert torch.allclose(silo.update("second"), silo.alone(round=2), atol=1e-6)
+        assert trainer.launches == ranks == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["kill", "hang", "memory"])
+async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> None:
+    silo = Silo(tmp_path, trouble=trouble, table={"timeout": 6.0, "checkpoint_steps": 2})
+    told: list[tuple[str, str, str]] = []
+    async with silo.trainer() as trainer:
+        work = replace(silo.work(), trouble=lambda *fault: told.append(fault))
+        trained = await trainer.train(work, watched([]))
+        assert (tmp_path / "mark").exists()
+        if trouble == "memory":
+            action = "reduced the batch size: halved the micro-batch and started the ranks again"
+            assert [(kind, done) for kind, _, done in told] == [("out_of_memory", action)]
+        else:
+            assert told[0][2] == "started the ranks again"
+        assert trained.metrics["loss"][1] == 128
+        assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+
+
+@pytest.mark.slow
+async def test_a_broken_device_is_left_out_and_the_round_goes_on(tmp_path: Path) -> None:
+    silo = Silo(tmp_path, trouble="device", table={"checkpoint_steps": 2})
+    async with silo.trainer() as trainer:
+        trained = await trainer.train(silo.work(), watched([]))
+        assert trained.metrics["loss"][1] == 128
+        assert Advice.read(silo.config.state / "cluster").lost == (1,)
+        assert trainer.launches == 2
+        assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+        # Before the next round it is asked again, and answers.
+        await trainer.train(silo.work(round=2, output="second"), watched([]))
+        assert Advice.read(silo.config.state / "cluster").lost == ()
+        assert trainer.launches == 3
+        assert torch.allclose(silo.update("second"), silo.alone(round=2), atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["keep", "drop"])
+async def test_devices_that_come_train_from_the_next_round_on(state: str, tmp_path: Path) -> None:
+    silo = Silo(tmp_path, {"algorithm": {**ALGORITHM, "optimizer_state": state}})
+    devices, left = [2], dict[str, torch.Tensor]()
+    async with silo.trainer(devices) as trainer:
+        for round, count in enumerate([2, 2, 3], 1):
+            devices.append(count)
+            await trainer.train(silo.work(round=round, output=f"round-{round}"), watched([]))
+            expected = silo.alone(round, left)
+            assert torch.allclose(silo.update(f"round-{round}"), expected, atol=2e-6), round
+            silo.go_on(f"round-{round}")
+        assert trainer.launches == 2
+        # A round that is done again starts from what the one before it left, not from its own end.
+        silo.path = tmp_path / "after-round-2.safetensors"
+        await trainer.train(silo.work(round=3, output="again"), watched([]))
+    assert torch.allclose(silo.update("again"), silo.update("round-3"), atol=2e-6)
+    assert bool(left) == (state == "keep")
+
+
+@pytest.mark.slow
+async def test_only_adapters_travel(tmp_path: Path) -> None:
+    silo = Silo(tmp_path, base=str(tmp_path / "base.safetensors"))
+    rules = {"drop": ["0.*", "2.*"]}
+    silo.job = JobConfig.model_validate({"task": "toy", "seed": 3, "algorithm": ALGORITHM, "model": rules})
+    whole = initial_state(load_task("toy.py", tmp_path), 3)
+    assert isinstance(whole, torch.nn.Module)
+    safetensors.torch.save_file(whole.state_dict(), tmp_path / "base.safetensors")
+    silo.model = initial_model(silo.job, load_task("toy.py", tmp_path))
+    save_model(silo.path, silo.model)
+    async with silo.trainer() as trainer:
+        await trainer.train(silo.work(), watched([]))
+    assert silo.model.layout.size == 16 * 3 + 3
+    assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+
+
+@pytest.mark.slow
+async def test_a_mistake_in_the_task_is_reported_once(tmp_path: Path) -> None:
+    silo = Silo(tmp_path, trouble="mistake")
+    async with silo.trainer() as trainer:
+        with pytest.raises(WorkFailed, match=r"ValueError in toy\.py") as failed:
+            await trainer.train(silo.work(), watched([]))
+        assert failed.value.kind == "task_error"
+
+
+@pytest.mark.slow
+async def test_a_withdrawn_order_leaves_the_ranks_ready(tmp_path: Path) -> None:
+    silo = Silo(tmp_path)
+    async with silo.trainer() as trainer:
+        begun = asyncio.Event()
+        order = asyncio.create_task(trainer.train(silo.work(), lambda *seen: begun.set()))
+        await begun.wait()
+        order.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await order
+        await trainer.train(silo.work(), watched([]))
+        assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)

@@ -1,0 +1,78 @@
+"""The estimate against what torch's memory tracker counts in a step of fake tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cluster_models import Language
+from cluster_plans import plan
+from tracked import allocated
+
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.memory_estimate import Survey, estimate
+from roundtable.cluster.plan.model_probe import example_batch, survey
+from roundtable.core.task import Site
+
+MODELS: dict[str, dict[str, Any]] = {
+    "deep": {"dim": 256, "layers": 6, "heads": 4, "hidden": 1024, "vocabulary": 2000, "length": 128},
+    "wide": {"dim": 1024, "layers": 2, "heads": 16, "hidden": 4096, "vocabulary": 1000, "length": 128},
+    "many words": {"dim": 256, "layers": 2, "heads": 4, "hidden": 1024, "vocabulary": 32000, "length": 512},
+}
+MESHES = {
+    "one": plan(micro=4),
+    "one checkpointed": plan(micro=4, checkpointing="every"),
+    "zero2": plan("zero2", micro=4, fsdp=8),
+    "zero3": plan("zero3", micro=4, fsdp=8),
+    "hsdp": plan("zero3", micro=4, dp=2, fsdp=4),
+    "zero3 checkpointed": plan("zero3", micro=4, fsdp=8, checkpointing="every"),
+    "tp": plan(micro=4, tp=4),
+    "tp sequence": plan(micro=4, tp=4, sequence_parallel=True),
+    "selective": plan("zero3", micro=4, fsdp=8, checkpointing="selective"),
+}
+
+
+class WithAdam(Language):
+    """Two states for each parameter."""
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+
+@cache
+def looked_over(name: str) -> tuple[WithAdam, Survey]:
+    task = WithAdam(examples=8, **MODELS[name])
+    data, _ = task.data(Site("silo"))
+    # The tracker's collectives do nothing, and so copy nothing.
+    return task, replace(survey(task, example_batch(data), device="cpu"), gloo=False)
+
+
+def ratio(name: str, strategy: Strategy, micro_batches: int = 1) -> float:
+    task, found = looked_over(name)
+    real = allocated(task, strategy, found, micro_batches)["Total"]
+    return estimate(found, strategy, micro_batches).peak / real
+
+
+@pytest.mark.parametrize("mesh", ["one", "zero3"])
+def test_the_estimate_is_near(mesh: str) -> None:
+    assert 0.85 < ratio("deep", MESHES[mesh]) < 1.15
+
+
+# What is computed again and the copies that a reduction makes are counted as if they met, which ranks over
+# gloo do (0.94 of what they allocate here) and the tracker's do not: it shows with two blocks of 64 MiB.
+CAREFUL = {("wide", "zero3 checkpointed"): 1.2, ("wide", "selective"): 1.2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_estimate_is_near_over_a_grid(name: str, mesh: str) -> None:
+    assert 0.85 < ratio(name, MESHES[mesh]) < CAREFUL.get((name, mesh), 1.15)
+
+
+@pytest.mark.slow
+def test_gradients_that_are_accumulated_are_counted() -> None:
+    assert 0.85 < ratio("deep", MESHES["one"], 2) < 1.15

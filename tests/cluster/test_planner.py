@@ -1,0 +1,181 @@
+"""Plans without devices: what is chosen, what it needs, what is refused and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cluster_models import Language, Mixture
+from torch import Tensor, nn
+
+from roundtable.client.policy.cluster_table import ClusterTable, Resources, parse_bytes
+from roundtable.cluster.parallel.strategy import Mesh, Strategy
+from roundtable.cluster.plan.model_probe import example_batch, survey
+from roundtable.cluster.plan.planner import make_plan
+from roundtable.core import JobConfig, Task
+from roundtable.core.errors import ConfigError, PrivacyError, ResourceError
+from roundtable.core.task import Site
+
+
+class Small(Language):
+    """Two million parameters under AdamW."""
+
+    def __init__(self, **model: Any) -> None:
+        sizes = {"dim": 128, "layers": 4, "heads": 4, "hidden": 512, "vocabulary": 2000, "length": 64}
+        super().__init__(**{**sizes, **model})
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+
+class Odd(Task):
+    """Its blocks put q, k and v into one layer, and its forward calls every part."""
+
+    def model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+        return nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(32), enable_nested_tensor=False)
+
+    def data(self, site: Site) -> Any:
+        return (torch.zeros(8, 4, 32),), None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        out: Tensor = model(batch[0]).square().mean()
+        return out
+
+
+def looked_over(task: Task) -> Any:
+    data, _ = task.data(Site("silo"))
+    return survey(task, example_batch(data), device="cpu")
+
+
+SMALL = looked_over(Small())
+
+
+def planned(
+    devices: int, memory: str, *, found: Any = SMALL, privacy: Any = None, nodes: int = 1, **hand: Any
+) -> Any:
+    table = ClusterTable.model_validate({"strategy": hand})
+    job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": 8}, "privacy": privacy or {}})
+    return make_plan(found, Resources(nodes, devices, parse_bytes(memory), "cpu"), job, table)
+
+
+@pytest.mark.parametrize(
+    ("devices", "memory", "mesh", "kind"),
+    [
+        (1, "2GiB", Mesh(), "none"),
+        (4, "2GiB", Mesh(dp=4), "ddp"),
+        (4, "24MiB", Mesh(dp=4), "zero1"),
+        (4, "15MiB", Mesh(fsdp=4), "zero3"),
+    ],
+)
+def test_the_plainest_that_fits_is_taken(devices: int, memory: str, mesh: Mesh, kind: str) -> None:
+    plan = planned(devices, memory)
+    assert (plan.strategy.mesh, plan.strategy.data_parallel) == (mesh, kind)
+    assert plan.estimate.peak <= 0.9 * parse_bytes(memory)
+    assert plan.micro_batches * plan.strategy.micro_batch * plan.strategy.mesh.data >= 8
+    assert "fits" in plan.reasons[-1]
+
+
+@pytest.mark.parametrize("memory", ["2GiB", "60MiB"])
+def test_clipped_examples_need_whole_copies_of_a_plain_model(memory: str) -> None:
+    plan = planned(4, memory, privacy={"level": "example"})
+    assert (plan.strategy.mesh, plan.strategy.data_parallel) == (Mesh(dp=4), "ddp")
+    assert (plan.strategy.checkpointing, plan.strategy.reduction) == ("none", "exact")
+    plain = planned(4, memory).estimate
+    assert plan.estimate.gradients == 2 * plain.gradients
+    assert planned(4, "15MiB", privacy={"level": "client_local"}).strategy.data_parallel == "zero3"
+
+
+def test_shards_stay_within_a_node() -> None:
+    plan = planned(4, "2GiB", nodes=2, data_parallel="zero3")
+    assert plan.strategy.mesh == Mesh(dp=2, fsdp=4)
+
+
+def test_what_is_set_by_hand_is_kept() -> None:
+    plan = planned(8, "2GiB", tp=2, pp=2, micro_batch=1, schedule="gpipe", checkpointing="every")
+    strategy = plan.strategy
+    assert (strategy.mesh.tp, strategy.mesh.pp, strategy.mesh.data) == (2, 2, 2)
+    assert (strategy.micro_batch, strategy.schedule, strategy.checkpointing) == (1, "gpipe", "every")
+    assert strategy.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"devices": 4, "cp": 2}, ConfigError, "cp = 2: context parallelism is not offered"),
+        ({"devices": 4, "tp": 8}, ConfigError, "mesh of 8 ranks; there are 4 devices"),
+        ({"devices": 4, "tp": 3}, ConfigError, "4 devices do not divide by 3; use 3 of them"),
+        ({"devices": 4, "nodes": 2, "tp": 8}, ConfigError, "would cross nodes of 4 devices"),
+        ({"devices": 4, "tp": 2, "privacy": {"level": "example"}}, PrivacyError, "per-example clipping"),
+        (
+            {"devices": 4, "data_parallel": "zero3", "privacy": {"level": "example"}},
+            PrivacyError,
+            "only part",
+        ),
+        ({"devices": 4, "data_parallel": "zero1", "privacy": {"level": "example"}}, PrivacyError, "use ddp"),
+        ({"devices": 4, "dp": 2, "privacy": {"level": "example"}}, PrivacyError, "other of 4 devices"),
+        ({"devices": 4, "reduction": "topk", "privacy": {"level": "example"}}, PrivacyError, "exact sum"),
+        ({"devices": 4, "checkpointing": "every", "privacy": {"level": "example"}}, PrivacyError, "norm of"),
+        (
+            {"devices": 4, "memory": "30MiB", "privacy": {"level": "example"}},
+            ResourceError,
+            "needs the whole model on each device",
+        ),
+        ({"devices": 4, "memory": "2MiB"}, ResourceError, "more than the 1.80 MiB that may be used"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        planned(**{"memory": "2GiB", **arguments})
+
+
+def test_a_model_that_cannot_be_split_says_why() -> None:
+    found = looked_over(Odd())
+    assert "forward does not skip parts" in found.cannot_pipeline
+    assert any("MultiheadAttention" in reason for reason in found.tensor_parallel.whole)
+    with pytest.raises(ConfigError, match="no pipeline: its forward"):
+        planned(2, "2GiB", found=found, pp=2)
+
+
+def test_tied_weights_stay_on_one_stage() -> None:
+    assert "are one parameter" in looked_over(Small(tied=True)).cannot_pipeline
+
+
+def test_head_counts_decide_how_far_layers_split() -> None:
+    found = looked_over(Small())
+    assert found.cannot_split[2] == found.cannot_split[4] == ""
+    assert "with its part of the heads" in found.cannot_split[8]
+
+
+def test_experts_are_found() -> None:
+    found = looked_over(Small(block=Mixture))
+    assert len(found.experts) == 4
+
+
+def test_a_plan_for_billions_needs_no_memory() -> None:
+    found = looked_over(Small(dim=4096, hidden=11008, layers=32, heads=32, vocabulary=32000, length=128))
+    assert found.anatomy.elements > 6.5e9
+    with pytest.raises(ResourceError, match="fits in no plan"):
+        planned(2, "1GiB", found=found)
+
+
+def test_strategies_survive_the_wire() -> None:
+    strategy = Strategy(Mesh(pp=2, fsdp=2), "zero2", 4, "interleaved", 2)
+    assert Strategy.from_plain(strategy.to_plain()) == strategy
+    assert strategy.halved().micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel": "ddp", "mesh": Mesh(fsdp=2)},
+        {"data_parallel": "ddp", "mesh": Mesh(dp=2, tp=2)},
+        {"data_parallel": "none", "mesh": Mesh(dp=2)},
+        {"data_parallel": "zero3", "mesh": Mesh(fsdp=2), "reduction": "topk"},
+        {"schedule": "interleaved"},
+    ],
+)
+def test_contradictions_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Strategy(**options)
