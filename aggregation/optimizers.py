@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
+from typing_extensions import override
 
 from roundtable.aggregation.schedules import Schedule
 from roundtable.core.errors import ConfigError, LayoutError
@@ -160,6 +161,7 @@ class _Adaptive:
 class FedAdam(_Adaptive):
     """v ← β₂ v + (1 − β₂) Δ²."""
 
+    @override
     def _second_moment(self, old: torch.Tensor, square: torch.Tensor, out: torch.Tensor) -> None:
         torch.mul(old, self.beta_2, out=out).add_(square, alpha=1 - self.beta_2)
 
@@ -168,6 +170,7 @@ class FedAdam(_Adaptive):
 class FedYogi(_Adaptive):
     """v ← v − (1 − β₂) Δ² sign(v − Δ²)."""
 
+    @override
     def _second_moment(self, old: torch.Tensor, square: torch.Tensor, out: torch.Tensor) -> None:
         torch.sub(old, square, out=out).sign_().mul_(square)
         torch.add(old, out, alpha=self.beta_2 - 1, out=out)
@@ -179,6 +182,7 @@ class FedAdagrad(_Adaptive):
 
     beta_1: float = 0.0
 
+    @override
     def _second_moment(self, old: torch.Tensor, square: torch.Tensor, out: torch.Tensor) -> None:
         torch.add(old, square, out=out)
 

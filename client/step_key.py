@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from roundtable.core.errors import ProtocolError
 from roundtable.proto import common_pb2
 
@@ -37,6 +39,7 @@ class StepKey(NamedTuple):
         """A file name of its own for each step."""
         return f"{self.job}.{self.round}.{self.attempt}.{self.phase}"
 
+    @override
     def __str__(self) -> str:
         attempt = f", attempt {self.attempt}" if self.attempt > 1 else ""
         return f"{self.job} round {self.round}{attempt}, {self.phase}"

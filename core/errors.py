@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 
 class RoundtableError(Exception):
     """Base of all errors that a user can act upon; printed without a traceback."""
@@ -114,6 +116,7 @@ class SiteFailure:
     detail: str
     trace: str = ""
 
+    @override
     def __str__(self) -> str:
         return (
             f"{self.site} failed in round {self.round}, attempt {self.attempt}, {self.phase}: {self.detail}"

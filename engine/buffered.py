@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+from typing_extensions import override
+
 from roundtable.core.config import JobConfig, RoundTable
 from roundtable.core.errors import SiteFailure
 from roundtable.core.seeds import numpy_generator
@@ -47,6 +49,7 @@ class BufferedPhases(Phases):
         assert self._round.buffer is not None
         self._size = self._round.buffer
 
+    @override
     def begin_selection(self, now: float) -> None:
         """The round begins to fill, with what came while the last model was made."""
         attempt, state = self._context.attempt(), self._state
@@ -59,6 +62,7 @@ class BufferedPhases(Phases):
         self.watch_deadlines()
         self.check(now)
 
+    @override
     def check(self, now: float) -> None:
         """Closes a full buffer; keeps as many at work as may be while it fills."""
         attempt = self._context.attempt()
@@ -130,13 +134,18 @@ class BufferedPhases(Phases):
             attempt.settled = True
             self._context.note("waiting_for_clients", "nobody is there who could train; waiting")
 
-    def end_training_if_only_offline(self, now: float) -> None:
-        """The grace time is over: goes on with a quorum if still nobody is at work."""
+    @override
+    def go_on_without_those_offline(self, now: float) -> None:
+        """The grace time is over: combines a quorum of updates if still nobody is at work."""
         attempt = self._context.attempt()
+        if attempt.phase != m.TRAIN:
+            super().go_on_without_those_offline(now)
+            return
         self._ask_more(attempt, now)
         if attempt.deadline is not None and all(given.away for given in self._state.at_work.values()):
             self._end_training("nobody else is there", now)
 
+    @override
     def _end_training(self, reason: str, now: float) -> None:
         attempt = self._context.attempt()
         for name, given in list(self._state.at_work.items()):
@@ -154,10 +163,12 @@ class BufferedPhases(Phases):
             f"round.max_staleness = {self._round.max_staleness}"
         )
 
+    @override
     def commit_action(self, record: m.RoundRecord) -> m.Commit:
         """Updates may still come for as many rounds back as they may be stale."""
         return m.Commit(record, settled=max(0, record.round - self._round.max_staleness))
 
+    @override
     def fail_attempt(self, reason: str, now: float) -> None:
         """Another attempt; updates are kept unless they are what could not be combined."""
         attempt = self._context.attempt()
@@ -165,6 +176,7 @@ class BufferedPhases(Phases):
             self._state.buffer = {**attempt.updates, **self._state.buffer}
         super().fail_attempt(reason, now)
 
+    @override
     def replace_damaged(self, damaged: Mapping[str, str], now: float) -> None:
         """The round fills again, without them: their clients have other work by now."""
         attempt = self._context.attempt()
@@ -211,6 +223,7 @@ class BufferedPhases(Phases):
     def _withdraw(self, name: str, reason: str) -> None:
         self._context.out.append(m.Withdraw(name, self._state.at_work[name].step, reason))
 
+    @override
     def _stop_now(self, status: m.JobStatus, reason: str) -> None:
         for name in self._state.at_work:
             self._withdraw(name, f"the job is {status}")
@@ -223,9 +236,11 @@ class BufferedEngine(RoundEngine):
 
     _phases: BufferedPhases
 
+    @override
     def _make_phases(self) -> BufferedPhases:
         return BufferedPhases(self._context)
 
+    @override
     def outstanding(self, now: float) -> list[m.Action]:
         """As of every engine; and those at work are asked again, with time to find their way back."""
         attempt = self.state.attempt
@@ -243,6 +258,7 @@ class BufferedEngine(RoundEngine):
             self._phases.check(now)
         return actions + self._context.taken()
 
+    @override
     def wants(self, client: str, step: m.Step) -> Literal["wanted", "duplicate", "stale"]:
         """An update is wanted from whoever is at work on that step, however many rounds ago it was asked."""
         given, attempt = self.state.at_work.get(client), self.state.attempt
@@ -252,6 +268,7 @@ class BufferedEngine(RoundEngine):
         same = held is not None and held.asked == (step.round, step.attempt) and step.phase == m.TRAIN
         return "duplicate" if same else "stale"
 
+    @override
     def refusal(self, client: str, step: m.Step) -> str:
         """Says so where an update is too old."""
         attempt = self.state.attempt
@@ -262,6 +279,7 @@ class BufferedEngine(RoundEngine):
                 return self._phases.too_old(step.round, following)
         return super().refusal(client, step)
 
+    @override
     def _on_joined(self, event: m.ClientJoined, now: float) -> None:
         super()._on_joined(event, now)
         if not event.online or self.state.attempt is None:
@@ -275,6 +293,7 @@ class BufferedEngine(RoundEngine):
         if self.state.attempt.phase == m.TRAIN:
             self._phases.check(now)
 
+    @override
     def _on_left(self, event: m.ClientLeft, now: float) -> None:
         given = self.state.at_work.get(event.client)
         if given is None:
@@ -287,6 +306,7 @@ class BufferedEngine(RoundEngine):
         self._context.note("client_offline", said, event.client)
         self._go_on(now)
 
+    @override
     def _on_work_started(self, event: m.WorkStarted, now: float) -> None:
         given = self.state.at_work.get(event.client)
         if given is not None and given.step == event.step:
@@ -294,6 +314,7 @@ class BufferedEngine(RoundEngine):
         else:
             super()._on_work_started(event, now)
 
+    @override
     def _on_update(self, event: m.UpdateArrived, now: float) -> None:
         client = event.update.client
         if self.wants(client, event.step) != "wanted":
@@ -308,6 +329,7 @@ class BufferedEngine(RoundEngine):
         self._context.note("update_received", f"{client} delivered its update", client, detail)
         self._go_on(now)
 
+    @override
     def _on_client_failed(self, event: m.ClientFailed, now: float) -> None:
         failure = event.failure
         given = self.state.at_work.get(failure.site)
@@ -317,6 +339,7 @@ class BufferedEngine(RoundEngine):
         self._phases.give_up(failure.site, failure.kind, failure.detail, now, failure.trace)
         self._go_on(now)
 
+    @override
     def _on_troubled(self, event: m.Troubled, now: float) -> None:
         given = self.state.at_work.get(event.failure.site)
         if given is not None and given.step == event.step and self.state.attempt is not None:
@@ -324,6 +347,7 @@ class BufferedEngine(RoundEngine):
         else:
             super()._on_troubled(event, now)
 
+    @override
     def _on_deadline(self, event: m.DeadlinePassed, now: float) -> None:
         if event.timer == WORK and self.state.attempt is not None:
             self._phases.deadlines(now)

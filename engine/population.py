@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from typing_extensions import override
+
 from roundtable.engine.messages import ClientInfo
 
 
@@ -65,17 +67,21 @@ class NumberedNames(Sequence[str]):
 
     total: int
 
+    @override
     def __len__(self) -> int:
         return self.total
 
+    @override
     def __getitem__(self, index: int) -> str:  # type: ignore[override]
         if not 0 <= index < self.total:
             raise IndexError(index)
         return f"client-{index:0{len(str(self.total - 1))}d}"
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(self.total))
 
+    @override
     def __contains__(self, name: object) -> bool:
         try:
             return isinstance(name, str) and self[self.index_of(name)] == name

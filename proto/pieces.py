@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import grpc
+from typing_extensions import override
 
 from roundtable.proto import agent_pb2, agent_pb2_grpc, common_pb2
 
@@ -103,6 +104,7 @@ class PieceHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             ),
         }
 
+    @override
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         return self._methods.get(handler_call_details.method)
 

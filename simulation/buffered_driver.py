@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from roundtable.engine import messages as m
 from roundtable.engine.buffered import WORK
@@ -48,6 +49,7 @@ class BufferedDriver(Driver):
     def _at_work(self) -> Mapping[str, Assignment]:
         return self._engine.state.at_work
 
+    @override
     def resume(self, checkpoint: Checkpoint, history: Sequence[m.RoundRecord]) -> None:
         """As of every driver; and what was under way is scheduled and trained again."""
         self._restore(checkpoint, history)
@@ -66,6 +68,7 @@ class BufferedDriver(Driver):
         assert state.attempt.record is not None
         self._perform([m.Commit(state.attempt.record, 0)])
 
+    @override
     def _handle(self, event: m.Event) -> None:
         super()._handle(m.DeadlinePassed(WORK) if event == m.DeadlinePassed(_WAKE) else event)
         if not self.fleet.devices.always_there and self._timers.get(_WAKE, 0.0) <= self.now:
@@ -81,6 +84,7 @@ class BufferedDriver(Driver):
             self._timers[_WAKE] = at
             self._push(at, m.DeadlinePassed(_WAKE))
 
+    @override
     def _instruct(self, step: m.Step, indices: Sequence[int]) -> None:
         if step.phase == m.EVALUATE:
             self._evaluate(step, indices)
@@ -88,6 +92,7 @@ class BufferedDriver(Driver):
         for index, examples in zip(indices, self._examples(indices), strict=True):
             self._schedule(index, step, examples, self.now)
 
+    @override
     def _leave(self, event: Gone) -> None:
         if self._works_on(event):
             super()._leave(event)
@@ -97,6 +102,7 @@ class BufferedDriver(Driver):
         given = self._at_work.get(self.world.names[event.index])
         return given is not None and given.step == event.step
 
+    @override
     def _answer(self, event: Arrived) -> None:
         if not self._works_on(event) or event.index not in self._due:
             return
@@ -136,6 +142,7 @@ class BufferedDriver(Driver):
         state = self._engine.state
         return {**(state.attempt.updates if state.attempt else {}), **state.buffer}
 
+    @override
     def _replaced(self, record: m.RoundRecord, vector: Tensor) -> None:
         """Of the model that is replaced and the older ones, those stay that somebody works from."""
         state = self._engine.state
@@ -145,13 +152,16 @@ class BufferedDriver(Driver):
         self._earlier = {made: known[made] for made in sorted(needed)}
         self._taken = [self.world.names.index_of(n) for n in (*record.contributors, *record.excluded)]
 
+    @override
     def _settle(self) -> None:
         waiting = map(self.world.names.index_of, self._engine.state.buffer)
         self._workshop.keep(self._taken, [*self._answers, *waiting])
 
+    @override
     def _end_round(self) -> None:
         """What is under way goes on."""
 
+    @override
     def _checkpoint(self) -> Checkpoint:
         pending = self._workshop.pending
         local = {index: pending[index] for index in self._taken if index in pending}

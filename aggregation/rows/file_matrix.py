@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from typing_extensions import override
 
 from roundtable.aggregation.rows.matrix import (
     BLOCK_BYTES,
@@ -133,11 +134,14 @@ class SelectedFiles(SelectedRows):
         super().__init__(base, indices)
         self.files = files
 
+    @override
     def block(self, start: int, stop: int) -> torch.Tensor:
         return self.files.block(start, stop)
 
+    @override
     def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         return self.files.blocks(budget_bytes)
 
+    @override
     def select(self, indices: Sequence[int]) -> UpdateMatrix:
         return SelectedFiles(self, indices, self.files.subset(indices))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
+from typing_extensions import override
 
 from roundtable.core.config import Names, Seconds, Table
 from roundtable.core.errors import ConfigError
@@ -123,6 +124,7 @@ class Resources:
         """Devices in all."""
         return self.nodes * self.devices
 
+    @override
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
         plural = "s" if self.devices > 1 else ""

@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 
 class Experts(nn.Module):
@@ -29,6 +30,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, dim).normal_(std=hidden**-0.5))
         self.mesh: DeviceMesh | None = None
 
+    @override
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Tokens [n, dim] sorted by expert, with counts [experts]; gives [n, dim]."""
         up, gate, down = (_local(weight) for weight in (self.up, self.gate, self.down))
@@ -56,11 +58,13 @@ class _ScaledGradient(torch.autograd.Function):
     """The identity, whose gradient is multiplied by a factor."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         return weight.view_as(weight)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         return gradients[0] * ctx.factor, None
 
@@ -84,6 +88,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(experts, dim, hidden)
         self.balance_loss: Tensor | None = None
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] → the same shape."""
         tokens = x.reshape(-1, x.shape[-1])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
 
 from roundtable.cluster.parallel.checkpointing import COSTLY
 from roundtable.cluster.parallel.meta_init import without_weights
@@ -138,6 +139,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._stack, self._found = stack, found
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
         if func in COSTLY:

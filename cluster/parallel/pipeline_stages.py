@@ -18,6 +18,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from roundtable.cluster.parallel.anatomy import Anatomy
 from roundtable.cluster.parallel.meshes import Meshes
@@ -77,6 +78,7 @@ class _Stop(Exception):
 class Capture(nn.Module):
     """Stands in for the model to learn what a loss calls it with."""
 
+    @override
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Ends the loss."""
         if named:
@@ -91,6 +93,7 @@ class Given(nn.Module):
         super().__init__()
         self._output = output
 
+    @override
     def forward(self, *inputs: Any) -> Any:
         """The output."""
         return self._output

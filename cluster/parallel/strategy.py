@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from roundtable.core.errors import ConfigError
 
 DataParallel = Literal["none", "ddp", "zero1", "zero2", "zero3"]
@@ -48,6 +50,7 @@ class Mesh:
         """Ranks that see different examples."""
         return self.dp * self.fsdp
 
+    @override
     def __str__(self) -> str:
         degrees = [f"{name}{degree}" for name, degree in asdict(self).items() if degree > 1]
         return " × ".join(degrees) or "one device"
@@ -133,6 +136,7 @@ class Strategy:
         """With half the micro-batch, after an out-of-memory."""
         return replace(self, micro_batch=max(1, self.micro_batch // 2))
 
+    @override
     def __str__(self) -> str:
         said = [str(self.mesh)]
         names = {"none": "", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}

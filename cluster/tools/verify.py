@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from roundtable.client.training.local_training import train
 from roundtable.cluster.parallel.anatomy import dissect
@@ -43,6 +44,7 @@ class Attention(nn.Module):
         self.size = dim // heads
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, dim] → the same shape."""
         batch, length, _ = x.shape
@@ -61,6 +63,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, dim] → the same shape."""
         x = x + self.attention(self.norm(x))
@@ -74,17 +77,20 @@ class Probe(Task):
     def __init__(self, layers: int) -> None:
         self._layers = layers
 
+    @override
     def model(self) -> nn.Module:
         """Embedding, blocks, head in a row."""
         blocks = [Block(128, 8) for _ in range(self._layers)]
         whole = nn.Sequential(nn.Embedding(256, 128), *blocks, nn.LayerNorm(128), nn.Linear(128, 256))
         return whole.double()
 
+    @override
     def data(self, site: Site) -> Any:
         """Sequences of 32 tokens."""
         tokens = torch.randint(256, (64, 33), generator=torch.Generator().manual_seed(1))
         return (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), None
 
+    @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross-entropy of the next token."""
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())

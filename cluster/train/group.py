@@ -13,6 +13,7 @@ import safetensors
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from roundtable.client.durable_files import digest_of
 from roundtable.client.policy.cluster_table import ClusterTable, Resources
@@ -323,15 +324,18 @@ class OwnTensors(Mapping[str, Tensor]):
         names: list[str] = self._file.keys()  # type: ignore[no-untyped-call]
         self._names = set(names)
 
+    @override
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
+    @override
     def __len__(self) -> int:
         return len(self._names)
 

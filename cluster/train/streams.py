@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate
+from typing_extensions import override
 
 from roundtable.client.training.batches import NoExamples
 from roundtable.cluster.train.shared_batches import Share, Sharing
@@ -26,6 +27,7 @@ class TarShards(IterableDataset[Any]):
     def __init__(self, paths: Sequence[Path], decode: Callable[[Sample], Any]) -> None:
         self._paths, self._decode = list(paths), decode
 
+    @override
     def __iter__(self) -> Iterator[Any]:
         for path in self._paths:
             with tarfile.open(path, "r|*") as archive:

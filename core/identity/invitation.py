@@ -16,6 +16,8 @@ import hmac
 import secrets
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from roundtable.core.errors import ConfigError, IdentityError
 
 _INVITATION, _TOKEN = "rt-invite.", "rt-token."
@@ -65,6 +67,7 @@ class Invitation:
     secret: Secret
     fingerprint: bytes
 
+    @override
     def __str__(self) -> str:
         found = self.secret
         return _INVITATION + _text(bytes.fromhex(found.identifier) + found.secret + self.fingerprint)

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from typing_extensions import override
+
 LogFormat = Literal["console", "json"]
 FIELDS = ("job", "round", "attempt", "phase", "silo")
 CONSOLE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -43,6 +45,7 @@ class ConsoleFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__(CONSOLE)
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
         line, place = super().format(record), place_of(record)
         told = " ".join(f"{name}={value}" for name, value in place.items() if value is not None)
@@ -57,6 +60,7 @@ class JsonFormatter(logging.Formatter):
         super().__init__()
         self._silo = silo or None
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
         values = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),

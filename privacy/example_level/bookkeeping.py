@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from roundtable.privacy.example_level import layers
 from roundtable.privacy.example_level.per_example_clipping import (
@@ -48,12 +49,14 @@ class _Tap(torch.autograd.Function):
     """The identity; its backward leaves the gradient in the record. `anchor` makes the graph start here."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, output: Tensor, anchor: Tensor, record: _Record) -> Tensor:
         ctx.record = record
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None]:
         (gradient,) = gradients
         ctx.record.gradient = gradient

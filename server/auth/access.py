@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from typing_extensions import override
 
 from roundtable.core import errors
 from roundtable.server.auth.audit import AuditLog
@@ -82,6 +83,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._cut: set[asyncio.Task[Any]] = set()
         self.refusals: Counter[tuple[str, str]] = Counter()
 
+    @override
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from sqlalchemy.engine import Connection
+from typing_extensions import override
 
 from roundtable.core.errors import IdentityError
 from roundtable.core.evidence.audit_log import entry
@@ -147,11 +148,13 @@ class EnrolmentService(administration_pb2_grpc.EnrolmentServicer):
     def __init__(self, enrolment: Enrolment, lockout: Lockout, authority: bytes) -> None:
         self._enrolment, self._lockout, self._authority = enrolment, lockout, authority
 
+    @override
     async def Authority(
         self, request: administration_pb2.AuthorityRequest, context: Context
     ) -> administration_pb2.AuthorityReply:
         return administration_pb2.AuthorityReply(certificate=self._authority)
 
+    @override
     async def Enroll(
         self, request: administration_pb2.EnrollRequest, context: Context
     ) -> common_pb2.Certificates:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from roundtable.core.identity.credentials import Credentials
 from roundtable.proto.channel import SERVER_OPTIONS
@@ -21,6 +22,7 @@ class _Everything(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def __init__(self, active: Callable[[], str]) -> None:
         self._active = active
 
+    @override
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         async def refuse(request: Any, context: Any) -> None:
             where = self._active() or "an unknown address"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 from sqlalchemy.engine import Connection
+from typing_extensions import override
 
 from roundtable.core.identity.credentials import OPERATOR_ROLES, check_name
 from roundtable.core.identity.invitation import Secret
@@ -43,12 +44,14 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         self._access, self._audit = access, audit
         self._provenance, self._clock = provenance, clock
 
+    @override
     async def Invite(self, request: pb.InviteRequest, context: Context) -> pb.InviteReply:
         found, expires = await self._enrolment.invite(
             request.silo, request.valid_seconds, request.uses, caller(context)
         )
         return pb.InviteReply(invitation=str(found), expires=expires)
 
+    @override
     async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeReply:
         """Also of an unknown name: its certificates may have been issued offline."""
         check_name(request.name)
@@ -64,6 +67,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         log.warning("%s is revoked by %s", request.name, author, extra={"site": request.name})
         return pb.RevokeReply(calls=calls)
 
+    @override
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.CreateTokenReply:
         check_name(request.name)
         if request.role not in OPERATOR_ROLES:
@@ -88,12 +92,14 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         await self._database.write(lambda connection: store.add_token(connection, row))
         return pb.CreateTokenReply(token=secret.to_token(), expires=row.expires)
 
+    @override
     async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Context) -> pb.RevokeTokenReply:
         if not await self._database.write(lambda connection: store.revoke_token(connection, request.name)):
             raise Refusal(grpc.StatusCode.NOT_FOUND, f"there is no token {request.name[:100]!r} that holds")
         self._access.cut(f"token:{request.name}")
         return pb.RevokeTokenReply()
 
+    @override
     async def ListTokens(self, request: pb.ListTokensRequest, context: Context) -> pb.ListTokensReply:
         return pb.ListTokensReply(
             tokens=[
@@ -109,11 +115,13 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
             ]
         )
 
+    @override
     async def ReadAudit(self, request: pb.ReadAuditRequest, context: Context) -> None:  # type: ignore[override]
         async for page in self._audit.lines(request.from_sequence):
             for lines in _parts(page):
                 await context.write(pb.AuditLines(lines=lines))
 
+    @override
     async def GetProvenance(self, request: pb.ProvenanceRequest, context: Context) -> pb.ProvenanceReply:
         return pb.ProvenanceReply(statement=await self._provenance.statement(request.job, request.round))
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import grpc
+from typing_extensions import override
 
 from roundtable.core.errors import IdentityError, SiteFailure
 from roundtable.core.identity.credentials import verify_identity
@@ -62,6 +63,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self._security = security
         self._messages = RateLimit(MESSAGES_A_SECOND, MESSAGES_AT_ONCE, time.monotonic)
 
+    @override
     async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
         client, problem = await self._greet(caller(context), requests)
         if problem:
@@ -88,6 +90,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             listening.cancel()
             self._services.sessions.close(session)
 
+    @override
     async def Download(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
         client = caller(context)
         if not DIGEST.fullmatch(request.digest) or not self._jobs.may_read(client, request.digest):
@@ -104,9 +107,11 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             raise
         await transfer.send(context, path, request.offset, self._threads)
 
+    @override
     async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:
         return await self._uploads.status(caller(context), request)
 
+    @override
     async def Upload(  # type: ignore[override]
         self, requests: AsyncIterator[Part], context: Context
     ) -> agent_pb2.UploadReceipt:
@@ -116,6 +121,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self._services.observer.answered(receipt)
         return self._signed(name, seen.header, receipt)
 
+    @override
     async def Renew(
         self, request: common_pb2.CertificateRequests, context: Context
     ) -> common_pb2.Certificates:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import grpc
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
+from typing_extensions import override
 
 from roundtable.core.errors import StorageError, TransferError
 from roundtable.core.identity.credentials import SiloIdentity
@@ -61,6 +62,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self._authority, self._identity = authority, identity
         self._started = time.monotonic()
 
+    @override
     async def Status(self, request: operator_pb2.StatusRequest, context: Context) -> operator_pb2.StatusReply:
         database = self._services.database
         try:
@@ -81,6 +83,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             disk_free=self._services.artifacts.free_bytes(),
         )
 
+    @override
     async def PutArtifact(
         self, requests: AsyncIterator[operator_pb2.PutPart], context: Context
     ) -> operator_pb2.PutReply:
@@ -104,6 +107,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             self._services.artifacts.unpin([content.digest])
         return operator_pb2.PutReply(offset=content.size, complete=True)
 
+    @override
     async def GetArtifact(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
         if not DIGEST.fullmatch(request.digest) or self._services.artifacts.size(request.digest) is None:
             raise Refusal(
@@ -121,6 +125,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, request.digest)
         await transfer.send(context, path, request.offset, self._threads)
 
+    @override
     async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:
         who = caller(context)
         signature, certificate = self._proof(request, who)
@@ -129,11 +134,13 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         )
         return self._job(await self._jobs.submit(wish))
 
+    @override
     async def ListJobs(
         self, request: operator_pb2.ListJobsRequest, context: Context
     ) -> operator_pb2.ListJobsReply:
         return operator_pb2.ListJobsReply(jobs=[self._job(row) for row in await self._jobs.rows()])
 
+    @override
     async def GetJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.JobDetail:
         row = await self._find(request.job)
         records = await self._services.database.read(lambda c: newest_history(c, row.id, MAX_HISTORY_BYTES))
@@ -144,21 +151,26 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         detail.faults.extend(wire.event_to(event) for event in told)
         return detail
 
+    @override
     async def WatchJob(self, request: operator_pb2.WatchJobRequest, context: Context) -> None:  # type: ignore[override]
         row = await self._find(request.job)
         first = max(1, request.from_sequence)
         async for update in updates(self._jobs, self._services, row.id, first, self._job):
             await context.write(update)
 
+    @override
     async def CancelJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
         return await self._change(request.job, m.Cancel(f"cancelled by {caller(context)}"))
 
+    @override
     async def PauseJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
         return await self._change(request.job, m.Pause(f"paused by {caller(context)}"))
 
+    @override
     async def ResumeJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
         return await self._change(request.job, m.Resume())
 
+    @override
     async def ListClients(
         self, request: operator_pb2.ListClientsRequest, context: Context
     ) -> operator_pb2.ListClientsReply:
@@ -166,12 +178,14 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         gone = {name for name, good in revoked.items() if not good}
         return operator_pb2.ListClientsReply(clients=[self._client(row, row.name in gone) for row in rows])
 
+    @override
     async def ShowPrivacy(
         self, request: operator_pb2.PrivacyRequest, context: Context
     ) -> operator_pb2.PrivacyReply:
         found, kept = await self._services.database.read(lambda c: accounts.books(c, request.population))
         return await asyncio.to_thread(accounts.reply, found, request.delta, kept)
 
+    @override
     async def SetPrivacyBudget(
         self, request: operator_pb2.PrivacyBudget, context: Context
     ) -> operator_pb2.PrivacyBudget:
@@ -184,6 +198,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         log.info("%s set the privacy budget of %r to %s", limit.author, budget.population, budget.epsilon)
         return accounts.limit_to(limit)
 
+    @override
     async def RemovePrivacyBudget(
         self, request: operator_pb2.PrivacyRequest, context: Context
     ) -> operator_pb2.PrivacyBudget:
@@ -193,6 +208,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         log.info("%s removed the privacy budget of %r", caller(context), request.population)
         return accounts.limit_to(found)
 
+    @override
     async def ExportPrivacy(self, request: operator_pb2.PrivacyRequest, context: Context) -> None:  # type: ignore[override]
         for row in await self._services.database.read(lambda c: entries(c, request.population or None)):
             await context.write(accounts.charge_to(row))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import AnyTask, ArrayTask, Task
@@ -20,19 +21,23 @@ class MixedPrecision(Task):
         self._task = task
         self._kind = device.type
 
+    @override
     def model(self) -> nn.Module:
         """The task's own."""
         return self._task.model()
 
+    @override
     def data(self, site: Any) -> Any:
         """The task's own."""
         return self._task.data(site)
 
+    @override
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
         """The task's own, where it has one."""
         make = getattr(self._task, "optimizer", None)
         return None if make is None else make(parameters)
 
+    @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The task's loss; float32 whatever it was computed in."""
         with torch.autocast(self._kind, dtype=torch.bfloat16):

@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
+from typing_extensions import override
+
 from roundtable.core.errors import ResourceError
 from roundtable.engine import figures
 from roundtable.engine.messages import RoundRecord
@@ -40,9 +42,11 @@ class History(Sequence[Row]):
             names.update(dict.fromkeys(self._row(index)))
         return list(names)
 
+    @override
     def __len__(self) -> int:
         return len(self.records)
 
+    @override
     def __iter__(self) -> Iterator[Row]:
         return (self._row(index) for index in range(len(self)))
 
@@ -52,6 +56,7 @@ class History(Sequence[Row]):
     def __getitem__(self, key: int) -> Row: ...
     @overload
     def __getitem__(self, key: slice) -> History: ...
+    @override
     def __getitem__(self, key: str | int | slice) -> Any:
         if isinstance(key, slice):
             return History(self.records[key], self.seconds[key])
@@ -79,6 +84,7 @@ class History(Sequence[Row]):
             raise ResourceError("to_pandas() needs pandas: pip install 'roundtable[pandas]'") from error
         return pandas.DataFrame(list(self), columns=self.columns)
 
+    @override
     def __repr__(self) -> str:
         columns, rows = self.columns, self[-_SHOWN:]
         cells = [columns, *([_text(row.get(name)) for name in columns] for row in rows)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from roundtable.simulation.reporting.plots import new_figure
 from roundtable.simulation.world.partition import make_partition
@@ -39,6 +40,7 @@ class PartitionReport:
         whole = self.counts.sum(axis=0) / self.counts.sum()
         return float(0.5 * np.abs(own - whole).sum(axis=1).mean())
 
+    @override
     def __str__(self) -> str:
         sizes, kinds = self.sizes, (self.counts > 0).sum(axis=1)
         lines = [

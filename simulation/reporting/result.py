@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from roundtable.core.config import JobConfig
 from roundtable.core.models import Model
 from roundtable.simulation.reporting.history import History
@@ -40,6 +42,7 @@ class Result:
         """
         return curves({self.job.title: self.history}, path)
 
+    @override
     def __repr__(self) -> str:
         secure = f"\nsecure aggregation: {self.secure_aggregation}" if self.secure_aggregation else ""
         return f"{self.job.title}: {self.status}, {self.reason} ({self.backend}){secure}\n{self.history!r}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 _PROC = Path("/proc")
 
@@ -24,6 +25,7 @@ class Usage:
     cores: float
     gpu_memory: int | None = None
 
+    @override
     def __str__(self) -> str:
         gpu = "" if self.gpu_memory is None else f", GPU {self.gpu_memory / (1 << 30):.1f} GiB"
         return f"{self.memory / (1 << 20):.0f} MiB, {self.cores:.1f} cores{gpu}"

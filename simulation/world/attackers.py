@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from roundtable.aggregation import TensorMatrix, attacks, combine
 from roundtable.client.training.batches import as_tensors
@@ -156,6 +157,7 @@ class _Flipped(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._base)
 
+    @override
     def __getitem__(self, index: int) -> Any:
         *rest, label = self._base[index]
         _check_labels(torch.as_tensor(label), self._classes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from roundtable.engine import NumberedNames
 from roundtable.engine.messages import ClientInfo
@@ -18,12 +19,15 @@ class SomeNames(Sequence[str]):
         self._names = names
         self._numbers = numbers
 
+    @override
     def __len__(self) -> int:
         return len(self._numbers)
 
+    @override
     def __getitem__(self, index: int) -> str:  # type: ignore[override]
         return self._names[int(self._numbers[index])]
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return (self._names[int(number)] for number in self._numbers)
 

@@ -144,6 +144,17 @@ def test_a_quorum_is_enough_once_nobody_else_is_there():
     assert [record.contributors for record in driver.records] == [("a", "b", "c")]
 
 
+def test_the_grace_time_does_not_cut_off_a_client_that_came_meanwhile():
+    driver = buffered(size=4, concurrency=None, cohort="grace = 5")
+    driver.join("a", "b", "c")
+    deliver(driver, "a", "b", "c")
+    driver.join("d")
+    driver.advance(60)
+    assert driver.records == []
+    deliver(driver, "d")
+    assert [record.contributors for record in driver.records] == [("a", "b", "c", "d")]
+
+
 def test_clients_that_all_fail_are_asked_again_and_then_the_job_pauses():
     driver = buffered(size=2, concurrency=None, cohort="retries = 1")
     driver.join("a", "b")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from typing_extensions import override
 
 from roundtable.cli.shared.install import install_server
 from roundtable.core.observability.logs import LogFormat, write_logs
@@ -24,6 +25,7 @@ class _Server(click.Command):
     def get_command(self, _: click.Context, name: str) -> click.Command:
         return install_server if name == "install" else self
 
+    @override
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from typing_extensions import override
 
 from roundtable.cli.shared.options import connection_options, json_option, require_connection
 from roundtable.cli.shared.output import ago, as_dict, print_json, print_table
@@ -22,6 +23,7 @@ class Duration(click.ParamType[float]):
 
     name = "time"
 
+    @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
             return parse_duration(float(value) if str(value).isdecimal() else value)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -22,6 +23,7 @@ class Interrupted(click.ClickException):
 
     exit_code = 130
 
+    @override
     def show(self, file: Any = None) -> None:
         click.echo(f"\nInterrupted. {self.message}", err=True)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
@@ -56,6 +57,7 @@ class _Span:
 class _WeightsFirst(TorchFunctionMode):
     """Computes x Wᵀ as (W xᵀ)ᵀ: so the gradient comes as W lies, and not transposed, which is slow to add."""
 
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

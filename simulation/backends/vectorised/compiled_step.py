@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from roundtable.simulation.backends.vectorised.buffer_plan import is_window, lifetimes, packed, roots
 from roundtable.simulation.backends.vectorised.instructions import Instruction, Number, Place
@@ -74,6 +75,7 @@ class CompiledProgram(StepProgram):
         self._places: dict[Ref, int] = {}
         super().__init__(recording, parameters, weights, anchor, velocity, update)
 
+    @override
     def _write(self) -> str:
         calls = [call for call in self._recording.calls if not self._hoisted(call)]
         calls = needed(calls, [ref for ref in self._recording.results if ref])
@@ -191,6 +193,7 @@ class CompiledProgram(StepProgram):
         root = self._root[ref]
         return root in self._places or root in self._gathered or root in self._fixed
 
+    @override
     def _name(self, ref: Ref | None) -> str:
         assert ref is not None
         if ref not in self._fixed and self._still(ref):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from typing_extensions import override
 
 from roundtable.client.training.batches import Batch
 from roundtable.core.layout import Layout
@@ -38,6 +39,7 @@ class Loss(nn.Module):
         self.model = model
         self._task = task
 
+    @override
     def forward(self, batch: Any) -> Tensor:
         """The scalar loss of a batch."""
         loss = self._task.loss(self.model, batch)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from typing_extensions import override
 
 Operator = torch._ops.OpOverload
 
@@ -123,10 +124,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.inputs.append(self._new(tensor))
 
     @classmethod
+    @override
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled here; the guard against it would import the compiler, for seconds."""
         return False
 
+    @override
     def __torch_dispatch__(
         self,
         func: Operator,
