@@ -60,13 +60,23 @@ class Agent:
     def __init__(
         self, config: AgentConfig, trainer: Trainer | None = None, tracer: Tracer | None = None
     ) -> None:
+        """`trainer` does the work; without one a training process is started (`WorkerTrainer`).
+
+        Raises ConfigError for a silo without tasks, and for `[cluster]` without a trainer.
+        """
         if not config.tasks:
             raise ConfigError(
                 "this silo offers no task: name at least one in the [tasks] table of agent.toml, "
                 'for example digits = "tasks/digits.py:Digits"'
             )
+        if trainer is None and config.cluster is not None:
+            raise ConfigError(
+                "agent.toml has a [cluster] table and the agent was given no trainer for it: start it with "
+                "`roundtable client`, or give it roundtable.cluster.agent.cluster_trainer.ClusterTrainer"
+            )
         self._config = config
-        self._trainer, self._tracer = trainer, tracer
+        self._trainer = trainer
+        self._tracer = tracer
         self.metrics_port = 0
         self._stopping = asyncio.Event()
         self._deliver = False
@@ -98,7 +108,7 @@ class Agent:
         belongs_to(lambda: {"silo": identity.name})
         choose_device(self._config.device)
         with locked(self._config.state):
-            trainer = self._trainer or _trainer_for(self._config, identity.name)
+            trainer = self._trainer or WorkerTrainer(self._config, identity.name, self._config.state / "jobs")
             models = ModelCache(self._config.state / "models", self._config.cached_models)
             link = Link()
             observer = Observer(
@@ -223,16 +233,16 @@ class Agent:
         await asyncio.gather(session, return_exceptions=True)
 
 
-def run_agent(config: AgentConfig) -> int:
+def run_agent(config: AgentConfig, trainer: Trainer | None = None) -> int:
     """Runs an agent until SIGINT or SIGTERM; a second one ends it at once. Returns the exit status.
 
-    Raises RoundtableError for what a person has to mend.
+    `trainer` as for `Agent`. Raises RoundtableError for what a person has to mend.
     """
-    return asyncio.run(_run(config))
+    return asyncio.run(_run(config, trainer))
 
 
-async def _run(config: AgentConfig) -> int:
-    agent = Agent(config)
+async def _run(config: AgentConfig, trainer: Trainer | None) -> int:
+    agent = Agent(config, trainer)
     loop = asyncio.get_running_loop()
     received: list[signal.Signals] = []
 
@@ -257,15 +267,6 @@ async def _run(config: AgentConfig) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     return 130 if signal.SIGINT in received else 0
-
-
-def _trainer_for(config: AgentConfig, name: str) -> Trainer:
-    """A training process, or a group of them where the silo has a cluster."""
-    if config.cluster is None:
-        return WorkerTrainer(config, name, config.state / "jobs")
-    from roundtable.cluster.agent.cluster_trainer import ClusterTrainer
-
-    return ClusterTrainer(config, name, config.state / "jobs")
 
 
 def _check_role(identity: Credentials) -> None:

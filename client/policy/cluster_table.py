@@ -1,4 +1,4 @@
-"""`[cluster]` in agent.toml: what the silo's cluster has, and what of the plan is set by hand.
+"""`[cluster]` in agent.toml: the devices of the silo's cluster, and what of the plan is fixed by hand.
 
 [cluster]
 nodes = 2
@@ -12,14 +12,10 @@ micro_batch = 2
 
 from __future__ import annotations
 
-import os
 import re
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
-from typing_extensions import override
 
 from roundtable.core.config import Names, Seconds, Table
 from roundtable.core.errors import ConfigError
@@ -37,15 +33,6 @@ def parse_bytes(value: str | int | float) -> int:
     if found is None or found[2] not in _UNITS:
         raise ConfigError(f"{value!r} is no amount of memory; write it as 80GiB, 500MB or bytes")
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-def format_bytes(count: float) -> str:
-    """For people: 1.50 GiB, 312 MiB."""
-    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(count) >= unit:
-            amount = count / unit
-            return f"{amount:.0f} {name}" if abs(amount) >= 100 else f"{amount:.2f} {name}"
-    return f"{count:.0f} B"
 
 
 def _memory(value: object) -> object:
@@ -108,60 +95,3 @@ class ClusterTable(Table):
     checkpoints: Names = Field((), description="up to two more folders that get a copy of each checkpoint")
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
     strategy: StrategyTable = Field(default_factory=StrategyTable)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a plan may use. `memory` is one device's, in bytes; `device` is cuda or cpu."""
-
-    nodes: int
-    devices: int
-    memory: int
-    device: Literal["cuda", "cpu"] = "cuda"
-
-    @property
-    def world(self) -> int:
-        """Devices in all."""
-        return self.nodes * self.devices
-
-    @override
-    def __str__(self) -> str:
-        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
-        plural = "s" if self.devices > 1 else ""
-        return f"{nodes}{self.devices} {self.device} device{plural} with {format_bytes(self.memory)} each"
-
-    def with_world(self, world: int) -> Resources:
-        """As many devices in all, over whole nodes where that goes up, else on one."""
-        if world % self.devices == 0:
-            return Resources(world // self.devices, self.devices, self.memory, self.device)
-        if world < self.devices:
-            return Resources(1, world, self.memory, self.device)
-        raise ConfigError(
-            f"a world of {world} is no whole number of nodes with {self.devices} devices each; "
-            "set nodes and devices in [cluster]"
-        )
-
-
-def find_resources(table: ClusterTable) -> Resources:
-    """The silo's resources, `auto` filled in from this machine."""
-    import torch
-
-    gpus = torch.cuda.device_count() if table.backend != "gloo" else 0
-    if table.backend == "nccl" and not gpus:
-        raise ConfigError('[cluster] backend = "nccl" needs CUDA devices, and torch finds none here')
-    device: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
-    devices = table.devices if table.devices != "auto" else gpus or 1
-    if gpus and devices > gpus and table.launch == "torchrun":
-        raise ConfigError(f"[cluster] devices = {devices}: this machine has {gpus} CUDA devices")
-    memory = table.memory
-    if memory == "auto":
-        memory = torch.cuda.get_device_properties(0).total_memory if gpus else _memory_of_cpu() // devices
-    return Resources(table.nodes, devices, memory, device)
-
-
-def _memory_of_cpu() -> int:
-    limit = Path("/sys/fs/cgroup/memory.max")
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        return min(total, int(text))
-    return total

@@ -8,12 +8,8 @@ megabytes, come on top.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
-
-from roundtable.client.policy.cluster_table import ClusterTable, Resources, find_resources
-from roundtable.client.policy.rules import PolicyTable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -38,17 +34,6 @@ def gpu_names(devices: Sequence[int], environment: Mapping[str, str]) -> list[st
         return [str(device) for device in devices]
     names = [name.strip() for name in listed.split(",") if name.strip()]
     return [names[device] for device in devices if device < len(names)]
-
-
-def allowed_resources(table: ClusterTable, policy: PolicyTable) -> Resources:
-    """What the silo's cluster has and its policy lets training use; ConfigError as `find_resources`."""
-    if policy.max_gpus == 0:
-        return find_resources(table.model_copy(update={"backend": "gloo"}))
-    found = find_resources(table)
-    if found.device != "cuda":
-        return found
-    devices = min(found.devices, policy.max_gpus or found.devices)
-    return replace(found, devices=devices, memory=min(found.memory, policy.gpu_memory_bytes or found.memory))
 
 
 def memory_fraction(most: int, total: int) -> float:

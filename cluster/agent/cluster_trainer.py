@@ -14,9 +14,7 @@ from typing import Any
 
 from roundtable.client.durable_files import write_file
 from roundtable.client.failures import WorkFailed
-from roundtable.client.policy.cluster_table import Resources
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.policy.gpus import allowed_resources
 from roundtable.client.trainer import Progress, Trained, Work
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings
@@ -24,6 +22,7 @@ from roundtable.client.worker.worker_trainer import order_of_work
 from roundtable.cluster.agent.device_probe import answers
 from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.preflight import check_interface
+from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.cluster.train.orders import SOCKET, Advice, Report, take_reports
 from roundtable.cluster.train.rank import SETTINGS
 

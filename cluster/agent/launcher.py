@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import VISIBLE, gpu_names
+from roundtable.cluster.plan.resources import Resources
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 
 _log = logging.getLogger("roundtable.agent")

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.memory_estimate import Survey
+from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
 
 # Of the rate of plain matrix products, what training a model comes to.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from roundtable.client.policy.cluster_table import format_bytes
 from roundtable.cluster.parallel.anatomy import Anatomy, Weight
 from roundtable.cluster.parallel.forward_trace import Trace
 from roundtable.cluster.parallel.pipeline_stages import partition
@@ -17,6 +16,7 @@ from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.activations import Activations, Pass, activations
 from roundtable.cluster.plan.collective_buffers import Buffers, buffers_of, shards_weights
+from roundtable.cluster.plan.resources import format_bytes
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from roundtable.client.policy.cluster_table import ClusterTable, Resources, format_bytes
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.parallel.strategy import Checkpointing, DataParallel, Mesh, Reduction, Strategy
 from roundtable.cluster.plan.diloco_plan import apart
 from roundtable.cluster.plan.links import Links, reduction_for
 from roundtable.cluster.plan.memory_estimate import Estimate, Survey, estimate
 from roundtable.cluster.plan.privacy_composition import is_example_level, narrowed, with_noisy_gradient
+from roundtable.cluster.plan.resources import Resources, format_bytes
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, ResourceError
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.plan.memory_estimate import Estimate
+from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 

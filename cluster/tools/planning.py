@@ -7,19 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roundtable.client.policy.cluster_table import (
-    ClusterTable,
-    Resources,
-    StrategyTable,
-    parse_bytes,
-)
+from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.client.policy.config import load_agent_config
-from roundtable.client.policy.gpus import allowed_resources
 from roundtable.client.policy.rules import PolicyTable
 from roundtable.client.training.local_training import split_data
 from roundtable.cluster.plan.links import Links, read_links
 from roundtable.cluster.plan.model_probe import example_batch, survey
 from roundtable.cluster.plan.planner import Plan, make_plan
+from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import ArrayTask, Site, Task, load_task
@@ -87,8 +82,3 @@ def plan_task(
     half = table.precision == "bfloat16"
     found = survey(task, example_batch(data), device=resources.device, bfloat16=half)
     return replace(make_plan(found, resources, job, table, links), links=links)
-
-
-def by_hand(strategy: Mapping[str, Any]) -> StrategyTable:
-    """A `[cluster.strategy]` table."""
-    return StrategyTable.model_validate(dict(strategy))

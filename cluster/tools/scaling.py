@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roundtable.client.policy.cluster_table import ClusterTable, find_resources
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import load_agent_config
 from roundtable.client.training.local_training import split_data
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.plan.model_probe import example_batch, survey
 from roundtable.cluster.plan.planner import make_plan
+from roundtable.cluster.plan.resources import find_resources
 from roundtable.cluster.train.rank_trainer import Bench, Progress, StepReport
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError, ResourceError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from roundtable.client.durable_files import digest_of
-from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.trainer import Trained
 from roundtable.client.training.local_training import check_evaluation, check_privacy, split_data
 from roundtable.client.training.metrics import Metrics
@@ -34,6 +34,7 @@ from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.model_probe import example_batch, survey
 from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.privacy_composition import is_example_level
+from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.local_state import save_local
 from roundtable.cluster.train.orders import Advice
@@ -338,8 +339,3 @@ class OwnTensors(Mapping[str, Tensor]):
     @override
     def __len__(self) -> int:
         return len(self._names)
-
-
-def trained_to_plain(trained: Trained) -> dict[str, Any]:
-    """JSON values."""
-    return asdict(trained)

@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from roundtable.client.failures import WorkFailed
-from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.worker.executor import Settings
 from roundtable.client.worker.worker import Stopped, die_with_parent
 from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
 from roundtable.cluster.plan.links import known_links
+from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.group import Group, GroupWorkshop
 from roundtable.cluster.train.orders import SOCKET, Calls, leave_report, order_of
 from roundtable.cluster.train.rank_trainer import StepReport

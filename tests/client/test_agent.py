@@ -15,6 +15,7 @@ import torch
 from roundtable.client import Refused, train
 from roundtable.client.agent.agent import Agent
 from roundtable.client.agent.connection import explain
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.core import Site, initial_state, load_task
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError, UnavailableError
 from roundtable.core.identity.credentials import create_ca, issue
@@ -281,9 +282,11 @@ async def test_two_agents_cannot_share_a_state_folder(silo) -> None:
             await Agent(silo.config, silo.inline()).run()
 
 
-async def test_an_agent_without_tasks_or_with_another_role_does_not_start(silo, authority: Path) -> None:
+async def test_an_agent_without_tasks_trainer_or_role_does_not_start(silo, authority: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[tasks\]"):
         Agent(replace(silo.config, tasks={}))
+    with pytest.raises(ConfigError, match=r"\[cluster\]"):
+        Agent(replace(silo.config, cluster=ClusterTable()))
     with pytest.raises(IdentityError, match="role"):
         await Agent(replace(silo.config, credentials=authority / "coordinator")).run()
     with pytest.raises(ResourceError, match="CUDA"):

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from roundtable.client import Refused, Round
-from roundtable.client.checks import check_device, check_task, free_bytes, greet
 from roundtable.client.join import join
 from roundtable.core import JobConfig, LayoutRules, load_task
-from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, ResourceError, TaskError
+from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, TaskError
 from roundtable.core.initial_model import initial_model
 from roundtable.privacy.example_level import SiloAccount
 
@@ -201,17 +200,3 @@ async def test_a_refusal_reaches_the_script(silo) -> None:
 def test_a_script_without_a_task_is_told(silo) -> None:
     with pytest.raises(ConfigError, match=r"\[tasks\]"):
         next(join(replace(silo.config, tasks={})))
-
-
-async def test_a_silo_can_be_checked_before_it_takes_part(silo) -> None:
-    greeting = await asyncio.to_thread(greet, silo.config)
-    assert greeting.version == "1"
-    assert silo.coordinator.hellos[0].tasks == []
-    assert (await silo.coordinator.hear("goodbye")).reason == "only a check"
-    report = check_task(silo.config, "toy")
-    assert (report.parameters, report.training_examples, report.test_examples) == (67, 32, 32)
-    assert check_device(silo.config) == "cpu"
-    assert free_bytes(silo.config) > 0
-    async with silo.agent(silo.inline()):
-        with pytest.raises(ResourceError, match="in use by another agent"):
-            await asyncio.to_thread(greet, silo.config)

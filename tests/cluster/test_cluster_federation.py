@@ -13,6 +13,7 @@ import pytest
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import AgentConfig
+from roundtable.cluster.agent.cluster_trainer import ClusterTrainer
 from roundtable.core import JobConfig, Model, load_task, open_model, save_model
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.core.initial_model import initial_model
@@ -72,21 +73,23 @@ async def federation(tmp_path: Path) -> AsyncIterator[tuple[str, Path]]:
 
 @asynccontextmanager
 async def agents(address: str, folder: Path) -> AsyncIterator[None]:
-    running = [
-        Agent(
-            AgentConfig(
-                coordinator=address,
-                credentials=folder / name,
-                state=folder / "state" / name,
-                tasks={"toy": "toy.py:Toy"},
-                data={"seed": seed},
-                device="cpu",
-                threads=1,
-                folder=folder,
-                cluster=cluster,
-            )
+    configs = {
+        name: AgentConfig(
+            coordinator=address,
+            credentials=folder / name,
+            state=folder / "state" / name,
+            tasks={"toy": "toy.py:Toy"},
+            data={"seed": seed},
+            device="cpu",
+            threads=1,
+            folder=folder,
+            cluster=cluster,
         )
         for seed, (name, cluster) in enumerate(CLUSTERS.items())
+    }
+    running = [
+        Agent(config, ClusterTrainer(config, name, config.state / "jobs") if config.cluster else None)
+        for name, config in configs.items()
     ]
     tasks = [asyncio.create_task(agent.run()) for agent in running]
     try:

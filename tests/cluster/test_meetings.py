@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from cluster_cases import WithAdam
 
-from roundtable.client.policy.cluster_table import ClusterTable, Resources, parse_bytes
+from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.cluster.parallel.strategy import Mesh
 from roundtable.cluster.plan.diloco_plan import costs
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.model_probe import example_batch, survey
 from roundtable.cluster.plan.planner import Plan, make_plan
+from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site

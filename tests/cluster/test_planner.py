@@ -9,10 +9,11 @@ import torch
 from cluster_models import Language, Mixture
 from torch import Tensor, nn
 
-from roundtable.client.policy.cluster_table import ClusterTable, Resources, parse_bytes
+from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.plan.model_probe import example_batch, survey
 from roundtable.cluster.plan.planner import make_plan
+from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig, Task
 from roundtable.core.errors import ConfigError, PrivacyError, ResourceError
 from roundtable.core.task import Site

@@ -107,7 +107,8 @@ def test_public_names_exist_and_are_sorted(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["core", "aggregation", "privacy", "proto", "engine", "client", "server", "simulation", "api"]
+    "name",
+    ["core", "aggregation", "privacy", "proto", "engine", "client", "cluster", "server", "simulation", "api"],
 )
 def test_a_folder_is_not_importable_under_its_own_name(name: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -10,13 +10,14 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from roundtable.client.policy.cluster_table import ClusterTable, Resources
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.rules import PolicyTable
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Work
 from roundtable.client.training.local_training import train
 from roundtable.cluster.agent.cluster_trainer import ClusterTrainer
+from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig, Layout, Model, load_task, open_model, save_model
 from roundtable.core.initial_model import initial_model
 from roundtable.core.task import Site, initial_state

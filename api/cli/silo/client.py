@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +13,11 @@ from roundtable.cli.doctor import client_doctor
 from roundtable.cli.shared.install import install
 from roundtable.cli.silo.cluster import plan, profile, verify_cluster
 from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
+from roundtable.core.identity.credentials import load_credentials
+
+if TYPE_CHECKING:
+    from roundtable.client.policy.config import AgentConfig
+    from roundtable.client.trainer import Trainer
 
 
 @click.group(invoke_without_command=True)
@@ -36,7 +42,17 @@ def client(context: click.Context, config: Path) -> int | None:
 
     settings = load_agent_config(config)
     service_logs(settings.log_format)
-    return run_agent(settings)
+    return run_agent(settings, _cluster_trainer(settings))
+
+
+def _cluster_trainer(settings: AgentConfig) -> Trainer | None:
+    """The trainer of a silo with `[cluster]`; None where the agent's own training process will do."""
+    if settings.cluster is None:
+        return None
+    from roundtable.cluster.agent.cluster_trainer import ClusterTrainer
+
+    name = load_credentials(settings.credentials).name
+    return ClusterTrainer(settings, name, settings.state / "jobs")
 
 
 for command in (

@@ -1,0 +1,92 @@
+"""What a plan may use of the silo's cluster: nodes, devices and the memory of each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from typing_extensions import override
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.policy.rules import PolicyTable
+from roundtable.core.errors import ConfigError
+
+
+def format_bytes(count: float) -> str:
+    """For people: 1.50 GiB, 312 MiB."""
+    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(count) >= unit:
+            amount = count / unit
+            return f"{amount:.0f} {name}" if abs(amount) >= 100 else f"{amount:.2f} {name}"
+    return f"{count:.0f} B"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a plan may use. `memory` is one device's, in bytes; `device` is cuda or cpu."""
+
+    nodes: int
+    devices: int
+    memory: int
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def world(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices
+
+    @override
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        plural = "s" if self.devices > 1 else ""
+        return f"{nodes}{self.devices} {self.device} device{plural} with {format_bytes(self.memory)} each"
+
+    def with_world(self, world: int) -> Resources:
+        """As many devices in all, over whole nodes where that goes up, else on one."""
+        if world % self.devices == 0:
+            return Resources(world // self.devices, self.devices, self.memory, self.device)
+        if world < self.devices:
+            return Resources(1, world, self.memory, self.device)
+        raise ConfigError(
+            f"a world of {world} is no whole number of nodes with {self.devices} devices each; "
+            "set nodes and devices in [cluster]"
+        )
+
+
+def find_resources(table: ClusterTable) -> Resources:
+    """The silo's resources, with `auto` resolved on this machine; ConfigError for devices that it lacks."""
+    gpus = torch.cuda.device_count() if table.backend != "gloo" else 0
+    if table.backend == "nccl" and not gpus:
+        raise ConfigError('[cluster] backend = "nccl" needs CUDA devices, and torch finds none here')
+    device: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
+    devices = table.devices if table.devices != "auto" else gpus or 1
+    if gpus and devices > gpus and table.launch == "torchrun":
+        raise ConfigError(f"[cluster] devices = {devices}: this machine has {gpus} CUDA devices")
+    memory = table.memory
+    if memory == "auto":
+        memory = torch.cuda.get_device_properties(0).total_memory if gpus else _memory_of_cpu() // devices
+    return Resources(table.nodes, devices, memory, device)
+
+
+def allowed_resources(table: ClusterTable, policy: PolicyTable) -> Resources:
+    """The resources of `find_resources`, within the GPUs and GPU memory that the silo's policy allows."""
+    if policy.max_gpus == 0:
+        return find_resources(table.model_copy(update={"backend": "gloo"}))
+    present = find_resources(table)
+    if present.device != "cuda":
+        return present
+    devices = min(present.devices, policy.max_gpus or present.devices)
+    return replace(
+        present, devices=devices, memory=min(present.memory, policy.gpu_memory_bytes or present.memory)
+    )
+
+
+def _memory_of_cpu() -> int:
+    limit = Path("/sys/fs/cgroup/memory.max")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        return min(total, int(text))
+    return total

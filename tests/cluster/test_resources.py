@@ -1,0 +1,36 @@
+"""The devices that ranks may use and see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.policy.rules import PolicyTable
+from roundtable.cluster.agent.launcher import _environment
+from roundtable.cluster.plan.resources import Resources, allowed_resources
+
+
+def test_a_cluster_uses_no_more_than_the_policy_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: stated)
+    allowed = allowed_resources(ClusterTable(), PolicyTable(max_gpus=2, max_gpu_memory="20GiB"))
+    assert allowed == Resources(1, 2, 20 << 30, "cuda")
+    assert allowed_resources(ClusterTable(devices=4), PolicyTable()) == Resources(1, 4, 80 << 30, "cuda")
+    table = ClusterTable(devices=4, memory=1 << 30)
+    assert allowed_resources(table, PolicyTable(max_gpus=0)).device == "cpu"
+    # The bounds are of GPUs: ranks on the CPU are as many as [cluster] says.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert allowed_resources(table, PolicyTable(max_gpus=2)) == Resources(1, 4, 1 << 30, "cpu")
+
+
+def test_ranks_see_the_devices_that_are_the_agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    resources = Resources(1, 2, 1 << 30, "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert _environment(tmp_path, ClusterTable(), resources, [0, 2])["CUDA_VISIBLE_DEVICES"] == "4,6"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert _environment(tmp_path, ClusterTable(), resources, [0, 2])["CUDA_VISIBLE_DEVICES"] == "0,2"
