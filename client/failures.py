@@ -95,7 +95,7 @@ def _place_of(error: Exception) -> str:
     name = type(error).__name__
     if not frames:
         return name
-    ours = [frame for frame in frames if "roundtable_task_" in frame.name or _is_task(frame.filename)]
+    ours = [frame for frame in frames if "roundtable_file_" in frame.name or _is_task(frame.filename)]
     frame = ours[-1] if ours else frames[-1]
     file = re.split(r"[\\/]", frame.filename)[-1]
     return f"{name} in {file}, line {frame.lineno}, {frame.name}()"

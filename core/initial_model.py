@@ -11,7 +11,8 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, RoundtableError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
-from roundtable.core.task import AnyTask, described, initial_state
+from roundtable.core.plugins import described
+from roundtable.core.task import AnyTask, initial_state
 
 
 def initial_model(job: JobConfig, task: AnyTask) -> Model:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -15,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from roundtable.core.errors import TaskError
+from roundtable.core.plugins import described, import_file, import_module
 from roundtable.core.seeds import derive_seed
 
 Batch = Any
@@ -137,15 +133,15 @@ def _find(reference: str, folder: Path | None) -> AnyTask:
     place, _, attribute = reference.partition(":")
     folder = (folder or Path.cwd()).resolve()
     if place.endswith(".py"):
-        return _instance(_import_file(folder / place, reference), attribute, reference)
+        return _instance(import_file(folder / place, f"task {reference!r}", TaskError), attribute, reference)
     if attribute:
-        return _instance(_import_module(place, reference), attribute, reference)
+        return _instance(import_module(place, f"task {reference!r}", TaskError), attribute, reference)
     for entry in entry_points(group=ENTRY_POINTS, name=place):
         module, _, name = entry.value.partition(":")
-        return _instance(_import_module(module, reference), name, reference)
+        return _instance(import_module(module, f"task {reference!r}", TaskError), name, reference)
     beside = folder / f"{place}.py"
     if beside.is_file():
-        return _instance(_import_file(beside, reference), "", reference)
+        return _instance(import_file(beside, f"task {reference!r}", TaskError), "", reference)
     raise TaskError(
         f"task {reference!r} not found: no entry point of that name in the group {ENTRY_POINTS!r} "
         f"is installed and there is no {beside}; name it as file.py:Class or module:Class, "
@@ -171,20 +167,6 @@ def initial_state(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
     return model
 
 
-def described(error: BaseException) -> str:
-    """An exception of foreign code: its class, its words, and the last line of that code on its way.
-
-    For whoever runs that code himself: its words may quote data, so nothing of this may leave a silo.
-    """
-    place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module, file = frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename)
-        library = "site-packages" in file.parts or module.partition(".")[0] in sys.stdlib_module_names
-        if not library and not module.startswith("roundtable."):
-            place = f" ({file.name}, line {line}, in {frame.f_code.co_name})"
-    return f"{type(error).__name__}: {error}{place}"
-
-
 def _tensor_of(task: ArrayTask, name: str, value: np.ndarray) -> Tensor:
     array = np.array(value)
     try:
@@ -193,33 +175,6 @@ def _tensor_of(task: ArrayTask, name: str, value: np.ndarray) -> Tensor:
         raise TaskError(
             f"{type(task).__name__}.weights(): {name!r} has dtype {array.dtype}, which cannot be averaged"
         ) from error
-
-
-def _import_module(name: str, reference: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise TaskError(f"task {reference!r}: importing {name!r} failed: {described(error)}") from error
-
-
-def _import_file(path: Path, reference: str) -> ModuleType:
-    if not path.is_file():
-        raise TaskError(f"task {reference!r}: there is no file {path}")
-    # The same name in every process, so that objects of the module can pass between them.
-    name = f"roundtable_task_{path.stem}_{blake3(str(path.resolve()).encode()).hexdigest(8)}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise TaskError(f"task {reference!r}: {path} cannot be imported as Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise TaskError(f"task {reference!r}: running {path} failed: {described(error)}") from error
-    return module
 
 
 def _has(task: AnyTask, name: str) -> bool:

@@ -19,7 +19,8 @@ from roundtable.client.training.evaluation import evaluation
 from roundtable.client.training.local_training import SILO_LEVELS, train
 from roundtable.client.training.silo_account import Protection
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
-from roundtable.core.task import described, initial_state
+from roundtable.core.plugins import described
+from roundtable.core.task import initial_state
 from roundtable.privacy import NoiseSource, SeededNoise
 from roundtable.simulation.backend import Failed, Measured, Metrics, Trained, Work, World
 from roundtable.simulation.backends.precision import mixed, trained_task

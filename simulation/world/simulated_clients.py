@@ -13,7 +13,8 @@ from roundtable.client.training.batches import as_tensors
 from roundtable.client.training.local_training import split_data
 from roundtable.client.training.trusted_data import NAME, RootData
 from roundtable.core.errors import RoundtableError, TaskError
-from roundtable.core.task import Site, described
+from roundtable.core.plugins import described
+from roundtable.core.task import Site
 from roundtable.simulation.backend import World
 from roundtable.simulation.world.attackers import Attackers
 from roundtable.simulation.world.partition import make_partition

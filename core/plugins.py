@@ -1,0 +1,118 @@
+"""The three doors for code that a job names: built in, a file beside the job, an installed package.
+
+A job says `name = "median"` for what is built in or what an installed package offers under that name as an
+entry point, and `name = "file.py:Object"` for an object of a file relative to the job's folder. A party that
+was sent the job and has no such folder (a coordinator, a silo) runs no file: code is never sent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from blake3 import blake3
+
+from roundtable.core.errors import ConfigError, RoundtableError
+
+
+def resolve(
+    kind: str, name: str, builtins: Mapping[str, Any], entry_point_group: str, folder: Path | None = None
+) -> Any:
+    """The object of this kind ("aggregation rule", "algorithm") that a job's `name` means.
+
+    `folder` is where `file.py:Object` is looked for; None refuses files. Raises ConfigError that names the
+    file and what its import raised, or the nearest known name.
+    """
+    if name in builtins:
+        return builtins[name]
+    reference = f"{kind} {name!r}"
+    if is_file(name):
+        if folder is None:
+            raise ConfigError(
+                f"{reference} is a file beside the job, and a job that was sent brings no code: install a "
+                f"package that offers it as an entry point in the group {entry_point_group!r}, or run the "
+                "job in a simulation"
+            )
+        place, _, attribute = name.partition(":")
+        module = import_file((folder / place).resolve(), reference, ConfigError)
+        if not attribute or not hasattr(module, attribute):
+            raise ConfigError(
+                f"{reference}: {module.__file__} has no {attribute!r}{_nearest(attribute, vars(module))}; "
+                "name an object in it as file.py:Object"
+            )
+        return getattr(module, attribute)
+    for point in entry_points(group=entry_point_group, name=name):
+        try:
+            return point.load()
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{reference}: loading {point.value!r} failed: {described(error)}") from error
+    known = names(builtins, entry_point_group)
+    raise ConfigError(f"unknown {reference}{_nearest(name, known)}; known are {', '.join(known)}")
+
+
+def names(builtins: Mapping[str, Any], entry_point_group: str) -> list[str]:
+    """What a job can name without a file, in order: built in and installed."""
+    return sorted({*builtins, *(point.name for point in entry_points(group=entry_point_group))})
+
+
+def is_file(name: str) -> bool:
+    """Whether a name means an object of a file."""
+    return name.partition(":")[0].endswith(".py")
+
+
+def import_file(path: Path, reference: str, error: type[RoundtableError]) -> ModuleType:
+    """The module at `path`, imported once; `error` that begins with `reference` where that fails."""
+    if not path.is_file():
+        raise error(f"{reference}: there is no file {path}")
+    # The same name in every process, so that objects of the module can pass between them.
+    name = f"roundtable_file_{path.stem}_{blake3(str(path.resolve()).encode()).hexdigest(8)}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise error(f"{reference}: {path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as failure:
+        del sys.modules[name]
+        raise error(f"{reference}: running {path} failed: {described(failure)}") from failure
+    return module
+
+
+def import_module(name: str, reference: str, error: type[RoundtableError]) -> ModuleType:
+    """An installed module; `error` that begins with `reference` where importing it fails."""
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as failure:
+        raise error(f"{reference}: importing {name!r} failed: {described(failure)}") from failure
+
+
+def described(error: BaseException) -> str:
+    """An exception of foreign code: its class, its words, and the last line of that code on its way.
+
+    For whoever runs that code himself: its words may quote data, so nothing of this may leave a silo.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, file = frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename)
+        library = "site-packages" in file.parts or module.partition(".")[0] in sys.stdlib_module_names
+        if not library and not module.startswith("roundtable."):
+            place = f" ({file.name}, line {line}, in {frame.f_code.co_name})"
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(
+        name, [key for key in known if not key.startswith("_")], n=1, cutoff=0.5
+    )
+    return f"; did you mean {close[0]!r}?" if close else ""
