@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from roundtable.aggregation.rows.gram import squared_distances
 from roundtable.aggregation.validation import Exclusion
+from roundtable.core.paths import AnyPath
 
 _ARRAYS = ("norms", "influence", "contribution", "cosine", "distance")
 
@@ -101,7 +101,7 @@ class Diagnosis:
             for client, verdict in self.verdicts()
         ]
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: AnyPath) -> None:
         """Draws cosines and distances of all pairs as heat maps into a PNG, SVG or PDF file."""
         if self.cosine is None or self.distance is None:
             raise ValueError(

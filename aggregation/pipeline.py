@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -26,9 +26,8 @@ from roundtable.aggregation.validation import (
     ValidationPolicy,
     screen,
 )
+from roundtable.aggregation.weighting import Weighting, row_weights
 from roundtable.core.errors import AggregationError, ConfigError
-
-Weighting = Literal["examples", "uniform", "inverse_loss", "custom"]
 
 
 @dataclass(frozen=True)
@@ -154,13 +153,16 @@ def _aggregate(
     trusting: bool,
 ) -> Aggregate:
     pairs = config.needs_gram or diagnose
-    screening = screen(matrix, clients, config.validation, config.max_norm, pairs, trusting)
+    weighted = find_rule(config.rule).weighted
+    by_loss = weighted and config.weighting == "inverse_loss"
+    screening = screen(matrix, clients, config.validation, config.max_norm, pairs, trusting, by_loss)
     if not screening.kept:
         raise AggregationError(_nothing_left(screening))
     if len(screening.kept) < matrix.rows:
         matrix, clients, context = _select(matrix, clients, context, screening.kept)
     names = tuple(client.name for client in clients)
-    stages = Stages(matrix, _weights(clients, config), seed, context, names, screening.faults)
+    given = row_weights(clients, config.weighting if weighted else "uniform", config.weights)
+    stages = Stages(matrix, given, seed, context, names, screening.faults)
     if screening.clipped:
         stages.mix(np.diag(screening.factors), keep_weights=True)
     for position, (name, parameters) in enumerate(config.pre):
@@ -206,25 +208,6 @@ def _shares(
         return {}
     sampled = sampled_shares(rule.kept, parameters, result, stages.matrix, matrix, stages.mixing)
     return dict(zip(("influence", "contribution"), sampled, strict=True))
-
-
-def _weights(clients: Sequence[ClientRow], config: AggregationConfig) -> np.ndarray:
-    if config.weighting == "examples":
-        return np.array([client.examples for client in clients], dtype=np.float64)
-    if config.weighting == "uniform":
-        return np.ones(len(clients))
-    if config.weighting == "custom":
-        missing = [client.name for client in clients if client.name not in config.weights]
-        if missing:
-            raise AggregationError(f"no custom weight for {', '.join(missing)}: add them under weights")
-        return np.array([config.weights[client.name] for client in clients], dtype=np.float64)
-    for client in clients:
-        if client.loss is None or not 0 < client.loss < math.inf:
-            raise AggregationError(
-                f"inverse-loss weighting needs a positive finite loss of every silo; {client.name} sent "
-                f"{client.loss!r}"
-            )
-    return np.array([1 / client.loss for client in clients if client.loss is not None])
 
 
 def _nothing_left(screening: Screening) -> str:

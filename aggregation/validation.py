@@ -1,8 +1,8 @@
 """What an update must be before any rule sees it, and what happens to one that is not.
 
 Broken updates (not finite, an impossible example count, the same client twice) are faults of a client and
-are counted against the f that the rule was told to withstand. An update of too large a norm may be honest,
-so leaving it out lowers no f.
+are counted against the f that the rule was told to withstand. An update of too large a norm, or one without
+a loss to weigh it by, may be honest, so leaving it out lowers no f.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from roundtable.aggregation.rows.matrix import TensorMatrix, UpdateMatrix
 from roundtable.core.errors import InvalidUpdate
 
 ValidationPolicy = Literal["exclude", "clip", "fail"]
+
+_MAY_BE_HONEST = ("norm", "loss")
 
 MAX_EXAMPLES = 2**53
 """Counts above this are not exact in float64, and no silo holds that many examples."""
@@ -51,8 +53,11 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Screening:
-    """Outcome of the validation: indices of the rows kept, their factors in (0, 1], who was left out or
-    clipped."""
+    """Outcome of the validation.
+
+    kept: indices of the rows that go on. factors: what each of them is multiplied by, in (0, 1]. excluded,
+    clipped: whose update was left out or scaled down, and why.
+    """
 
     kept: tuple[int, ...]
     factors: np.ndarray
@@ -62,7 +67,7 @@ class Screening:
     @property
     def faults(self) -> tuple[Exclusion, ...]:
         """Those left out because of a fault, which count against f."""
-        return tuple(exclusion for exclusion in self.excluded if exclusion.reason != "norm")
+        return tuple(exclusion for exclusion in self.excluded if exclusion.reason not in _MAY_BE_HONEST)
 
 
 def check_update(vector: torch.Tensor, columns: int) -> float:
@@ -87,14 +92,22 @@ def screen(
     max_norm: float | None,
     with_gram: bool,
     trusting: bool = False,
+    by_loss: bool = False,
 ) -> Screening:
-    """Looks at every row before a rule does. `with_gram`: the rule needs the Gram matrix anyway, so norms are
-    read off it. `trusting`: rows are taken to be finite. Raises InvalidUpdate where the policy is to fail."""
+    """Looks at every row before a rule does.
+
+    with_gram: the rule needs the Gram matrix anyway, so norms are read off it. trusting: rows are taken to be
+    finite. by_loss: rows are weighed by their client's loss, so a client without a usable one is left out.
+    Raises InvalidUpdate where the policy is to fail.
+    """
     norms = np.zeros(matrix.rows) if trusting else _norms(matrix, clients, with_gram)
     names = Counter(client.name for client in clients)
-    kept, factors, excluded, clipped = [], [], [], []
+    kept: list[int] = []
+    factors: list[float] = []
+    excluded: list[Exclusion] = []
+    clipped: list[Exclusion] = []
     for index, client in enumerate(clients):
-        fault = _fault(client, norms[index], names[client.name])
+        fault = _fault(client, norms[index], names[client.name]) or (_loss_fault(client) if by_loss else None)
         too_large = max_norm is not None and norms[index] > max_norm
         if fault is None and too_large:
             fault = Exclusion(
@@ -134,3 +147,12 @@ def _fault(client: ClientRow, norm: float, submissions: int) -> Exclusion | None
     if not math.isfinite(norm):
         return Exclusion(client.name, "non_finite", "the update holds values that are not finite")
     return None
+
+
+def _loss_fault(client: ClientRow) -> Exclusion | None:
+    if client.loss is not None and 0 <= client.loss < math.inf:
+        return None
+    sent = "sent none" if client.loss is None else f"sent {client.loss!r}"
+    return Exclusion(
+        client.name, "loss", f"inverse_loss weighting needs a finite loss of at least 0; {client.name} {sent}"
+    )

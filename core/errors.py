@@ -51,8 +51,8 @@ class EncodingError(RoundtableError):
 class InvalidUpdate(RoundtableError):
     """An update that must not enter an aggregate.
 
-    `reason` is a short stable word (`non_finite`, `norm`, `layout`, `examples`, `duplicate`) that
-    events and counters carry; the message is for people.
+    `reason` is a short stable word that events and counters carry (`non_finite`, `norm`, `loss`, `layout`,
+    `examples`, `duplicate`); the message is for people.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -27,6 +27,7 @@ from roundtable.aggregation.rows.matrix import (
     block_width,
 )
 from roundtable.core.errors import InvalidUpdate
+from roundtable.core.paths import AnyPath
 
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,7 +40,7 @@ class FileMatrix:
 
     def __init__(
         self,
-        paths: Sequence[str | os.PathLike[str]],
+        paths: Sequence[AnyPath],
         columns: int,
         dtype: Literal["float32", "bfloat16"] = "float32",
         offset: int = 0,

@@ -202,7 +202,6 @@ def test_weightings() -> None:
 
     assert weights() == pytest.approx({"a": 1 / 8, "b": 2 / 8, "c": 5 / 8})
     assert weights(weighting="uniform") == pytest.approx(dict.fromkeys("abc", 1 / 3))
-    assert weights(weighting="inverse_loss") == pytest.approx({"a": 1 / 7, "b": 2 / 7, "c": 4 / 7})
     custom = {"a": 0.0, "b": 3.0, "c": 1.0}
     assert weights(weighting="custom", weights=custom) == pytest.approx({"a": 0, "b": 0.75, "c": 0.25})
     with pytest.raises(AggregationError, match="not all zero"):
@@ -211,10 +210,35 @@ def test_weightings() -> None:
         weights(weighting="custom", weights={"a": -1.0, "b": 3.0, "c": 1.0})
     with pytest.raises(AggregationError, match="no custom weight for c"):
         weights(weighting="custom", weights={"a": 1.0, "b": 1.0})
-    for loss in (None, 0.0, -1.0, math.nan, math.inf):
-        clients[1] = ClientRow("b", 2, loss=loss)
-        with pytest.raises(AggregationError, match="positive finite loss of every silo; b sent"):
-            weights(weighting="inverse_loss")
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_inverse_loss_weights_are_bounded_and_do_not_depend_on_the_scale_of_losses(scale: float) -> None:
+    clients = [ClientRow(name, loss=loss * scale) for name, loss in zip("abc", (0.0, 1.0, 3.0), strict=True)]
+    found = aggregate(TensorMatrix(vectors(3)), clients, config("mean", weighting="inverse_loss"))
+    wanted = {"a": 1 / 0.1, "b": 1 / 1.1, "c": 1 / 3.1}
+    assert found.weights == pytest.approx({name: wanted[name] / sum(wanted.values()) for name in wanted})
+    assert not found.excluded
+
+
+@pytest.mark.parametrize("loss", [None, -1.0, math.nan, math.inf])
+def test_a_silo_without_a_usable_loss_is_left_out_where_losses_weigh(loss: float | None) -> None:
+    values = vectors(3)
+    clients = [ClientRow("a", loss=1.0), ClientRow("b", loss=loss), ClientRow("c", loss=1.0)]
+    found = aggregate(TensorMatrix(values), clients, config("mean", weighting="inverse_loss"))
+    assert dict(found.weights) == pytest.approx({"a": 0.5, "c": 0.5})
+    assert [(e.client, e.reason) for e in found.excluded] == [("b", "loss")]
+    assert "needs a finite loss of at least 0; b sent" in found.excluded[0].message
+    with pytest.raises(InvalidUpdate, match="update of b"):
+        aggregate(TensorMatrix(values), clients, config("mean", weighting="inverse_loss", validation="fail"))
+    robust = aggregate(TensorMatrix(values), clients, config("median", weighting="inverse_loss"))
+    assert not robust.excluded
+
+
+def test_losses_that_are_all_zero_weigh_alike() -> None:
+    clients = rows(*"abc", loss=0.0)
+    found = aggregate(TensorMatrix(vectors(3)), clients, config("mean", weighting="inverse_loss"))
+    assert dict(found.weights) == pytest.approx(dict.fromkeys("abc", 1 / 3))
 
 
 def test_norm_policies() -> None:
