@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from roundtable.core.paths import AnyPath
 from roundtable.operator import OperatorClient
 from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import administration_pb2_grpc
@@ -15,7 +15,7 @@ _SECONDS = 30.0
 class Administrator(OperatorClient):
     """An operator's connection with the calls of `roundtable.v1.Administration` besides."""
 
-    def __init__(self, address: str, credentials: str | Path) -> None:
+    def __init__(self, address: str, credentials: AnyPath) -> None:
         super().__init__(address, credentials)
         self._admin = administration_pb2_grpc.AdministrationStub(self._channel)
 

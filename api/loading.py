@@ -8,9 +8,10 @@ from torch import Tensor
 
 from roundtable.core.errors import EncodingError
 from roundtable.core.models import open_model
+from roundtable.core.paths import AnyPath
 
 
-def load_model(path: str | Path) -> dict[str, Tensor]:
+def load_model(path: AnyPath) -> dict[str, Tensor]:
     """The state dict in a model file that `roundtable job model` or a simulation wrote.
 
     Tied weights appear under every name. The tensors are copies in memory: the file may be deleted.

@@ -17,6 +17,7 @@ from blake3 import blake3
 from roundtable.core.errors import ResourceError, RoundtableError, TransferError, UnavailableError
 from roundtable.core.identity.handshake import check_connection, split_address
 from roundtable.core.identity.signing import job_values, sign
+from roundtable.core.paths import AnyPath
 from roundtable.operator_credentials import channel_credentials, signing_identity
 from roundtable.proto import CHUNK_BYTES, operator_pb2, operator_pb2_grpc
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
@@ -39,7 +40,7 @@ class OperatorClient:
     raises a RoundtableError that says what to do; transfers go on where they were interrupted.
     """
 
-    def __init__(self, address: str, credentials: str | Path) -> None:
+    def __init__(self, address: str, credentials: AnyPath) -> None:
         split_address(address)
         self.address = address
         self.folder = Path(credentials)
@@ -133,7 +134,7 @@ class OperatorClient:
     def submit(
         self,
         job: JobConfig,
-        model: Path,
+        model: AnyPath,
         request_id: str | None = None,
         progress: Progress | None = None,
     ) -> operator_pb2.Job:
@@ -142,6 +143,7 @@ class OperatorClient:
         The same `request_id` twice gives the same job, so a submission that was interrupted can be
         repeated; by default each call is a new job.
         """
+        model = Path(model)
         digest = self.put_artifact(model, progress)
         request = operator_pb2.SubmitJobRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -186,11 +188,12 @@ class OperatorClient:
                     raise
                 time.sleep(_PAUSE_SECONDS)
 
-    def put_artifact(self, path: Path, progress: Progress | None = None) -> str:
+    def put_artifact(self, path: AnyPath, progress: Progress | None = None) -> str:
         """Stores the file's bytes at the coordinator and returns their digest.
 
         What has already arrived is not sent again.
         """
+        path = Path(path)
         content = Artifact(digest=_digest_of(path), size=path.stat().st_size)
         for attempt in range(1, _RETRIES + 1):
             try:
@@ -209,11 +212,12 @@ class OperatorClient:
             f"{path} did not arrive whole at {self.address}: {known.offset} of {content.size} bytes"
         )
 
-    def get_artifact(self, digest: str, size: int, path: Path, progress: Progress | None = None) -> None:
+    def get_artifact(self, digest: str, size: int, path: AnyPath, progress: Progress | None = None) -> None:
         """Fetches an artifact to `path` and verifies its digest; an interrupted fetch goes on.
 
         The part that has arrived waits beside `path` with the ending `.partial`.
         """
+        path = Path(path)
         partial = path.with_name(f"{path.name}.{digest[:12]}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,13 +20,14 @@ from pathlib import Path
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.worker.script_trainer import Evaluator, Round, ScriptTrainer
+from roundtable.core.paths import AnyPath
 
 CONFIG_VARIABLE = "ROUNDTABLE_AGENT"
 _JOIN_SECONDS = 60.0
 
 
 def join(
-    config: AgentConfig | Path | str | None = None,
+    config: AgentConfig | AnyPath | None = None,
     *,
     task: str | None = None,
     evaluate: Evaluator | None = None,
@@ -92,7 +93,7 @@ class _Background:
         await self._agent.run()
 
 
-def _settings(config: AgentConfig | Path | str | None) -> AgentConfig:
+def _settings(config: AgentConfig | AnyPath | None) -> AgentConfig:
     if isinstance(config, AgentConfig):
         return config
     return load_agent_config(Path(config or os.environ.get(CONFIG_VARIABLE, "agent.toml")))

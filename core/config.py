@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from roundtable.core.durations import parse_duration
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import LayoutRules, Rule
+from roundtable.core.paths import AnyPath
 from roundtable.core.toml import TomlDocument, read_toml, validate
 
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
@@ -335,12 +337,23 @@ class JobConfig(Table):
         return blake3(self.to_json().encode()).hexdigest()
 
 
-def load_job(path: Path, overrides: dict[str, Any] | None = None) -> JobConfig:
+def load_job(path: AnyPath, overrides: Mapping[str, Any] | None = None) -> JobConfig:
     """Reads and checks a job file; `overrides` maps dotted keys to values and wins.
 
     Raises ConfigError with one line for each mistake: file, line, key, what was expected.
     """
-    document = read_toml(path)
+    return _with_overrides(read_toml(Path(path)), overrides)
+
+
+def override_job(job: JobConfig, overrides: Mapping[str, Any] | None) -> JobConfig:
+    """The job with other values at some dotted keys, checked as `load_job` checks a file."""
+    if not overrides:
+        return job
+    values = job.model_dump(mode="json", exclude_unset=True)
+    return _with_overrides(TomlDocument(values, "job", ""), overrides)
+
+
+def _with_overrides(document: TomlDocument, overrides: Mapping[str, Any] | None) -> JobConfig:
     for key, value in (overrides or {}).items():
         document.override(key, value)
     return validate(JobConfig, document)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from roundtable.core.errors import EncodingError, LayoutError
 from roundtable.core.layout import DTYPES, Layout, TensorSpec
+from roundtable.core.paths import AnyPath
 
 _MAX_HEADER = 100_000_000
 SAFETENSORS = {
@@ -85,8 +86,9 @@ def model_digest(model: Model) -> str:
     return digest.hexdigest()
 
 
-def save_model(path: Path, model: Model) -> None:
+def save_model(path: AnyPath, model: Model) -> None:
     """Writes the artifact beside `path` and renames it into place, synced: whole or not at all."""
+    path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
         with partial.open("wb") as file:
@@ -104,11 +106,12 @@ def save_model(path: Path, model: Model) -> None:
         os.close(folder)
 
 
-def open_model(path: Path) -> Model:
+def open_model(path: AnyPath) -> Model:
     """The artifact at `path`, its vector mapped (copy on write), not read.
 
     Raises EncodingError, naming the file, for anything that is not a whole model artifact of ours.
     """
+    path = Path(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

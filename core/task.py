@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from roundtable.core.errors import TaskError
+from roundtable.core.paths import AnyPath
 from roundtable.core.plugins import described, import_file, import_module
 from roundtable.core.seeds import derive_seed
 
@@ -108,7 +109,7 @@ ENTRY_POINTS = "roundtable.tasks"
 _ABSENT = object()
 
 
-def load_task(reference: str, folder: Path | None = None, *, trains: bool = True) -> AnyTask:
+def load_task(reference: str, folder: AnyPath | None = None, *, trains: bool = True) -> AnyTask:
     """The task that `reference` names.
 
     In order: `file.py:Class` or `file.py` (relative to `folder`), `module:Class`, the name of an
@@ -117,7 +118,7 @@ def load_task(reference: str, folder: Path | None = None, *, trains: bool = True
     train with scripts of their own. Raises TaskError that says what was looked for, where, and what
     the import said.
     """
-    task = _find(reference, folder)
+    task = _find(reference, Path.cwd() if folder is None else Path(folder))
     if lacking := [name for name in lacks(task) if trains or name in ("model", "weights")]:
         raise TaskError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
     return task
@@ -129,9 +130,9 @@ def lacks(task: AnyTask) -> list[str]:
     return [name for name in needed if not _has(task, name)]
 
 
-def _find(reference: str, folder: Path | None) -> AnyTask:
+def _find(reference: str, folder: Path) -> AnyTask:
     place, _, attribute = reference.partition(":")
-    folder = (folder or Path.cwd()).resolve()
+    folder = folder.resolve()
     if place.endswith(".py"):
         return _instance(import_file(folder / place, f"task {reference!r}", TaskError), attribute, reference)
     if attribute:

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from blake3 import blake3
 
 from roundtable.client.training.private_training import check_task
-from roundtable.core.config import JobConfig, load_job
+from roundtable.core.config import JobConfig, load_job, override_job
 from roundtable.core.errors import ResourceError, TaskError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
+from roundtable.core.paths import AnyPath
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task
 from roundtable.engine.messages import Note, RoundRecord, Step
 from roundtable.engine.validation.feasibility import check_budget, check_rule
@@ -41,28 +42,29 @@ from roundtable.simulation.world.fleet import Fleet
 
 
 def simulate(
-    job: JobConfig | Path | str,
+    job: JobConfig | AnyPath,
     task: AnyTask | type[Task] | type[ArrayTask] | None = None,
     *,
-    run_dir: Path | str | None = None,
+    run_dir: AnyPath | None = None,
     resume: bool = False,
     progress: Report | None = None,
-    folder: Path | None = None,
-    overrides: dict[str, Any] | None = None,
+    folder: AnyPath | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Runs a job with simulated clients and gives its history and model.
 
-    `job` is a job or the path of a job file (to which `overrides`, dotted keys, apply). `task` is
+    `job` is a job or the path of a job file; `overrides` maps dotted keys to values and wins. `task` is
     the task, or its class; without it the job's `task` is loaded, relative to `folder` or to the
     job file. `run_dir` keeps everything on disk; with `resume` a run there goes on from its last
     committed round, and ends with the same bits as one that was never interrupted.
 
     Raises RoundtableError (ConfigError, TaskError, ...) for what can be known before round 1.
     """
-    if isinstance(job, str | Path):
-        path = Path(job)
-        job, folder = load_job(path, overrides), folder or path.resolve().parent
-    folder = folder or Path.cwd()
+    if isinstance(job, JobConfig):
+        beside, job = Path.cwd(), override_job(job, overrides)
+    else:
+        beside, job = Path(job).resolve().parent, load_job(job, overrides)
+    folder = beside if folder is None else Path(folder)
     with ExitStack() as stack:
         stack.enter_context(one_thread())
         check_population(job)

@@ -10,6 +10,7 @@ from typing import Any
 
 from roundtable.core.config import load_job
 from roundtable.core.errors import ConfigError
+from roundtable.core.paths import AnyPath
 from roundtable.core.task import AnyTask, ArrayTask, Task
 from roundtable.simulation.reporting.comparison import Comparison, compare
 from roundtable.simulation.reporting.progress import Progress
@@ -30,9 +31,9 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def sweep(
-    job: Path,
+    job: AnyPath,
     settings: Sequence[Overrides],
-    folder: Path,
+    folder: AnyPath,
     task: AnyTask | type[Task] | type[ArrayTask] | None = None,
     *,
     progress: Callable[[str, Progress], None] | None = None,
@@ -43,6 +44,7 @@ def sweep(
     repeated. All settings are checked before the first run: ConfigError names the one that is wrong.
     `progress` gets the run's name and what it says. The comparison is also written to `folder`.
     """
+    folder = Path(folder)
     if not settings:
         raise ConfigError("sweep: nothing to vary; give at least one set of overrides")
     names = list(_names(settings))

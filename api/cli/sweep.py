@@ -70,17 +70,23 @@ def sweep(file: Path, axes: dict[str, Any], runs: Path | None, out: Path, as_jso
 
 @click.command()
 @click.argument(
-    "runs", nargs=-1, required=True, type=click.Path(path_type=Path, file_okay=False, exists=True)
+    "paths", metavar="RUNS...", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True)
 )
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write the learning curves here (PNG)."
 )
 @json_option
-def compare(runs: tuple[Path, ...], plot: Path | None, as_json: bool) -> int:
-    """Put the runs in these run directories side by side."""
+def compare(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> int:
+    """Put the runs in these run directories side by side.
+
+    Files are passed over, so that SWEEP/* may name all that a sweep has left in its folder.
+    """
     from roundtable.simulation import compare as side_by_side
 
-    _show(side_by_side(runs), plot, as_json)
+    folders = [path for path in paths if path.is_dir()]
+    if not folders:
+        raise click.UsageError(f"{paths[0]} is no run directory: name the folders of runs")
+    _show(side_by_side(folders), plot, as_json)
     return 0
 
 

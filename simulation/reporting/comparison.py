@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roundtable.core.errors import StorageError
+from roundtable.core.paths import AnyPath
 from roundtable.engine import record_from_plain
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.plots import COUNTS, curves
@@ -51,17 +52,17 @@ class Comparison:
         """One row a run, by column; None where a run has no such value."""
         return [self._row(run) for run in self.runs]
 
-    def to_csv(self, path: Path | None = None) -> str:
+    def to_csv(self, path: AnyPath | None = None) -> str:
         """The table as CSV text; also written to `path` if one is given."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
         if path is not None:
-            path.write_text(text.getvalue(), encoding="utf-8")
+            Path(path).write_text(text.getvalue(), encoding="utf-8")
         return text.getvalue()
 
-    def plot(self, path: Path | None = None) -> Any:
+    def plot(self, path: AnyPath | None = None) -> Any:
         """All learning curves in one matplotlib Figure; also written to `path` if one is given."""
         return curves({run.name: run.history for run in self.runs}, path)
 
@@ -73,8 +74,9 @@ class Comparison:
         return row | {name: _last(history, name) for name in self.columns if name not in row}
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: AnyPath) -> Run:
     """The run in a run directory, finished or not. Raises StorageError where there is none."""
+    path = Path(path)
     try:
         job = json.loads((path / "job.json").read_text(encoding="utf-8"))
         file = path / "history.jsonl"
@@ -86,7 +88,7 @@ def open_run(path: Path) -> Run:
         raise StorageError(f"{path} holds no run that can be read: {error}") from error
 
 
-def compare(paths: Sequence[Path]) -> Comparison:
+def compare(paths: Sequence[AnyPath]) -> Comparison:
     """The runs in these run directories side by side."""
     return Comparison(tuple(open_run(path) for path in paths))
 

@@ -13,6 +13,7 @@ from typing import Any, overload
 from typing_extensions import override
 
 from roundtable.core.errors import ResourceError
+from roundtable.core.paths import AnyPath
 from roundtable.engine import figures
 from roundtable.engine.messages import RoundRecord
 
@@ -66,14 +67,14 @@ class History(Sequence[Row]):
             return [row.get(key) for row in self]
         return self._row(range(len(self))[key])
 
-    def to_csv(self, path: Path | None = None) -> str:
+    def to_csv(self, path: AnyPath | None = None) -> str:
         """The table as CSV text; also written to `path` if one is given."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self)
         if path is not None:
-            path.write_text(text.getvalue(), encoding="utf-8")
+            Path(path).write_text(text.getvalue(), encoding="utf-8")
         return text.getvalue()
 
     def to_pandas(self) -> Any:

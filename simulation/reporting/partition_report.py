@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from roundtable.core.paths import AnyPath
 from roundtable.simulation.reporting.plots import new_figure
 from roundtable.simulation.world.partition import make_partition
 
@@ -57,7 +57,7 @@ class PartitionReport:
                 lines.append(f"… and {len(sizes) - _ROWS} more clients")
         return "\n".join(lines)
 
-    def plot(self, path: Path | None = None) -> Any:
+    def plot(self, path: AnyPath | None = None) -> Any:
         """A matplotlib Figure: labels of each client (of the first 40), and all clients' sizes in order.
 
         Raises ResourceError where matplotlib is not installed.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from roundtable.core.errors import ResourceError
+from roundtable.core.paths import AnyPath
 from roundtable.simulation.reporting.history import History
 
 COUNTS = ("round", "attempt", "clients", "failed", "excluded", "time", "seconds")
@@ -24,7 +24,7 @@ def new_figure(panels: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def curves(runs: Mapping[str, History], path: Path | None = None) -> Any:
+def curves(runs: Mapping[str, History], path: AnyPath | None = None) -> Any:
     """One panel a metric: evaluation as a line, training dashed; a colour for each run."""
     metrics = [name for run in runs.values() for name in run.columns if name not in COUNTS]
     names = list(dict.fromkeys(name.removeprefix("train_") for name in metrics)) or ["loss"]

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from roundtable.core.config import JobConfig
 from roundtable.core.models import Model
+from roundtable.core.paths import AnyPath
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.plots import curves
 
@@ -35,7 +36,7 @@ class Result:
         records = self.history.records
         return str(records[-1].charge.get("secure_aggregation", "")) if records else ""
 
-    def plot(self, path: Path | None = None) -> Any:
+    def plot(self, path: AnyPath | None = None) -> Any:
         """Loss and metrics over rounds, as a matplotlib Figure; also written to `path` if one is given.
 
         Raises ResourceError where matplotlib is not installed.

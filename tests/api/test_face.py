@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 import roundtable as rt
+from roundtable import aggregation, core, simulation
+from roundtable.core.errors import StorageError
 
 FACE = [
     "ArrayTask",
@@ -43,6 +53,48 @@ def test_import_and_help_load_nothing_heavy() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def path_parameters(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """(parameter, annotation) of what stands for the path of a file or folder."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if re.search(r"Path\b", str(parameter.annotation)):
+            yield name, str(parameter.annotation)
+
+
+def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for module in (rt, aggregation, core, simulation):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                yield name, value
+            for method, function in inspect.getmembers(value, inspect.isfunction):
+                constructs = method == "__init__" and not is_dataclass(value)
+                if inspect.isclass(value) and (constructs or not method.startswith("_")):
+                    yield f"{name}.{method}", function
+
+
+def test_every_public_function_takes_a_path_as_text_too() -> None:
+    taking = {
+        (name, parameter): annotation
+        for name, function in public_callables()
+        for parameter, annotation in path_parameters(function)
+    }
+    assert ("load_job", "path") in taking
+    assert ("History.to_csv", "path") in taking
+    assert ("OperatorClient.__init__", "credentials") in taking
+    assert ("OperatorClient.submit", "model") in taking
+    narrow = {key: annotation for key, annotation in taking.items() if "AnyPath" not in annotation}
+    assert not narrow
+
+
+def test_files_named_by_text_are_read_and_written(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('task = "nothing"\n')
+    assert rt.load_job(str(tmp_path / "job.toml")).task == "nothing"
+    empty = simulation.History((), ())
+    assert empty.to_csv(str(tmp_path / "history.csv")) == (tmp_path / "history.csv").read_text()
+    with pytest.raises(StorageError, match="holds no run"):
+        simulation.compare([str(tmp_path)])
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -68,6 +68,16 @@ def test_a_task_may_be_an_object_or_a_class(make_job):
     assert torch.equal(by_name.model.vector, simulate(job, Perceptron()).model.vector)
 
 
+def test_overrides_apply_to_a_job_as_to_its_file(make_job):
+    job = make_job()
+    result = simulate(job, Perceptron, overrides={"rounds": 1, "cohort.size": 2})
+    assert len(result.history) == 1
+    assert result.job.cohort.size == 2
+    assert result.job == make_job(rounds=1, cohort__size=2)
+    with pytest.raises(ConfigError, match=r"--set cohort\.sise: cohort\.sise: unknown key"):
+        simulate(job, Perceptron, overrides={"cohort.sise": 2})
+
+
 def test_a_failing_client_is_named_and_the_round_goes_on(run):
     result = run("Broken", simulation__clients=5)
     assert result.status == "finished"

@@ -74,10 +74,13 @@ def test_the_commands(job_file, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "1-seed=1: 2 rounds" in said
     assert (tmp_path / "out" / "comparison.png").exists()
-    folders = sorted(str(path) for path in (tmp_path / "out").iterdir() if path.is_dir())
-    assert run_command(["compare", *folders, "--json"]) == 0
+    written = sorted(str(path) for path in (tmp_path / "out").iterdir())
+    assert any(path.endswith("comparison.csv") for path in written)
+    assert run_command(["compare", *written, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["seed"] for row in rows] == [1, 2]
+    assert run_command(["compare", str(tmp_path / "out" / "comparison.csv")]) == 2
+    assert "is no run directory" in capsys.readouterr().err
     (tmp_path / "runs.toml").write_text('[[run]]\n"cohort.size" = 3\n')
     assert (
         run_command(["sweep", str(job_file), "--runs", str(tmp_path / "runs.toml"), "--out", out + "2"]) == 0
