@@ -97,14 +97,42 @@ async def test_a_job_leaves_its_traces_and_a_provenance(
         check_provenance(model, statement, ca)
 
 
+CHANGES = {
+    "both": [
+        "UPDATE audit SET actor = 'x'",
+        "DELETE FROM audit",
+        "DELETE FROM seals",
+        # Between, behind a gap, and in the place of the first.
+        "INSERT INTO audit SELECT sequence + 5, time, 'x', action, object, detail, previous, hash FROM audit",
+    ],
+    "sqlite": [
+        "INSERT OR REPLACE INTO audit SELECT sequence, time, 'x', action, object, detail, previous, hash "
+        "FROM audit",
+        "REPLACE INTO seals SELECT sequence, 'x', time FROM seals",
+        "UPDATE OR REPLACE audit SET sequence = 1 WHERE sequence = 2",
+    ],
+    "postgresql": [
+        "INSERT INTO audit SELECT sequence, time, 'x', action, object, detail, previous, hash FROM audit "
+        "ON CONFLICT (sequence) DO UPDATE SET actor = 'x'",
+        "TRUNCATE audit",
+        "SET LOCAL session_replication_role = replica; DELETE FROM audit",
+    ],
+}
+
+
 async def test_the_database_refuses_to_change_the_log(
     settings: Callable[..., ServerConfig], database: str
 ) -> None:
     async with running(settings(database=database)) as coordinator:
-        for statement in ("UPDATE audit SET actor = 'x'", "DELETE FROM audit"):
+        await coordinator.security.audit.note("olga", "looked")
+        before = await exported(coordinator)
+        kind = "sqlite" if database.startswith("sqlite") else "postgresql"
+        for statement in CHANGES["both"] + CHANGES[kind]:
             with pytest.raises(Exception, match="append-only"):
                 await coordinator._database.write(lambda c, s=statement: c.execute(sa.text(s)))  # type: ignore[misc]
-        assert len(await exported(coordinator)) == 2
+        assert await exported(coordinator) == before
+        await coordinator.security.audit.note("olga", "looked again")
+        assert len(await exported(coordinator)) == len(before) + 2
 
 
 async def test_the_log_goes_on_over_restarts(
