@@ -1,15 +1,9 @@
 """The round engine: events in, actions out; the same for the coordinator and the simulation."""
 
 from roundtable.engine.buffered import BufferedEngine, engine_for
-from roundtable.engine.combine import (
-    Combined,
-    ServerState,
-    combine,
-    combine_mean,
-    initial_server_state,
-    try_rule,
-)
-from roundtable.engine.group_means import GroupMean, GroupMeans, combine_groups
+from roundtable.engine.combining.combine import Combined, RoundAccount, combine, try_rule
+from roundtable.engine.combining.received import GroupMean, GroupMeans, Mean, Received, Rows
+from roundtable.engine.combining.server_state import ServerState, initial_server_state
 from roundtable.engine.metrics import add_up, figures, mean, means
 from roundtable.engine.population import NumberedClients, NumberedNames, Population, Roster
 from roundtable.engine.round_engine import RoundEngine
@@ -27,18 +21,20 @@ __all__ = [
     "EngineView",
     "GroupMean",
     "GroupMeans",
+    "Mean",
     "NumberedClients",
     "NumberedNames",
     "Plan",
     "Population",
     "PrivacyPlan",
+    "Received",
     "Roster",
+    "RoundAccount",
     "RoundEngine",
+    "Rows",
     "ServerState",
     "add_up",
     "combine",
-    "combine_groups",
-    "combine_mean",
     "engine_for",
     "figures",
     "initial_server_state",

@@ -325,7 +325,7 @@ class BufferedEngine(RoundEngine):
         self._context.mark(client, "done", now)
         record = self.state.clients[client]
         record.examples = update.examples or record.examples
-        detail = {"examples": update.examples, "digest": update.digest, "asked": given.round}
+        detail = {"examples": update.examples, **vars(update.vector), "asked": given.round}
         self._context.note("update_received", f"{client} delivered its update", client, detail)
         self._go_on(now)
 

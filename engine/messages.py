@@ -39,19 +39,48 @@ class ClientInfo:
 
 
 @dataclass(frozen=True)
+class BlobReference:
+    """A vector stored as an artifact, by its BLAKE3 digest."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class RowReference:
+    """A vector in the memory of the process that drives the engine: a row of its matrix."""
+
+    row: int
+
+
+VectorReference = BlobReference | RowReference
+
+
+@dataclass(frozen=True)
 class Update:
-    """One client's accepted update, by reference: the vector itself is wherever `digest` says.
+    """One client's accepted update; its vector lies where `vector` says, and the engine never looks at it.
 
     `loss` is the mean training loss over the `examples`; `metrics` are named (sum, count). `asked` is the
     (round, attempt) whose model it was trained from, where that may be another than it is combined in.
     """
 
     client: str
-    digest: str
+    vector: VectorReference
     examples: int
     loss: float | None = None
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     asked: tuple[int, int] | None = None
+
+    @property
+    def digest(self) -> str:
+        """The artifact that holds the vector; a mistake to ask for where it is a row in memory."""
+        assert isinstance(self.vector, BlobReference)
+        return self.vector.digest
+
+    @property
+    def row(self) -> int:
+        """The row of the driver's matrix that holds the vector; a mistake to ask for where it is stored."""
+        assert isinstance(self.vector, RowReference)
+        return self.vector.row
 
     def staleness(self, round: int) -> int:
         """Models made since the one that it was trained from, if it is combined in `round`."""

@@ -199,7 +199,7 @@ class RoundEngine:
         self._context.mark(client, "done", now)
         record = self.state.clients[client]
         record.examples = event.update.examples or record.examples
-        detail = {"examples": event.update.examples, "digest": event.update.digest}
+        detail = {"examples": event.update.examples, **vars(event.update.vector)}
         said = f"{client} delivered its update{' again' if lost else ''}"
         self._context.note("update_received", said, client, detail)
         self._phases.check(now)

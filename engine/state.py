@@ -8,7 +8,17 @@ from functools import cache
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
-from roundtable.engine.messages import TRAIN, Aggregated, ClientState, JobStatus, RoundRecord, Step, Update
+from roundtable.engine.messages import (
+    TRAIN,
+    Aggregated,
+    BlobReference,
+    ClientState,
+    JobStatus,
+    RoundRecord,
+    RowReference,
+    Step,
+    Update,
+)
 from roundtable.engine.round_summary import Chronicle
 
 
@@ -181,7 +191,9 @@ def _updates(plain: Mapping[str, Mapping[str, Any]]) -> dict[str, Update]:
 
 
 def _update(plain: Mapping[str, Any]) -> Update:
-    values = {**plain, "metrics": _sums(plain["metrics"])}
+    vector = plain["vector"]
+    reference = RowReference(**vector) if "row" in vector else BlobReference(**vector)
+    values = {**plain, "vector": reference, "metrics": _sums(plain["metrics"])}
     if values.get("asked"):
         values["asked"] = tuple(values["asked"])
     return Update(**values)

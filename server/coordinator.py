@@ -28,7 +28,7 @@ from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.config import ServerConfig
 from roundtable.server.jobs.actions import Services
-from roundtable.server.jobs.combining import Trusted
+from roundtable.server.jobs.combiner import Trusted
 from roundtable.server.jobs.job_registry import Jobs
 from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.leadership.election import Leadership

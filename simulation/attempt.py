@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from roundtable.aggregation import TensorMatrix, UpdateMatrix
+from roundtable.aggregation import TensorMatrix
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import PrivacyError
-from roundtable.engine import GroupMeans
+from roundtable.engine import Mean, Received, Rows
 from roundtable.engine.messages import Aggregate, Update
-from roundtable.privacy import SecureMean
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
 from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.secure_sums import SecureAggregation
 from roundtable.simulation.world.attackers import Attackers
 
 LocalState = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Row i of `matrix` is the update of `updates[i]`. `weights` by client where they are already applied.
-    `secure` is all there is where nobody may see a single update."""
-
-    matrix: UpdateMatrix
-    updates: Sequence[Update]
-    weights: Mapping[str, float] | None = None
-    secure: SecureMean | GroupMeans | None = None
 
 
 class Workshop:
@@ -97,53 +84,55 @@ class Workshop:
         """Evaluates a model on clients' test data, with their own tensors as training left them."""
         return self.backend.evaluate(vector, list(self._work(indices)))
 
-    def collect(self, action: Aggregate, defence: Callable[[UpdateMatrix], Tensor]) -> Collected:
+    @property
+    def unmasks(self) -> bool:
+        """Whether the round's updates come out of secure aggregation, as a sum that has to be unmasked."""
+        return self._secure is not None
+
+    def collect(self, action: Aggregate, defence: Callable[[Rows], Tensor]) -> Received:
         """What the coordinator would receive, once the hostile clients have had their way.
 
-        `defence` is what the job's rule makes of such a matrix. `Update.digest` is the place of its row.
-        Raises AggregationError where an attack cannot be made, or where too few clients are left for a
-        secure sum.
+        `defence` is what the job's rule makes of such rows. Raises AggregationError where an attack cannot be
+        made, or where too few clients are left for a secure sum.
         """
         updates = action.updates
         if isinstance(self.backend, Summing) and self.backend.sums_updates and updates:
             return self._total(self.backend, updates)
-        rows = self._rows if self._rows is not None else self.backend.rows(0)
-        places = [int(update.digest) for update in updates]
+        matrix = self._rows if self._rows is not None else self.backend.rows(0)
+        places = [update.row for update in updates]
         clients = [self.world.names.index_of(update.client) for update in updates]
 
-        def received() -> UpdateMatrix:
+        def received() -> Rows:
             if places == list(range(len(places))):
-                return TensorMatrix(rows[: len(places)])
-            return TensorMatrix(rows).select(places)
+                return Rows(TensorMatrix(matrix[: len(places)]), updates)
+            return Rows(TensorMatrix(matrix).select(places), updates)
 
-        self._attackers.corrupt(action.step.round, clients, rows, places, lambda: defence(received()))
+        self._attackers.corrupt(action.step.round, clients, matrix, places, lambda: defence(received()))
         if self._secure is not None and updates:
-            chosen = [rows[place] for place in places]
-            mean = self._secure.mean(action.step, action.cohort, updates, chosen)
-            return Collected(TensorMatrix(rows[:0]), updates, secure=mean)
-        return Collected(received(), updates)
+            return self._secure.received(
+                action.step, action.cohort, updates, [matrix[place] for place in places]
+            )
+        return received()
 
     def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
         """The clients whose own accounts do not hold a round; the others have paid for it."""
-        found = {}
+        refused = {}
         for index, examples in zip(indices, self.examples(indices), strict=True):
             client = self.world.names[index]
             try:
                 self._ledger.pay(client, examples)
             except PrivacyError as error:
-                found[index] = Failed(client, "refused", str(error))
-        return found
+                refused[index] = Failed(client, "refused", str(error))
+        return refused
 
-    def _total(self, backend: Summing, updates: Sequence[Update]) -> Collected:
+    def _total(self, backend: Summing, updates: Sequence[Update]) -> Mean:
         """The mean, taken where the updates are."""
         uniform = self.world.job.aggregation.weighting == "uniform"
         amounts = {update.client: 1 if uniform else update.examples for update in updates}
         whole = sum(amounts.values())
         weights = {client: amount / whole for client, amount in amounts.items()}
         total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
-        # As if the mean were the only update: the mean of one is itself.
-        mean = Update(f"mean of {len(updates)} clients", "0", sum(update.examples for update in updates))
-        return Collected(TensorMatrix(total.unsqueeze(0)), [mean], weights)
+        return Mean(total, weights)
 
     def commit(self) -> None:
         """The attempt counts: the clients keep what it left with them."""

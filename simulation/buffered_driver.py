@@ -58,9 +58,7 @@ class BufferedDriver(Driver):
         for name, update in state.buffer.items():
             assert update.asked is not None
             made, index = update.asked[0] - 1, self.world.names.index_of(name)
-            list(
-                self._workshop.train(made + 1, self._earlier[made], [index], [int(update.digest)], paid=True)
-            )
+            list(self._workshop.train(made + 1, self._earlier[made], [index], [update.row], paid=True))
         there = {self.world.names.index_of(n): given for n, given in self._at_work.items() if not given.away}
         for (index, given), examples in zip(there.items(), self._examples(list(there)), strict=True):
             self._schedule(index, given.step, examples, given.since)
@@ -133,7 +131,7 @@ class BufferedDriver(Driver):
     def _free_places(self, count: int) -> list[int]:
         """The first rows that hold nothing that is still wanted."""
         taken = {place for place, _ in self._answers.values()}
-        taken.update(int(update.digest) for update in self._waiting().values())
+        taken.update(update.row for update in self._waiting().values())
         free = (place for place in range(self._capacity) if place not in taken)
         return [next(free) for _ in range(count)]
 

@@ -16,16 +16,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from roundtable.aggregation import UpdateMatrix
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError, SiteFailure
 from roundtable.core.models import Model, model_digest
-from roundtable.engine import GroupMeans, combine_groups, engine_for, try_rule
+from roundtable.engine import (
+    Rows,
+    ServerState,
+    combine,
+    engine_for,
+    initial_server_state,
+    try_rule,
+)
 from roundtable.engine import messages as m
-from roundtable.engine.combine import Combined, ServerState, combine, combine_mean, initial_server_state
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import SeededNoise
-from roundtable.simulation.attempt import Collected, LocalState, Workshop
+from roundtable.simulation.attempt import LocalState, Workshop
 from roundtable.simulation.backend import Backend, Failed, Trained, World
 from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.world.devices import Transfer
@@ -233,7 +238,7 @@ class Driver:
         if isinstance(answer, Failed):
             self._handle(_failed(answer, step))
             return
-        update = m.Update(answer.client, str(place), answer.examples, answer.loss, answer.metrics)
+        update = m.Update(answer.client, m.RowReference(place), answer.examples, answer.loss, answer.metrics)
         self._handle(m.UpdateArrived(step, update))
 
     def _train(self) -> None:
@@ -271,60 +276,43 @@ class Driver:
             self.listener.answered(step, done, len(there))
 
     def _aggregate(self, action: m.Aggregate) -> None:
-        step = action.step
+        step, seed = action.step, self.world.job.seed
         try:
-            collected = self._workshop.collect(action, partial(self._tried, action))
-            if collected.secure is not None:
+            received = self._workshop.collect(action, partial(self._tried, action.step))
+            if self._workshop.unmasks:
                 self._push(self.now, m.Unmasking(step, self._ledger.told(step)))
-            combined = self._combine(step, collected)
+            combined = combine(
+                self.plan,
+                received,
+                self.model.vector,
+                self.server,
+                round=step.round,
+                seed=seed,
+                # Seeded, so that a run can be repeated; what it charges says that no guarantee rests on it.
+                noise=SeededNoise(seed, step.round, step.attempt, "noise"),
+                diagnose=self.world.job.aggregation.diagnosis,
+                root_update=self._root_update(step),
+            )
         except (AggregationError, InvalidUpdate) as error:
             self._push(self.now, m.AggregationFailed(step, str(error)))
             return
-        told = self._ledger.told(step)
+        guarantee = self._ledger.told(step)
         metadata = {**self.model.metadata, "round": str(step.round)}
-        if told:
+        if guarantee:
             metadata["privacy"] = self._ledger.statement()
         model = Model(self.world.layout, combined.vector, self.model.local, metadata)
         self._next = (model, combined.state)
-        weights = combined.weights if collected.weights is None else collected.weights
-        training = collected.secure.training if collected.secure else {}
-        account = (combined.excluded, weights, combined.diagnosis, {**combined.charge, **told}, training)
-        self._push(self.now, m.Aggregated(step, model_digest(model), f"round-{step.round}", *account))
+        self._push(self.now, combined.event(step, model_digest(model), f"round-{step.round}", guarantee))
 
-    def _combine(self, step: m.Step, collected: Collected) -> Combined:
-        model, seed = self.model.vector, self.world.job.seed
-        if isinstance(collected.secure, GroupMeans):
-            keep = self.world.job.aggregation.diagnosis
-            return combine_groups(
-                self.plan, collected.secure, model, self.server, round=step.round, seed=seed, diagnose=keep
-            )
-        if collected.secure is not None:
-            mean, charge = collected.secure.vector, collected.secure.account
-            return combine_mean(self.plan, mean, model, self.server, round=step.round, charge=charge)
-        return combine(
-            self.plan,
-            collected.matrix,
-            collected.updates,
-            model,
-            self.server,
-            round=step.round,
-            seed=seed,
-            # Seeded, so that a run can be repeated; what it charges says that no guarantee rests on it.
-            noise=SeededNoise(seed, step.round, step.attempt, "noise"),
-            diagnose=self.world.job.aggregation.diagnosis,
-            root_update=self._root_update(step),
-        )
-
-    def _tried(self, action: m.Aggregate, matrix: UpdateMatrix) -> Tensor:
+    def _tried(self, step: m.Step, rows: Rows) -> Tensor:
         """What the rule would give: attackers who know it may ask."""
         return try_rule(
             self.plan,
-            matrix,
-            action.updates,
+            rows,
             self.server,
-            round=action.step.round,
+            round=step.round,
             seed=self.world.job.seed,
-            root_update=self._root_update(action.step),
+            root_update=self._root_update(step),
         )
 
     def _root_update(self, step: m.Step) -> Tensor | None:

@@ -17,7 +17,7 @@ from roundtable.aggregation import TensorMatrix
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError
 from roundtable.core.seeds import numpy_generator
-from roundtable.engine import GroupMeans
+from roundtable.engine import GroupMeans, Mean
 from roundtable.engine.messages import Step, Update
 from roundtable.engine.validation.secure_feasibility import least_of_groups
 from roundtable.privacy import PrivacyConfig, SecureMean, SecureRound, SeededNoise
@@ -51,10 +51,10 @@ class SecureAggregation:
             return "its sum alone (simulation.masking = fast): no masks were made"
         return "the protocol ran among all clients of the round"
 
-    def mean(
+    def received(
         self, step: Step, cohort: Sequence[str], updates: Sequence[Update], rows: Sequence[Tensor]
-    ) -> SecureMean | GroupMeans:
-        """The mean of the updates that arrived, `rows[i]` being that of `updates[i]`; or those of groups.
+    ) -> Mean | GroupMeans:
+        """The mean of the updates that arrived, or those of their groups; `rows[i]` is that of `updates[i]`.
 
         Raises AggregationError where too few clients are left for the protocol to give a sum.
         """
@@ -84,11 +84,10 @@ class SecureAggregation:
             SeededNoise(self.job.seed, *path, "noise"),
         )
 
-    def _mean(
-        self, secure: SecureRound, cohort: Sequence[str], sources: Mapping[str, VectorSource]
-    ) -> SecureMean | GroupMeans:
-        total = self._sum(secure, cohort, sources)
-        return secure.decode(total.total, len(total.survivors), len(cohort))
+    def _mean(self, secure: SecureRound, cohort: Sequence[str], sources: Mapping[str, VectorSource]) -> Mean:
+        secure_sum = self._sum(secure, cohort, sources)
+        mean = secure.decode(secure_sum.total, len(secure_sum.survivors), len(cohort))
+        return Mean.of_secure_sum(mean)
 
     def _groups(
         self, secure: SecureRound, step: Step, cohort: Sequence[str], sources: Mapping[str, VectorSource]
@@ -98,30 +97,30 @@ class SecureAggregation:
         path = (self.job.seed, step.round, step.attempt)
         nonces = [numpy_generator(*path, client, "nonce").bytes(32) for client in cohort]
         if self.job.simulation.masking == "real":
-            vectors, lost = self._vectors(cohort, sources)
-            told = run_groups_in_memory(vectors, secure.parameters, nonces, least, lost)
+            vectors, silent = self._vectors(cohort, sources)
+            outcome = run_groups_in_memory(vectors, secure.parameters, nonces, least, silent)
         else:
             here = {place: sources[name] for place, name in enumerate(cohort) if name in sources}
-            told = plain_groups(here, secure.parameters, nonces, least)
+            outcome = plain_groups(here, secure.parameters, nonces, least)
         decoded: list[tuple[tuple[str, ...], SecureMean | str]] = []
         rows = []
-        for number, found in told.sums.items():
-            members = tuple(cohort[place] for place in told.members[number])
+        for number, group_sum in outcome.sums.items():
+            members = tuple(cohort[place] for place in outcome.members[number])
             try:
-                mean = secure.decode(found.total, len(found.survivors), len(members))
+                mean = secure.decode(group_sum.total, len(group_sum.survivors), len(members))
             except AggregationError as error:
                 decoded.append((members, str(error)))
                 rows.append(torch.full((self.columns,), torch.nan))
             else:
                 decoded.append((members, mean))
                 rows.append(mean.vector)
-        out = {
+        lost = {
             cohort[place]: f"its group was lost: {reason}"
-            for number, reason in told.lost.items()
-            for place in told.members[number]
+            for number, reason in outcome.lost.items()
+            for place in outcome.members[number]
             if cohort[place] in sources
         }
-        return GroupMeans.of(TensorMatrix.from_vectors(rows), decoded, out)
+        return GroupMeans.of(TensorMatrix.from_vectors(rows), decoded, lost)
 
     @staticmethod
     def _vectors(

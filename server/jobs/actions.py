@@ -19,12 +19,11 @@ from roundtable.core.errors import (
     StorageError,
 )
 from roundtable.core.failpoints import reach
-from roundtable.engine import GroupMeans
+from roundtable.engine import Received
 from roundtable.engine import messages as m
-from roundtable.privacy import SecureMean
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.combining import Combiner, DamagedUpdates, Trusted
+from roundtable.server.jobs.combiner import Combiner, DamagedUpdates, Outcome, Trusted
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.privacy_budget import Account, Guarantee
 from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
@@ -272,7 +271,6 @@ class Effects:
         """
         loop, now = asyncio.get_running_loop(), self._services.clock()
         guarantee: Guarantee | None = None
-        mean: SecureMean | GroupMeans | None = None
         if self._account is not None:
             guarantee = await self._patiently(lambda account: account.guarantee(action.step))
 
@@ -282,12 +280,19 @@ class Effects:
                 await self._patiently(lambda account: account.release(action.step))
             await self._send(m.Unmasking(action.step, guarantee.figures if guarantee else {}))
 
+        async def collect() -> Received:
+            if self.secure is not None:
+                return await self.secure.total(action, pay)
+            return await loop.run_in_executor(self._services.compute, self._combiner.rows, action)
+
+        async def combined() -> Outcome:
+            # Collected anew for each try: to combine uses up what was received.
+            work = partial(self._combiner, action, await collect(), now, guarantee)
+            return await loop.run_in_executor(self._services.compute, work)
+
         for pause in (*FULL_DISK_PAUSES, None):
             try:
-                if self.secure is not None and mean is None:
-                    mean = await self._reaching(partial(self.secure.total, action, pay))
-                work = partial(self._combiner, action, now, guarantee, mean)
-                outcome = await self._reaching(partial(loop.run_in_executor, self._services.compute, work))
+                outcome = await self._reaching(combined)
             except ResourceError as error:
                 log.error("round %d: %s", action.step.round, error, extra={"job": self._job})
                 if pause is None:

@@ -23,7 +23,7 @@ from roundtable.privacy import PrivacyConfig
 from roundtable.proto import common_pb2
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.actions import Effects, Services
-from roundtable.server.jobs.combining import Combiner
+from roundtable.server.jobs.combiner import Combiner
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all, population_of, worst_charges
 from roundtable.server.jobs.runner import JobRunner

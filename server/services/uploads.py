@@ -177,7 +177,8 @@ class Uploads:
             offer.runner.effects.secure.arrived(client, header)
         metrics = wire.metrics_of(header.metrics)
         total, count = metrics.pop("loss", (0.0, 0))
-        update = m.Update(client, artifact.digest, header.examples, total / count if count else None, metrics)
+        loss = total / count if count else None
+        update = m.Update(client, m.BlobReference(artifact.digest), header.examples, loss, metrics)
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         if verdict == "wanted":
@@ -202,9 +203,8 @@ class Uploads:
         step, client = offer.step, offer.client
         log.warning("update refused: %s", problem, extra={"job": offer.header.step.job, "site": client})
         failure = _failure(offer, kind, problem)
-        update = m.Update(
-            client, offer.header.content.digest[:64], min(offer.header.examples, wire.MAX_COUNT)
-        )
+        digest = m.BlobReference(offer.header.content.digest[:64])
+        update = m.Update(client, digest, min(offer.header.examples, wire.MAX_COUNT))
         row = self._row(offer, update, "rejected", problem)
         await offer.runner.tell(m.ClientFailed(step, failure), (), row)
         return Receipt(status=Receipt.REJECTED, reason=problem)

@@ -114,7 +114,7 @@ class BufferedMachine(RuleBasedStateMachine):
             assert verdict == ("duplicate" if self.waiting.get(name, (None,))[0] == step else "stale") or (
                 verdict == "duplicate" and (name, step) in self.asked
             )
-        self.act(m.UpdateArrived(step, m.Update(name, digest, 5, 0.5)))
+        self.act(m.UpdateArrived(step, m.Update(name, m.BlobReference(digest), 5, 0.5)))
 
     @rule(name=names)
     def update(self, name: str) -> None:

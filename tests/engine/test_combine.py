@@ -13,14 +13,15 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, ConfigError, PrivacyError
 from roundtable.engine import (
     Combined,
+    Mean,
     Plan,
+    Rows,
     ServerState,
     combine,
-    combine_mean,
     initial_server_state,
     make_plan,
 )
-from roundtable.engine.messages import Update
+from roundtable.engine.messages import RowReference, Update
 from roundtable.privacy import SecureNoise, SeededNoise, compose
 
 
@@ -29,11 +30,13 @@ def job(text: str = "") -> JobConfig:
 
 
 def updates(*examples: int) -> list[Update]:
-    return [Update(f"silo-{i}", f"d{i}", n, loss=1.0) for i, n in enumerate(examples)]
+    return [Update(f"silo-{i}", RowReference(i), n, loss=1.0) for i, n in enumerate(examples)]
 
 
 def run(plan: Plan, rows: torch.Tensor, model: torch.Tensor, state: ServerState, number: int) -> Combined:
-    return combine(plan, TensorMatrix(rows), updates(*[1] * len(rows)), model, state, round=number, seed=3)
+    return combine(
+        plan, Rows(TensorMatrix(rows), updates(*[1] * len(rows))), model, state, round=number, seed=3
+    )
 
 
 def test_fedavg_is_the_mean_weighted_by_examples() -> None:
@@ -41,11 +44,16 @@ def test_fedavg_is_the_mean_weighted_by_examples() -> None:
     rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [4.0, 4.0]])
     model = torch.tensor([10.0, 20.0])
     result = combine(
-        plan, TensorMatrix(rows), updates(1, 1, 2), model, initial_server_state(plan, 2), round=1, seed=0
+        plan,
+        Rows(TensorMatrix(rows), updates(1, 1, 2)),
+        model,
+        initial_server_state(plan, 2),
+        round=1,
+        seed=0,
     )
     assert result.vector.tolist() == [10 + 9 / 4, 20 + 9 / 4]
     assert model.tolist() == [10.0, 20.0]
-    assert result.weights == {"silo-0": 0.25, "silo-1": 0.25, "silo-2": 0.5}
+    assert result.account.weights == {"silo-0": 0.25, "silo-1": 0.25, "silo-2": 0.5}
 
 
 def test_a_broken_update_is_left_out_and_named() -> None:
@@ -53,7 +61,7 @@ def test_a_broken_update_is_left_out_and_named() -> None:
     rows = torch.tensor([[1.0], [float("nan")]])
     result = run(plan, rows, torch.zeros(1), initial_server_state(plan, 1), 1)
     assert result.vector.tolist() == [1.0]
-    assert list(result.excluded) == ["silo-1"]
+    assert list(result.account.excluded) == ["silo-1"]
 
 
 def test_a_model_that_overflows_is_refused() -> None:
@@ -146,8 +154,7 @@ def test_central_noise_has_the_stated_spread_and_a_fixed_denominator() -> None:
     rows = torch.zeros(2, 40_000)
     result = combine(
         plan,
-        TensorMatrix(rows),
-        updates(1, 10**6),
+        Rows(TensorMatrix(rows), updates(1, 10**6)),
         torch.zeros(40_000),
         initial_server_state(plan, 40_000),
         round=1,
@@ -155,8 +162,8 @@ def test_central_noise_has_the_stated_spread_and_a_fixed_denominator() -> None:
         noise=SecureNoise(),
     )
     assert result.vector.std().item() == pytest.approx(1.5 * 2.0 / 100, rel=0.03)
-    assert result.charge["standard_deviation"] == pytest.approx(0.03)
-    assert result.charge["guarantee"] is True
+    assert result.account.charge["standard_deviation"] == pytest.approx(0.03)
+    assert result.account.charge["guarantee"] is True
 
 
 def test_one_silo_moves_the_private_sum_by_no_more_than_the_clip_norm() -> None:
@@ -168,7 +175,13 @@ def test_one_silo_moves_the_private_sum_by_no_more_than_the_clip_norm() -> None:
         counts = updates(10, 10, 10, 10, 10, examples)
         state = initial_server_state(plan, 64)
         return combine(
-            plan, TensorMatrix(rows), counts, torch.zeros(64), state, round=1, seed=0, noise=SeededNoise(9)
+            plan,
+            Rows(TensorMatrix(rows), counts),
+            torch.zeros(64),
+            state,
+            round=1,
+            seed=0,
+            noise=SeededNoise(9),
         ).vector
 
     absent = outcome(torch.zeros(64), 1)
@@ -181,8 +194,7 @@ def test_an_empty_poisson_cohort_is_pure_noise() -> None:
     state = initial_server_state(plan, 30_000)
     result = combine(
         plan,
-        TensorMatrix(torch.empty(0, 30_000)),
-        [],
+        Rows(TensorMatrix(torch.empty(0, 30_000)), []),
         torch.zeros(30_000),
         state,
         round=1,
@@ -202,8 +214,7 @@ def test_adaptive_clipping_passes_from_round_to_round_and_is_charged() -> None:
         rows = torch.full((100, 4), 1e-3)
         state = combine(
             plan,
-            TensorMatrix(rows),
-            updates(*[1] * 100),
+            Rows(TensorMatrix(rows), updates(*[1] * 100)),
             torch.zeros(4),
             state,
             round=number,
@@ -251,17 +262,26 @@ def test_a_mean_of_unseen_updates_takes_the_optimizers_step() -> None:
     text = '[aggregation.server_optimizer]\nname = "fedavgm"\nlearning_rate = 0.5\nmomentum = 0.9'
     plan = make_plan(job(text), population=3)
     mean, model = torch.tensor([1.0, -2.0]), torch.tensor([10.0, 20.0])
-    first = combine_mean(plan, mean, model, initial_server_state(plan, 2), round=1, charge={"silos": 3})
+    first = combine(
+        plan, Mean(mean.clone(), account={"silos": 3}), model, initial_server_state(plan, 2), round=1, seed=0
+    )
     assert first.vector.tolist() == [10.5, 19.0]
-    assert first.charge == {"silos": 3}
-    assert not first.weights
+    assert first.account.charge == {"silos": 3}
+    assert not first.account.weights
     seen = combine(
-        plan, TensorMatrix(mean[None]), updates(1), model, initial_server_state(plan, 2), round=1, seed=0
+        plan,
+        Rows(TensorMatrix(mean[None]), updates(1)),
+        model,
+        initial_server_state(plan, 2),
+        round=1,
+        seed=0,
     )
     assert torch.equal(seen.vector, first.vector)
     big = torch.full((2,), 3e38)
     with pytest.raises(AggregationError, match="new model is not finite"):
-        combine_mean(plan, big, big, first.state, round=2, charge={})
+        combine(plan, Mean(big), big, first.state, round=2, seed=0)
+    with pytest.raises(AggregationError, match="mean of the round's updates is not finite"):
+        combine(plan, Mean(mean / 0), model, first.state, round=2, seed=0)
 
 
 SECURE = "[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\n"

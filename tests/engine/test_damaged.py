@@ -33,7 +33,9 @@ def test_it_is_sent_again_and_counts_once() -> None:
     damage(driver, "b")
     assert driver.instructions[3:] == [m.Instruct("b", train, "model-0", 60.0)]
     assert (driver.engine.wants("a", train), driver.engine.wants("b", train)) == ("duplicate", "wanted")
-    assert driver.engine.lost("b", train) == m.Update("b", "b-1-1", 10, 1.0, {"accuracy": (5.0, 10)})
+    assert driver.engine.lost("b", train) == m.Update(
+        "b", m.BlobReference("b-1-1"), 10, 1.0, {"accuracy": (5.0, 10)}
+    )
     assert driver.engine.lost("a", train) is None
     driver.restart()
     driver.update("b", examples=99)

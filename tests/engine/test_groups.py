@@ -12,7 +12,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError
 from roundtable.engine import (
     GroupMeans,
-    combine_groups,
+    combine,
     initial_server_state,
     make_plan,
 )
@@ -72,7 +72,7 @@ def outcome(config: JobConfig, means: GroupMeans):
     plan = make_plan(config, population=12)
     model = torch.ones(means.matrix.columns)
     state = initial_server_state(plan, means.matrix.columns)
-    return combine_groups(plan, means, model, state, round=1, seed=3, diagnose=False)
+    return combine(plan, means, model, state, round=1, seed=3, diagnose=False)
 
 
 def rows(groups: int, columns: int = 50) -> np.ndarray:
@@ -85,18 +85,18 @@ def test_the_trimmed_mean_is_over_groups_each_counted_once() -> None:
     result = outcome(job(), means_of(given, [10, 1, 10**6, 30, 4]))
     expected = 1 + np.sort(given.astype(np.float64), axis=0)[1:-1].mean(axis=0)
     np.testing.assert_allclose(result.vector.numpy(), expected, rtol=1e-5)
-    assert result.excluded == {"silo-x": "its group was lost"}
-    groups = result.charge["groups"]
+    assert result.account.excluded == {"silo-x": "its group was lost"}
+    groups = result.account.charge["groups"]
     assert [group["weight"] for group in groups] == [10, 1, 10**6, 30, 4]
     assert groups[2]["members"] == ["silo-2a", "silo-2b", "silo-2c"]
-    assert result.charge | {"silos": 15, "cohort": 16, "clipped": 5} == result.charge
+    assert result.account.charge | {"silos": 15, "cohort": 16, "clipped": 5} == result.account.charge
 
 
 def test_a_rule_that_chooses_rows_names_the_groups_that_it_left_out() -> None:
     given = rows(5)
     given[3] = -50.0
     result = outcome(job(rule="multi_krum", cohort="size = 15"), means_of(given, [1] * 5))
-    shares = [group["share"] for group in result.charge["groups"]]
+    shares = [group["share"] for group in result.account.charge["groups"]]
     assert shares[3] == 0.0
     assert sum(shares) == pytest.approx(1.0)
     kept = given[[share > 0 for share in shares]].astype(np.float64)
@@ -108,7 +108,7 @@ def test_a_spoiled_group_is_one_of_the_hostile() -> None:
     result = outcome(job(), means_of(given, [1] * 5, spoiled=1))
     rest = np.delete(given, 1, axis=0).astype(np.float64)
     np.testing.assert_allclose(result.vector.numpy(), 1 + rest.mean(axis=0), rtol=1e-5)
-    assert result.excluded["silo-1b"] == "the sum of its group: too heavy"
+    assert result.account.excluded["silo-1b"] == "the sum of its group: too heavy"
     means = means_of(given, [1] * 5, spoiled=1)
     means.matrix.block(0, 50)[4] = torch.nan
     with pytest.raises(AggregationError, match="more than the f = 1"):

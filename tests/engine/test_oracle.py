@@ -74,7 +74,7 @@ class RoundMachine(RuleBasedStateMachine):
             # What was accepted once is never replaced by anything else.
             first = self.damaged.pop((step, name), digest)
             self.accepted.setdefault(step, {}).setdefault(name, first)
-        self.driver.send(m.UpdateArrived(step, m.Update(name, digest, 5, 0.5)))
+        self.driver.send(m.UpdateArrived(step, m.Update(name, m.BlobReference(digest), 5, 0.5)))
 
     @rule(name=names)
     def fail(self, name: str) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from roundtable.aggregation import TensorMatrix
 from roundtable.core import open_model, parse_job, save_model
-from roundtable.engine import Combined, ServerState, combine, initial_server_state, make_plan
-from roundtable.engine.messages import Update
+from roundtable.engine import Combined, Rows, ServerState, combine, initial_server_state, make_plan
+from roundtable.engine.messages import RowReference, Update
 
 PLAN = make_plan(parse_job('task = "t"\n[aggregation]\nrule = "foolsgold"'), population=4)
 FIRST = {"a": [1.0, 0.0, 2.0], "b": [0.0, 3.0, 0.1], "c": [1.0, 1.0, -1.0]}
@@ -17,9 +17,9 @@ SECOND = {"b": [0.5, 1.0, 0.0], "c": [0.0, -2.0, 1.0], "d": [4.0, 0.0, 1.0]}
 
 
 def run(state: ServerState, sent: dict[str, list[float]], number: int) -> Combined:
-    updates = [Update(name, name, 1) for name in sent]
+    updates = [Update(name, RowReference(row), 1) for row, name in enumerate(sent)]
     matrix = TensorMatrix(torch.tensor(list(sent.values())))
-    return combine(PLAN, matrix, updates, torch.zeros(3), state, round=number, seed=1)
+    return combine(PLAN, Rows(matrix, updates), torch.zeros(3), state, round=number, seed=1)
 
 
 def test_updates_are_added_up_by_client() -> None:
@@ -40,7 +40,7 @@ def test_the_past_survives_a_restart_to_the_bit(tmp_path: Path) -> None:
 def test_an_update_that_is_left_out_leaves_the_past_alone() -> None:
     state = run(initial_server_state(PLAN, 3), FIRST, 1).state
     result = run(state, {**SECOND, "c": [float("nan"), 0.0, 0.0]}, 2)
-    assert list(result.excluded) == ["c"]
+    assert list(result.account.excluded) == ["c"]
     assert result.state.past["c"].tolist() == FIRST["c"]
 
 
@@ -48,7 +48,7 @@ def test_a_past_beyond_float32_spoils_only_itself() -> None:
     huge = {**FIRST, "c": [3e38, 0.0, 0.0]}
     state = run(initial_server_state(PLAN, 3), huge, 1).state
     result = run(state, huge, 2)
-    assert not result.excluded
+    assert not result.account.excluded
     assert result.state.past["c"].tolist() == torch.tensor(huge["c"]).tolist()
     assert result.state.past["a"].tolist() == [2.0, 0.0, 4.0]
 

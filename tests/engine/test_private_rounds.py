@@ -11,7 +11,7 @@ from engine_driver import Driver, job
 from roundtable.aggregation import TensorMatrix
 from roundtable.core.errors import AggregationError, PrivacyError
 from roundtable.core.models import open_model, save_model
-from roundtable.engine import Plan, ServerState, combine, initial_server_state, make_plan
+from roundtable.engine import Plan, Rows, ServerState, combine, initial_server_state, make_plan
 from roundtable.engine import messages as m
 from roundtable.privacy import SeededNoise, compose
 
@@ -42,8 +42,7 @@ def noise_of(plan: Plan, state: ServerState, round: int) -> tuple[torch.Tensor, 
     """What a round without updates adds to the model, and the state after it."""
     result = combine(
         plan,
-        TensorMatrix(torch.empty(0, 50)),
-        [],
+        Rows(TensorMatrix(torch.empty(0, 50)), []),
         torch.zeros(50),
         state,
         round=round,

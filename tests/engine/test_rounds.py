@@ -30,7 +30,7 @@ def test_a_whole_job_in_order() -> None:
     for client in "cab":
         driver.update(client)
     assert driver.aggregates[0].updates == tuple(
-        m.Update(c, f"{c}-1-1", 10, 1.0, {"accuracy": (5.0, 10)}) for c in "abc"
+        m.Update(c, m.BlobReference(f"{c}-1-1"), 10, 1.0, {"accuracy": (5.0, 10)}) for c in "abc"
     ), "updates are combined in the order of names, not of arrival"
     assert driver.instructions[3].model == "model-1"
     for client in "abc":
@@ -393,7 +393,7 @@ def test_training_metrics_that_only_the_aggregate_tells_are_recorded() -> None:
     driver.send(m.Start())
     assert driver.instructions[0].cohort == ("a", "b")
     step = m.Step(1, 1, "train")
-    driver.send(*(m.UpdateArrived(step, m.Update(name, f"d-{name}", 0)) for name in "ab"))
+    driver.send(*(m.UpdateArrived(step, m.Update(name, m.BlobReference(f"d-{name}"), 0)) for name in "ab"))
     driver.restart()
     done = m.Aggregated(m.Step(1, 1, "aggregate"), "model-1", training={"loss": (6.0, 4)})
     driver.send(done)

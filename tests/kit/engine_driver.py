@@ -77,7 +77,9 @@ class Driver:
         step = step or self.step()
         digest = f"{client}-{step.round}-{step.attempt}"
         self.send(
-            m.UpdateArrived(step, m.Update(client, digest, examples, loss, {"accuracy": (5.0, examples)}))
+            m.UpdateArrived(
+                step, m.Update(client, m.BlobReference(digest), examples, loss, {"accuracy": (5.0, examples)})
+            )
         )
 
     def fail(self, client: str, kind: str = "task_error", detail: str = "it broke") -> None:

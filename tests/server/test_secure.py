@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from service import Operator
 from roundtable.client.policy.config import PolicyTable
 from roundtable.core.models import open_model
 from roundtable.proto import agent_pb2, common_pb2, operator_pb2
+from roundtable.server.storage.location import Unreachable
 
 COLUMNS = 1500
 
@@ -84,15 +86,41 @@ async def last_record(operator: Operator, job: str) -> dict[str, Any]:
     return dict(json.loads(detail.history[-1]))
 
 
-async def check_mean(federation: Federation, operator: Operator, job: str, silos: tuple[int, ...]) -> None:
-    """The job's model is the mean of these silos' updates, weighted by their examples."""
+async def check_mean(
+    federation: Federation, operator: Operator, job: str, silos: tuple[int, ...], initial: float = 0.0
+) -> None:
+    """The job's model is the initial one and the mean of these silos' updates, weighted by their examples."""
     data = await operator.fetch((await operator.job(job)).job.model.digest)
     path = federation.folder / "checked.safetensors"
     path.write_bytes(data)
     weights = torch.tensor([10.0 + 20 * place for place in silos])
     rows = torch.stack([unit(place, 1, COLUMNS) for place in silos])
-    expected = (weights / weights.sum()) @ rows
+    expected = initial + (weights / weights.sum()) @ rows
     assert (open_model(path).vector - expected).abs().max() < 1e-5
+
+
+async def test_a_store_that_is_away_when_the_model_is_made_changes_nothing_of_it(
+    federation: Federation,
+) -> None:
+    """The sum is unmasked once, and may be combined several times: each time from the same mean."""
+    async with (
+        federation.coordinator() as coordinator,
+        federation.agents(federation.trainers(COLUMNS)),
+        federation.operator() as operator,
+    ):
+        artifacts = coordinator.jobs._services.artifacts
+        create, failures = artifacts.create, [Unreachable("the bucket is away")]
+
+        def away_once(blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
+            if failures:
+                raise failures.pop()
+            return create(blocks)
+
+        artifacts.create = away_once
+        job = await operator.submit(SECURE + "[cohort]\nsize = 3", rounds=1, vector=torch.ones(COLUMNS))
+        await operator.watch_until(job.id, "finished")
+        await check_mean(federation, operator, job.id, (0, 1, 2), initial=1.0)
+        assert not failures
 
 
 async def test_a_silo_that_comes_back_after_its_upload_helps_to_unmask(federation: Federation) -> None:

@@ -110,7 +110,7 @@ def test_an_attempt_can_be_taken_up_in_every_phase(tmp_path: Path, lost: str) ->
             break
     survivors = [place for place, name in enumerate(NAMES) if name != lost]
     mean = attempt.decode()
-    assert (mean.silos, mean.account["weight"]) == (len(survivors), 10 * len(survivors))
+    assert (mean.account["silos"], mean.account["weight"]) == (len(survivors), 10 * len(survivors))
     assert mean.vector.numpy() == pytest.approx(0.02 * np.mean(survivors), abs=1e-4)
 
 
@@ -152,7 +152,7 @@ def test_half_a_line_at_the_end_is_as_if_it_had_not_been_written(tmp_path: Path)
     assert attempt.phase is ServerPhase.ADVERTISE
     while go_on(attempt, silos):
         pass
-    assert attempt.decode().silos == 4
+    assert attempt.decode().account["silos"] == 4
 
 
 def test_folding_again_after_a_crash_counts_nobody_twice(tmp_path: Path) -> None:
@@ -234,4 +234,4 @@ def test_what_is_said_again_in_a_later_phase_changes_nothing(tmp_path: Path) -> 
     assert not attempt.began_anew("alder", b"noise")
     while go_on(attempt, silos):
         pass
-    assert attempt.decode().silos == 4
+    assert attempt.decode().account["silos"] == 4

@@ -16,7 +16,7 @@ from roundtable.core.observability.logs import LogFormat, write_logs
 
 if TYPE_CHECKING:
     from roundtable.server.config import ServerConfig
-    from roundtable.server.jobs.combining import Trusted
+    from roundtable.server.jobs.combiner import Trusted
 
 
 class _Server(click.Command):

@@ -15,7 +15,7 @@ from blake3 import blake3
 from roundtable.aggregation import FileMatrix
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, ProtocolError, StorageError
-from roundtable.engine import GroupMeans
+from roundtable.engine import GroupMeans, Mean
 from roundtable.engine import messages as m
 from roundtable.engine.validation.secure_feasibility import least_of_groups
 from roundtable.privacy import SecureMean, SecureRound
@@ -149,7 +149,7 @@ class SecureAttempt:
         self.journal.add("advance", b"")
         return out
 
-    def decode(self, delivered: Collection[str] = ()) -> SecureMean | GroupMeans:
+    def decode(self, delivered: Collection[str] = ()) -> Mean | GroupMeans:
         """The mean, or the means of groups, once the phase is DONE.
 
         `delivered` are the silos whose updates were taken: those of lost groups are named. Blocks.
@@ -159,7 +159,7 @@ class SecureAttempt:
             means = self._decode_groups(self.server, delivered)
             return replace(means, account={**means.account, "protocol": protocol})
         mean = self.round.decode(self.server.total, len(self.server.survivors), len(self.identities))
-        return replace(mean, account={**mean.account, "protocol": protocol})
+        return Mean.of_secure_sum(replace(mean, account={**mean.account, "protocol": protocol}))
 
     def close(self, *, forget: bool) -> None:
         """Nothing more is written down; with `forget` nothing of the attempt is left."""

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError, RoundtableError, SiteFailure
-from roundtable.engine import GroupMeans
+from roundtable.engine import GroupMeans, Mean
 from roundtable.engine import messages as m
-from roundtable.privacy import SecureMean
 from roundtable.privacy.secagg import ServerPhase
 from roundtable.proto import agent_pb2
 from roundtable.server.jobs import wire
@@ -149,7 +148,7 @@ class SecureRounds:
         """Silos may be asked: that no other attempt at the round will be unmasked is durable."""
         self._permitted = (step.round, step.attempt) == self._key
 
-    async def total(self, action: m.Aggregate, pay: Pay) -> SecureMean | GroupMeans:
+    async def total(self, action: m.Aggregate, pay: Pay) -> Mean | GroupMeans:
         """The mean of exactly the updates that the engine names, or the means of their groups.
 
         `pay` makes it durable that the attempt is paid for and the round used up, and has `permit` called,
@@ -180,7 +179,7 @@ class SecureRounds:
                 self._expect(attempt)
                 await self._advance(attempt)
             delivered = {update.client for update in action.updates}
-            mean: SecureMean | GroupMeans = await self._blocking(attempt.decode, delivered)
+            mean: Mean | GroupMeans = await self._blocking(attempt.decode, delivered)
         except (ProtocolError, PrivacyError) as error:
             raise AggregationError(f"secure aggregation: {error}{_reasons(attempt)}") from error
         return mean

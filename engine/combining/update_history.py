@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from roundtable.aggregation import UpdateMatrix
+from roundtable.engine.combining.received import Rows
 from roundtable.engine.messages import Update
 
 
-def sums_with(past: Mapping[str, Tensor], matrix: UpdateMatrix, updates: Sequence[Update]) -> Tensor:
-    """The sum of each client's updates, this round's included: float32 [n, d], row i for `updates[i]`.
+def sums_with(past: Mapping[str, Tensor], rows: Rows) -> Tensor:
+    """The sum of each client's updates, this round's included: float32 [n, d], in the order of the rows.
 
     A client whose sum has grown beyond float32 begins anew with this round's update: it can spoil its own
     past, not the round.
     """
-    sums = torch.empty(matrix.rows, matrix.columns)
-    for start, stop, values in matrix.blocks():
+    sums = torch.empty(rows.matrix.rows, rows.matrix.columns)
+    for start, stop, values in rows.matrix.blocks():
         sums[:, start:stop] = values
-    for row, update in zip(sums, updates, strict=True):
+    for row, update in zip(sums, rows.updates, strict=True):
         if update.client not in past:
             continue
         total = row + past[update.client]

@@ -13,18 +13,9 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import StorageError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_blocks, open_model
-from roundtable.engine import (
-    Combined,
-    GroupMeans,
-    Plan,
-    ServerState,
-    combine,
-    combine_groups,
-    combine_mean,
-    initial_server_state,
-)
+from roundtable.engine import Plan, Received, Rows, ServerState, combine, initial_server_state
 from roundtable.engine import messages as m
-from roundtable.privacy import SecureMean, SecureNoise
+from roundtable.privacy import SecureNoise
 from roundtable.server.jobs.privacy_budget import Guarantee
 from roundtable.server.jobs.sliced_optimizer import SlicedOptimizer, give_back_free_memory
 from roundtable.server.storage.artifact_store import DamagedArtifact, LocalArtifacts
@@ -72,69 +63,42 @@ class Combiner:
         self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
 
     def __call__(
-        self,
-        action: m.Aggregate,
-        now: float,
-        privacy: Guarantee | None = None,
-        mean: SecureMean | GroupMeans | None = None,
+        self, action: m.Aggregate, received: Received, now: float, privacy: Guarantee | None = None
     ) -> Outcome:
-        """`privacy` is the guarantee that the new model carries; with `mean`, no single update is known.
+        """`privacy` is the guarantee that the new model carries. `received` is used up, whatever happens.
 
-        Raises AggregationError or InvalidUpdate where there is no sound answer, DamagedUpdates where updates
-        have to be sent again first.
+        Raises AggregationError or InvalidUpdate where there is no sound answer.
         """
         # The transfers before have left buffers behind, and this is where the most memory is needed.
         give_back_free_memory()
         old = open_model(self._artifacts.path(action.model))
-        state = self._state(action.optimizer, old.layout.size)
-        if isinstance(mean, GroupMeans):
-            combined = combine_groups(
-                self._plan,
-                mean,
-                old.vector,
-                state,
-                round=action.step.round,
-                seed=self._job.seed,
-                diagnose=self._job.aggregation.diagnosis,
-            )
-        elif mean is not None:
-            combined = combine_mean(
-                self._plan, mean.vector, old.vector, state, round=action.step.round, charge=mean.account
-            )
-        else:
-            combined = self._combine(action, old, state)
+        combined = combine(
+            self._plan,
+            received,
+            old.vector,
+            self._state(action.optimizer, old.layout.size),
+            round=action.step.round,
+            seed=self._job.seed,
+            noise=SecureNoise(),
+            diagnose=self._job.aggregation.diagnosis,
+            root_update=self._root_update(action, old),
+        )
         metadata = {"job": self._job.title, "round": str(action.step.round)}
         if privacy:
             metadata["privacy"] = privacy.statement
         model = self._store(Model(old.layout, combined.vector, old.local, metadata), "model", now)
         artifacts = [model]
-        if _worth_keeping(combined.state):
+        if combined.state.worth_keeping:
             artifacts.append(self._store(combined.state.to_model(), "optimizer", now))
-        event = m.Aggregated(
-            action.step,
-            model.digest,
-            artifacts[1].digest if len(artifacts) > 1 else "",
-            combined.excluded,
-            combined.weights,
-            combined.diagnosis,
-            {**combined.charge, **(privacy.figures if privacy else {})},
-            mean.training if mean is not None else {},
-        )
+        optimizer = artifacts[1].digest if len(artifacts) > 1 else ""
+        event = combined.event(action.step, model.digest, optimizer, privacy.figures if privacy else {})
         return Outcome(event, tuple(artifacts))
 
-    def _combine(self, action: m.Aggregate, old: Model, state: ServerState) -> Combined:
-        return combine(
-            self._plan,
-            FileMatrix(self._paths(action), old.layout.size, self._job.transfer.encoding),
-            action.updates,
-            old.vector,
-            state,
-            round=action.step.round,
-            seed=self._job.seed,
-            noise=SecureNoise() if self._plan.central else None,
-            diagnose=self._job.aggregation.diagnosis,
-            root_update=self._root_update(action, old),
-        )
+    def rows(self, action: m.Aggregate) -> Rows:
+        """The named updates as mapped files. DamagedUpdates where some must be sent again first."""
+        columns = open_model(self._artifacts.path(action.model)).layout.size
+        matrix = FileMatrix(self._paths(action), columns, self._job.transfer.encoding)
+        return Rows(matrix, action.updates)
 
     def _paths(self, action: m.Aggregate) -> list[Path]:
         paths, damaged = [], {}
@@ -160,10 +124,3 @@ class Combiner:
     def _store(self, model: Model, kind: str, now: float) -> ArtifactRow:
         digest, size = self._artifacts.create(model_blocks(model))
         return ArtifactRow(digest, size, kind, now)
-
-
-def _worth_keeping(state: ServerState) -> bool:
-    """The count of steps alone matters to no optimizer."""
-    return bool(state.optimizer.vectors or state.past) or any(
-        kept is not None for kept in (state.previous, state.clip_norm, state.drawn)
-    )

@@ -1,0 +1,268 @@
+"""What `Aggregate` means: what a round has received and the old model give the new model.
+
+validate → pre-aggregate → aggregate → central noise → server optimizer. Pure: the drivers bring what was
+received (in memory or as mapped files) and store what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundtable.aggregation import Aggregate, ClientRow, Context, TensorMatrix, aggregate
+from roundtable.aggregation.rows.reductions import is_finite
+from roundtable.core.errors import AggregationError
+from roundtable.core.seeds import derive_seed
+from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
+from roundtable.engine.combining.server_state import ServerState
+from roundtable.engine.combining.staleness import discounted
+from roundtable.engine.combining.update_history import remembered, sums_with
+from roundtable.engine.messages import Aggregated, Step
+from roundtable.engine.validation.round_plan import Plan, PrivacyPlan
+from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource, SecureNoise, local_gaussian_charge
+
+
+@dataclass(frozen=True)
+class RoundAccount:
+    """What a round's record says of how its model was made.
+
+    `excluded` maps a client to the reason why its update was left out; `charge` is the cost in privacy;
+    `training` are metrics as (sum, count) that no single update tells.
+    """
+
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    diagnosis: Mapping[str, Any] = field(default_factory=dict)
+    charge: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The new model's vector [d], the state for the next round, and the account of what was done."""
+
+    vector: Tensor
+    state: ServerState
+    account: RoundAccount
+
+    def event(self, step: Step, model: str, optimizer: str, guarantee: Mapping[str, float]) -> Aggregated:
+        """The engine's event, once model and state are stored under these names.
+
+        `guarantee` are the figures of the new model's guarantee (ε, δ); they go into the round's charge.
+        """
+        account = self.account
+        return Aggregated(
+            step,
+            model,
+            optimizer,
+            excluded=account.excluded,
+            weights=account.weights,
+            diagnosis=account.diagnosis,
+            charge={**account.charge, **guarantee},
+            training=account.training,
+        )
+
+
+@dataclass(frozen=True)
+class _Delta:
+    """What the server optimizer is given [d]; `state` is the next round's without the optimizer's own."""
+
+    vector: Tensor
+    state: ServerState
+    account: RoundAccount
+
+
+def combine(
+    plan: Plan,
+    received: Received,
+    model: Tensor,
+    state: ServerState,
+    *,
+    round: int,
+    seed: int,
+    noise: NoiseSource | None = None,
+    diagnose: bool = False,
+    root_update: Tensor | None = None,
+) -> Combined:
+    """The outcome of round `round` (from 1).
+
+    `model` is the global vector, float32 [d]; it is left alone. `noise` is the source of central noise, the
+    operating system's unless given; `root_update` [d] is for rules that compare with training on trusted
+    data. Raises AggregationError where what was received gives no sound answer.
+    """
+    noise = noise or SecureNoise()
+    match received:
+        case Rows() if plan.central is not None:
+            delta = _with_noise(plan, plan.central, received, state, round, noise)
+        case Rows():
+            delta = _of_rows(plan, received, state, round, seed, noise, diagnose, root_update)
+        case Mean():
+            delta = _of_mean(received)
+        case GroupMeans():
+            delta = _of_groups(plan, received, state, round, seed, diagnose)
+    optimizer, vector = plan.optimizer.apply(state.optimizer, model, delta.vector, round - 1)
+    if not is_finite(vector):
+        raise AggregationError(
+            "the new model is not finite although the aggregate is: lower the server's learning rate"
+        )
+    return Combined(vector, replace(delta.state, optimizer=optimizer), delta.account)
+
+
+def try_rule(
+    plan: Plan,
+    rows: Rows,
+    state: ServerState,
+    *,
+    round: int,
+    seed: int,
+    root_update: Tensor | None = None,
+) -> Tensor:
+    """The aggregate [d] that `combine` would give to the server optimizer, for those who only ask: attackers
+    in a simulation who try a rule before they send. Plans with central noise have no rule."""
+    rows = discounted(rows, round, plan.staleness_exponent)
+    return _aggregated(plan, rows, state, _sums(plan, rows, state), round, seed, False, root_update).vector
+
+
+def _of_rows(
+    plan: Plan,
+    rows: Rows,
+    state: ServerState,
+    round: int,
+    seed: int,
+    noise: NoiseSource,
+    diagnose: bool,
+    root_update: Tensor | None,
+) -> _Delta:
+    """The job's rule over single updates."""
+    rows = discounted(rows, round, plan.staleness_exponent)
+    sums = _sums(plan, rows, state)
+    result = _aggregated(plan, rows, state, sums, round, seed, diagnose, root_update)
+    past = remembered(state.past, sums, rows.updates, result.diagnosis.clients) if sums is not None else {}
+    account = RoundAccount(
+        excluded={exclusion.client: exclusion.message for exclusion in result.excluded},
+        weights=result.weights,
+        diagnosis=result.diagnosis.to_dict(),
+        charge=_noise_of_silos(plan, noise),
+    )
+    return _Delta(result.vector, ServerState(previous=_previous(plan, result), past=past), account)
+
+
+def _of_mean(mean: Mean) -> _Delta:
+    """A mean that was made elsewhere: nobody is excluded from it here."""
+    if not is_finite(mean.vector):
+        raise AggregationError("the mean of the round's updates is not finite")
+    account = RoundAccount(weights=mean.weights, charge=mean.account, training=mean.training)
+    return _Delta(mean.vector, ServerState(), account)
+
+
+def _of_groups(
+    plan: Plan, means: GroupMeans, state: ServerState, round: int, seed: int, diagnose: bool
+) -> _Delta:
+    """The job's rule over the means of groups.
+
+    The record names the groups; excluded are the silos whose group was lost or spoiled, with the reason.
+    A spoiled group counts as one of the rule's f.
+    """
+    labels = [f"group-{number:04d}" for number in range(1, len(means.groups) + 1)]
+    rows = [ClientRow(label, max(1, g.weight), None) for label, g in zip(labels, means.groups, strict=True)]
+    by_weight = replace(plan.aggregation, weighting="examples")
+    chance = derive_seed(seed, round, "aggregation")
+    context = Context(previous=state.previous)
+    result = aggregate(means.matrix, rows, by_weight, chance, context=context, diagnose=diagnose)
+    broken = {exclusion.client: exclusion.message for exclusion in result.excluded}
+    excluded, groups = dict(means.lost), []
+    for label, group in zip(labels, means.groups, strict=True):
+        if label in broken:
+            reason = f"the sum of its group: {group.spoiled or broken[label]}"
+            excluded |= dict.fromkeys(group.members, reason)
+        entry = {"members": list(group.members), "silos": group.silos, "weight": group.weight}
+        groups.append(entry | ({"share": result.weights[label]} if label in result.weights else {}))
+    account = RoundAccount(
+        excluded=excluded,
+        diagnosis=result.diagnosis.to_dict(),
+        charge={**means.account, "groups": groups},
+        training=means.training,
+    )
+    return _Delta(result.vector, ServerState(previous=_previous(plan, result)), account)
+
+
+def _sums(plan: Plan, rows: Rows, state: ServerState) -> Tensor | None:
+    """Each client's updates of all rounds added up [n, d], for rules that look at them."""
+    return sums_with(state.past, rows) if plan.aggregation.takes("history") else None
+
+
+def _previous(plan: Plan, result: Aggregate) -> Tensor | None:
+    """The aggregate, for rules that start from it in the next round."""
+    return result.vector if plan.aggregation.takes("previous") else None
+
+
+def _aggregated(
+    plan: Plan,
+    rows: Rows,
+    state: ServerState,
+    sums: Tensor | None,
+    round: int,
+    seed: int,
+    diagnose: bool,
+    root_update: Tensor | None,
+) -> Aggregate:
+    clients = [ClientRow(update.client, update.examples, update.loss) for update in rows.updates]
+    context = Context(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
+    chance = derive_seed(seed, round, "aggregation")
+    return aggregate(rows.matrix, clients, plan.aggregation, chance, context=context, diagnose=diagnose)
+
+
+def _with_noise(
+    plan: Plan, central: PrivacyPlan, rows: Rows, state: ServerState, round: int, noise: NoiseSource
+) -> _Delta:
+    """The sum of clipped updates with noise, over the cohort that was expected."""
+    mechanism = central.at(state.clip_norm)
+    correlated = _correlated(central.ftrl, state, round, rows.matrix.columns) if central.ftrl else None
+    draw = correlated.draw(noise) if correlated else None
+    result = mechanism.prepare(rows.matrix, noise, correlated=draw)
+    charge = {
+        "level": plan.privacy.level,
+        "charge": central.charge_of(round).to_json(),
+        "clip_norm": mechanism.bound,
+        "noise_multiplier": central.noise_multiplier,
+        "standard_deviation": result.standard_deviation,
+        "guarantee": result.guarantee,
+    }
+    names = [rows.updates[row].client for row in result.rejected]
+    excluded = dict.fromkeys(names, "the update holds values that are not finite")
+    after = ServerState(clip_norm=result.next_clip.clip_norm if result.next_clip else None)
+    if correlated is not None and draw is not None:
+        following = correlated.after(draw)
+        after = replace(after, drawn=following.history, draws=following.done)
+    return _Delta(result.vector, after, RoundAccount(excluded=excluded, charge=charge))
+
+
+def _correlated(ftrl: BandedFTRL, state: ServerState, round: int, columns: int) -> CorrelatedNoise:
+    """The noise that this round's depends on: a copy, since an attempt that fails must leave it alone."""
+    if state.drawn is None or state.draws != round - 1:
+        raise AggregationError(
+            f"the correlated noise of {state.draws} rounds is stored, and round {round} needs that of "
+            f"{round - 1}: without it the whole run has no guarantee. Start a new job"
+        )
+    history = state.drawn.clone() if state.drawn.numel() else torch.empty(0, columns)
+    return CorrelatedNoise(ftrl, history, state.draws)
+
+
+def _noise_of_silos(plan: Plan, noise: NoiseSource) -> Mapping[str, Any]:
+    """What the record says where each silo adds its noise itself; its cost is in the silo's own account."""
+    privacy = plan.privacy
+    if privacy.level not in ("client_local", "example"):
+        return {}
+    account: dict[str, Any] = {
+        "level": privacy.level,
+        "clip_norm": privacy.clip_norm,
+        "guarantee": noise.guarantee,
+    }
+    if plan.silo_noise is not None:
+        account["noise_multiplier"] = plan.silo_noise
+        account["silo_charge"] = local_gaussian_charge(plan.silo_noise).to_json()
+    return account

@@ -1,0 +1,106 @@
+"""What a round has received from its clients: every update, their mean, or the means of groups.
+
+The three are all that a driver can bring to `combine`. Which one it brings follows from the job: rows
+where updates are sent in the clear, a mean or the means of groups out of secure aggregation, and a mean
+from backends of a simulation that add updates up where they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from roundtable.aggregation import UpdateMatrix
+from roundtable.engine.messages import Update
+from roundtable.privacy import SecureMean
+
+SUMMED = ("silos", "weight", "examples", "clipped")
+COMMON = ("level", "charge", "noise_multiplier")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every update of the round: row i of `matrix`, [n, d], is the update of `updates[i]`."""
+
+    matrix: UpdateMatrix
+    updates: Sequence[Update]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of a round's updates, float32 [d], of which no single one is known.
+
+    `combine` takes the vector over and may write the new model into it. `weights` are the shares of the
+    clients where these are no secret; `training` are the round's summed training metrics as (sum, count);
+    `account` is what the round's record says of how the mean was made.
+    """
+
+    vector: Tensor
+    weights: Mapping[str, float] = field(default_factory=dict)
+    training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    account: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_secure_sum(cls, mean: SecureMean) -> Mean:
+        """The mean that secure aggregation has unmasked."""
+        return cls(mean.vector, training=mean.training, account=mean.account)
+
+
+@dataclass(frozen=True)
+class GroupMean:
+    """One group of secure aggregation: its members, how many are in its mean, and their total weight.
+
+    `spoiled` says why its sum cannot be one of honest silos; its row is then not finite.
+    """
+
+    members: tuple[str, ...]
+    silos: int
+    weight: int
+    spoiled: str = ""
+
+
+@dataclass(frozen=True)
+class GroupMeans:
+    """The means of a round's groups: row i of `matrix` is the mean of `groups[i]`.
+
+    Each group's sum comes out of secure aggregation. A hostile silo spoils the mean of its own group, so a
+    rule that withstands f hostile rows withstands f hostile silos, wherever they are. `lost` maps the
+    silos of groups without a sum to the reason.
+    """
+
+    matrix: UpdateMatrix
+    groups: tuple[GroupMean, ...]
+    lost: Mapping[str, str]
+    training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    account: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        matrix: UpdateMatrix,
+        decoded: Sequence[tuple[tuple[str, ...], SecureMean | str]],
+        lost: Mapping[str, str],
+    ) -> GroupMeans:
+        """From each group's members with its mean, or with the reason why it has none."""
+        groups = []
+        account: dict[str, Any] = {"cohort": len(lost)}
+        training: dict[str, tuple[float, int]] = {}
+        for members, mean in decoded:
+            account["cohort"] += len(members)
+            if isinstance(mean, str):
+                groups.append(GroupMean(members, 0, 0, mean))
+                continue
+            own = mean.account
+            groups.append(GroupMean(members, mean.silos, own.get("weight", mean.silos)))
+            account |= {name: own[name] for name in COMMON if name in own}
+            account |= {name: account.get(name, 0) + own[name] for name in SUMMED if name in own}
+            for name, (total, count) in mean.training.items():
+                before = training.get(name, (0.0, 0))
+                training[name] = (before[0] + total, before[1] + count)
+        return cls(matrix, tuple(groups), dict(lost), training, account)
+
+
+Received: TypeAlias = Rows | Mean | GroupMeans

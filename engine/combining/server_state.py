@@ -1,0 +1,83 @@
+"""What passes from round to round beside the model, and its form as an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from roundtable.aggregation import OptimizerState
+from roundtable.core.errors import EncodingError
+from roundtable.core.layout import Layout
+from roundtable.core.models import Model
+from roundtable.engine.validation.round_plan import Plan
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """The server optimizer's vectors and counters, and what the job's rule or noise goes on from.
+
+    previous: the last aggregate [d], where the rule starts from it. clip_norm: where it adapts. drawn: of
+    noise that is correlated over rounds the last draws, [bands - 1, d], with `draws` the number of rounds
+    that had theirs. past: the sum of each client's updates so far [d], where the rule compares them.
+    """
+
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    previous: Tensor | None = None
+    clip_norm: float | None = None
+    drawn: Tensor | None = None
+    draws: int = 0
+    past: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to_model(self) -> Model:
+        """As an artifact: vectors become tensors, numbers metadata; `from_model` is exact."""
+        vectors = {f"optimizer.{name}": value for name, value in self.optimizer.vectors.items()}
+        if self.previous is not None:
+            vectors["previous"] = self.previous
+        metadata = {f"optimizer.{name}": str(value) for name, value in self.optimizer.scalars.items()}
+        if self.clip_norm is not None:
+            metadata["clip_norm"] = self.clip_norm.hex()
+        if self.drawn is not None:
+            vectors |= {f"drawn.{slot}": noise for slot, noise in enumerate(self.drawn)}
+            metadata["draws"] = str(self.draws)
+        vectors |= {f"past.{client}": total for client, total in self.past.items()}
+        layout = Layout.of(vectors)
+        return Model(layout, layout.flatten(vectors), metadata=metadata)
+
+    @classmethod
+    def from_model(cls, model: Model) -> ServerState:
+        """The state that `to_model` wrote. Raises EncodingError for another kind of artifact."""
+        tensors = model.state_dict()
+        vectors = {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
+        numbers = {
+            n.removeprefix("optimizer."): v for n, v in model.metadata.items() if n.startswith("optimizer.")
+        }
+        clip_norm = model.metadata.get("clip_norm")
+        try:
+            scalars = {name: int(value) for name, value in numbers.items()}
+            bound = float.fromhex(clip_norm) if clip_norm is not None else None
+            draws = int(model.metadata.get("draws", 0))
+        except ValueError as error:
+            raise EncodingError(f"the server optimizer's state cannot be read: {error}") from error
+        slots = sum(name.startswith("drawn.") for name in tensors)
+        drawn = torch.stack([tensors[f"drawn.{slot}"] for slot in range(slots)]) if slots else None
+        if "draws" in model.metadata and drawn is None:
+            drawn = torch.empty(0, 0)
+        past = {name.removeprefix("past."): t for name, t in tensors.items() if name.startswith("past.")}
+        return cls(OptimizerState(vectors, scalars), tensors.get("previous"), bound, drawn, draws, past)
+
+    @property
+    def worth_keeping(self) -> bool:
+        """Whether a later round needs any of it; the count of steps alone matters to no optimizer."""
+        return bool(self.optimizer.vectors or self.past) or any(
+            kept is not None for kept in (self.previous, self.clip_norm, self.drawn)
+        )
+
+
+def initial_server_state(plan: Plan, columns: int) -> ServerState:
+    """The state before round 1 of a model with `columns` values."""
+    clip_norm = plan.central.mechanism.bound if plan.central and plan.central.mechanism.adaptive else None
+    drawn = plan.central.ftrl.init(columns).history if plan.central and plan.central.ftrl else None
+    return ServerState(plan.optimizer.init(columns), clip_norm=clip_norm, drawn=drawn)
