@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from roundtable.client.agent.connection import Session, explain, hello, open_channel
+from roundtable.client.agent.connection import ControlStream, explain, hello, open_channel
 from roundtable.client.agent.state_lock import locked
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.task_hash import hash_of_task
@@ -116,7 +116,7 @@ async def _clock(config: AgentConfig) -> Check:
     """Says hello under the silo's name, offering nothing, and goodbye: no job can choose it meanwhile."""
     try:
         async with open_channel(config.coordinator, config.credentials) as channel:
-            session = Session(agents_stub(channel))
+            session = ControlStream(agents_stub(channel))
             before = time.time()
             welcome = await session.greet(hello((), {}, (), ()))
             apart = welcome.clock - (before + time.time()) / 2

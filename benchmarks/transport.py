@@ -31,8 +31,8 @@ from typing import Any
 import grpc
 import torch
 
-from roundtable.client import Agent, AgentConfig, Trained, Work
-from roundtable.client.trainer import Progress, write_update
+from roundtable.client import Agent, AgentConfig, StepWork, TrainedUpdate
+from roundtable.client.trainer import ProgressListener, write_update
 from roundtable.client.training.metrics import Metrics
 from roundtable.core import Layout, Model, parse_job, save_model
 from roundtable.core.identity.credentials import create_ca, issue, load_credentials
@@ -55,11 +55,11 @@ class ReadyTrainer:
     async def start(self) -> None:
         return None
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         os.link(self._ready, work.output)
-        return Trained(self._digest, self._size, 1, {"loss": (1.0, 1)})
+        return TrainedUpdate(self._digest, self._size, 1, {"loss": (1.0, 1)})
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         return {"loss": (1.0, 1)}
 
     def release(self, job: str) -> None:

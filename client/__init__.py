@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from roundtable.client.agent.connection import Refused
     from roundtable.client.failures import WorkFailed
     from roundtable.client.policy.config import AgentConfig, load_agent_config
-    from roundtable.client.trainer import Trained, Trainer, Work
+    from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
     from roundtable.client.training.batches import NoExamples
     from roundtable.client.training.evaluation import evaluate
     from roundtable.client.training.local_training import LocalUpdate, split_data, train
@@ -27,9 +27,9 @@ __all__ = [
     "NoExamples",
     "Refused",
     "Round",
-    "Trained",
+    "StepWork",
+    "TrainedUpdate",
     "Trainer",
-    "Work",
     "WorkFailed",
     "evaluate",
     "load_agent_config",
@@ -45,9 +45,9 @@ _HOMES = {
     "NoExamples": "training.batches",
     "Refused": "agent.connection",
     "Round": "worker.script_trainer",
-    "Trained": "trainer",
+    "TrainedUpdate": "trainer",
     "Trainer": "trainer",
-    "Work": "trainer",
+    "StepWork": "trainer",
     "WorkFailed": "failures",
     "evaluate": "training.evaluation",
     "load_agent_config": "policy.config",

@@ -37,7 +37,7 @@ class WorkFailed(RoundtableError):
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class FailureDiagnosis:
     """`detail` may leave the silo: it names no path, and nothing that the task's own code said."""
 
     kind: str
@@ -45,7 +45,7 @@ class Diagnosis:
     trace: str
 
 
-def diagnose(error: Exception) -> Diagnosis:
+def diagnose(error: Exception) -> FailureDiagnosis:
     """Kind, a sentence that may travel, and the traceback for the silo's own log.
 
     Messages of exceptions that are not ours may quote data ("could not convert 'Jane Doe' to
@@ -55,16 +55,16 @@ def diagnose(error: Exception) -> Diagnosis:
     kind = _kind_of(error)
     if isinstance(error, BudgetExceeded):
         # The figures follow from how many examples there are.
-        return Diagnosis(
+        return FailureDiagnosis(
             kind, "the silo's privacy budget holds no further round (its log has the figures)", trace
         )
     if isinstance(error, RoundtableError):
-        return Diagnosis(kind, _FOLDERS.sub("", str(error)), trace)
+        return FailureDiagnosis(kind, _FOLDERS.sub("", str(error)), trace)
     advice = {
         "out_of_memory": "the training process ran out of memory; a smaller batch_size needs less",
         "gpu_error": "the GPU reported an error",
     }.get(kind, "the task's code raised an exception")
-    return Diagnosis(kind, f"{advice}: {_place_of(error)} (the silo's log has the details)", trace)
+    return FailureDiagnosis(kind, f"{advice}: {_place_of(error)} (the silo's log has the details)", trace)
 
 
 def _kind_of(error: Exception) -> str:

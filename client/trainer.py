@@ -19,7 +19,7 @@ Figures = Mapping[str, float]
 """Of a training step, by the names of the wire's StepFigures; what is not known is left out."""
 
 
-class Progress(Protocol):
+class ProgressListener(Protocol):
     """Hears how far the work is."""
 
     def __call__(self, done: int, total: int, loss: float, figures: Figures | None = None, /) -> None:
@@ -27,7 +27,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """One step, with everything that it needs on this machine.
 
     `config` is the job as it came, canonical JSON, and `job` the same, checked; `task` is the silo's own
@@ -48,8 +48,8 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A finished update: `digest` and `size` are those of the bytes in `Work.output`."""
+class TrainedUpdate:
+    """A finished update: `digest` and `size` are those of the bytes in `StepWork.output`."""
 
     digest: str
     size: int
@@ -63,10 +63,10 @@ class Trainer(Protocol):
     async def start(self) -> None:
         """Gets ready; called once, before any work."""
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """Trains and writes the update; WorkFailed where that cannot be done."""
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """Named (sum, count) of the model on the silo's test data; WorkFailed where it cannot."""
 
     def release(self, job: str) -> None:

@@ -1,8 +1,8 @@
 """Named places at which a process can be made to fail, for tests that kill it there.
 
-Nothing happens unless the environment variable ROUNDTABLE_FAULT names a place when the process starts:
+Nothing happens unless the environment variable ROUNDTABLE_FAILPOINT names a place when the process starts:
 
-    ROUNDTABLE_FAULT="round/phase/point[:action]"     for example 2/train/update_described:kill
+    ROUNDTABLE_FAILPOINT="round/phase/point[:action]"     for example 2/train/update_described:kill
 
 `*` stands for any round or phase; a place that serves all rounds alike has neither. The process is the
 one whose environment it is. The action is `kill` (SIGKILL, the default) or `stop` (SIGSTOP: the process
@@ -18,7 +18,7 @@ from typing import Protocol
 
 from roundtable.core.errors import ConfigError
 
-VARIABLE = "ROUNDTABLE_FAULT"
+VARIABLE = "ROUNDTABLE_FAILPOINT"
 
 COORDINATOR_POINTS = {
     "job_stored": "a submitted job is in the database; nobody drives it yet, its submitter has no answer",
@@ -50,7 +50,7 @@ POINTS = {**COORDINATOR_POINTS, **AGENT_POINTS}
 _ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-class Fault:
+class Failpoint:
     """One place, armed; it fails there the first time that it is reached."""
 
     def __init__(self, text: str) -> None:
@@ -79,20 +79,19 @@ class Fault:
 
 
 def _nothing(point: str, round: int = 0, phase: str = "") -> None:
-    """No fault is armed."""
+    """No failpoint is armed."""
 
 
-class Reach(Protocol):
-    """What is called at each place."""
+class Reached(Protocol):
+    """The call at each place: the process is at `point` of (`round`, `phase`)."""
 
-    def __call__(self, point: str, round: int = 0, phase: str = "") -> None:
-        """The process is there."""
+    def __call__(self, point: str, round: int = 0, phase: str = "") -> None: ...
 
 
-def _armed() -> Reach:
+def _armed() -> Reached:
     text = os.environ.get(VARIABLE)
-    return Fault(text).reach if text else _nothing
+    return Failpoint(text).reach if text else _nothing
 
 
-reach = _armed()
-"""Says that the process is at a point of (round, phase); a call of an empty function unless one is armed."""
+failpoint = _armed()
+"""Marks a place: takes the armed action where it is this one, and does nothing otherwise."""

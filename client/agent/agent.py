@@ -10,25 +10,25 @@ import time
 
 import grpc
 
-from roundtable.client.agent.agent_observer import AgentPage, Observer
+from roundtable.client.agent.agent_observer import AgentObserver, AgentPage
 from roundtable.client.agent.connection import (
     Backoff,
+    ControlStream,
     Link,
     Refused,
-    Session,
     either,
     explain,
     hello,
     open_channel,
 )
-from roundtable.client.agent.coordinator_memory import ACQUAINTANCE, Acquaintance
+from roundtable.client.agent.coordinator_memory import MEMORY_FILE, CoordinatorMemory
 from roundtable.client.agent.first_contact import check_first_contact
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.renewal import keep_renewed
 from roundtable.client.agent.secure_attempts import certificate_of
 from roundtable.client.agent.spool import Spool
 from roundtable.client.agent.state_lock import locked
-from roundtable.client.agent.step_handler import Duties
+from roundtable.client.agent.step_handler import StepHandler
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import Trainer
 from roundtable.client.worker.executor import choose_device, list_devices
@@ -85,8 +85,8 @@ class Agent:
         self._wrong_since: float | None = None
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self._address = next(self._addresses)
-        self._acquaintance: Acquaintance
-        self._observer: Observer
+        self._memory: CoordinatorMemory
+        self._observer: AgentObserver
 
     def stop(self, *, deliver: bool = False) -> None:
         """Ends `run` cleanly; finished updates stay in the spool for the next start.
@@ -111,39 +111,39 @@ class Agent:
             trainer = self._trainer or WorkerTrainer(self._config, identity.name, self._config.state / "jobs")
             models = ModelCache(self._config.state / "models", self._config.cached_models)
             link = Link()
-            observer = Observer(
+            observer = AgentObserver(
                 identity.name, self._tracer or open_tracer(self._config.traces, identity.name)
             )
             spool = Spool(self._config.state / "spool")
-            self._acquaintance = Acquaintance(self._config.state / ACQUAINTANCE)
-            duties = Duties(self._config, observer, link, trainer, models, spool)
+            self._memory = CoordinatorMemory(self._config.state / MEMORY_FILE)
+            handler = StepHandler(self._config, observer, link, trainer, models, spool)
             self._observer = observer
             page = AgentPage(
-                self._config.state, identity, observer, lambda: link.stands, lambda: len(duties.spooled)
+                self._config.state, identity, observer, lambda: link.stands, lambda: len(handler.spooled)
             )
             try:
                 async with monitored(self._config.metrics, page) as self.metrics_port:
                     await trainer.start()
-                    duties.recover()
+                    handler.recover()
                     await either(
-                        self._stay_connected(duties, link, identity.name), observer.tally.measure_lag()
+                        self._stay_connected(handler, link, identity.name), observer.tally.measure_lag()
                     )
             finally:
-                await duties.close()
+                await handler.close()
                 await trainer.close()
                 await asyncio.to_thread(observer.close)
 
-    async def _stay_connected(self, duties: Duties, link: Link, name: str) -> None:
+    async def _stay_connected(self, handler: StepHandler, link: Link, name: str) -> None:
         backoff = Backoff()
         stopping = asyncio.create_task(self._stopping.wait())
         session: asyncio.Task[None] | None = None
         try:
             while not stopping.done():
-                session = asyncio.create_task(self._serve(duties, link, name, backoff))
+                session = asyncio.create_task(self._serve(handler, link, name, backoff))
                 await asyncio.wait([session, stopping], return_when=asyncio.FIRST_COMPLETED)
                 if not session.done():
                     if self._deliver:
-                        await self._finish(duties, session)
+                        await self._finish(handler, session)
                     await self._leave(session, link)
                     return
                 wait = self._after(session, backoff)
@@ -153,34 +153,34 @@ class Agent:
             if session is not None:
                 session.cancel()
 
-    async def _serve(self, duties: Duties, link: Link, name: str, backoff: Backoff) -> None:
+    async def _serve(self, handler: StepHandler, link: Link, name: str, backoff: Backoff) -> None:
         config = self._config
         try:
-            revoked = duties.gate.revocations.current()
+            revoked = handler.gate.revocations.current()
             async with open_channel(self._address, config.credentials, revoked) as channel:
                 stub = agents_stub(channel)
-                session = Session(stub)
+                session = ControlStream(stub)
                 own = certificate_of(config.credentials)
-                greeting = hello(config.tasks, dict(config.metadata), list_devices(), duties.spooled, own)
-                welcome = await session.greet(self._acquaintance.introduce(greeting))
+                greeting = hello(config.tasks, dict(config.metadata), list_devices(), handler.spooled, own)
+                welcome = await session.greet(self._memory.introduce(greeting))
                 self._connected(welcome, name)
-                for message in self._acquaintance.meet(welcome.coordinator):
-                    duties.handle(message)
-                duties.gate.meet(welcome.identity)
-                duties.gate.revocations.learn(welcome.revocations)
+                for message in self._memory.meet(welcome.coordinator):
+                    handler.handle(message)
+                handler.gate.meet(welcome.identity)
+                handler.gate.revocations.learn(welcome.revocations)
                 backoff.reset()
 
                 def handle(message: agent_pb2.ToAgent) -> None:
-                    self._acquaintance.note(message)
-                    duties.gate.revocations.learn(message.revocations)
-                    duties.handle(message)
+                    self._memory.note(message)
+                    handler.gate.revocations.learn(message.revocations)
+                    handler.handle(message)
 
                 link.attach(stub, session.outbox)
                 try:
                     await either(
-                        session.run(welcome.heartbeat_seconds, handle, lambda: duties.state),
+                        session.run(welcome.heartbeat_seconds, handle, lambda: handler.state),
                         keep_renewed(stub, config.credentials),
-                        duties.gate.revocations.watch(revoked),
+                        handler.gate.revocations.watch(revoked),
                     )
                 finally:
                     link.detach()
@@ -219,9 +219,9 @@ class Agent:
             )
         self._coordinator, self._complaint, self._wrong_since = welcome.coordinator, "", None
 
-    async def _finish(self, duties: Duties, session: asyncio.Task[None]) -> None:
+    async def _finish(self, handler: StepHandler, session: asyncio.Task[None]) -> None:
         """Gives what is under way some time, as long as the connection stands."""
-        settled = asyncio.create_task(duties.settled())
+        settled = asyncio.create_task(handler.settled())
         await asyncio.wait([session, settled], timeout=_FINISH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         settled.cancel()
 
@@ -259,7 +259,7 @@ async def _run(config: AgentConfig, trainer: Trainer | None) -> int:
     watchdog = asyncio.create_task(keep_watchdog())
     try:
         load_credentials(config.credentials)
-        addresses, met = (config.coordinator, *config.standbys), config.state / ACQUAINTANCE
+        addresses, met = (config.coordinator, *config.standbys), config.state / MEMORY_FILE
         await asyncio.to_thread(check_first_contact, addresses, config.credentials, met)
         await agent.run()
     finally:

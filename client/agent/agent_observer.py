@@ -1,4 +1,4 @@
-"""What an agent counts, times and traces: told by its duties, shown by its page of metrics."""
+"""What an agent counts, times and traces while it answers steps, shown by its page of metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Doing:
     began: float
 
 
-class Observer:
+class AgentObserver:
     """One for the life of an agent. `silo` is its name."""
 
     def __init__(self, silo: str, tracer: Tracer | None = None) -> None:
@@ -104,7 +104,7 @@ class AgentPage:
         self,
         state: Path,
         credentials: Credentials,
-        observer: Observer,
+        observer: AgentObserver,
         connected: Callable[[], bool],
         spooled: Callable[[], int],
     ) -> None:

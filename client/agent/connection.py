@@ -180,7 +180,7 @@ async def explain(error: grpc.aio.AioRpcError, address: str, credentials: Path) 
     return UnavailableError(f"the connection to {address} failed: {details} ({code.name})")
 
 
-class Session:
+class ControlStream:
     """One control stream, from Hello to its end."""
 
     def __init__(self, stub: agent_pb2_grpc.AgentsAsyncStub) -> None:

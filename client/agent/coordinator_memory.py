@@ -18,10 +18,10 @@ from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
 _JOBS_KEPT = 200
-ACQUAINTANCE = "coordinator.json"
+MEMORY_FILE = "coordinator.json"
 
 
-class Acquaintance:
+class CoordinatorMemory:
     """A small file in the agent's state folder."""
 
     def __init__(self, path: Path) -> None:

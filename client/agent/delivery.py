@@ -16,11 +16,11 @@ import grpc
 
 from roundtable.client.agent.connection import Backoff, Link, calling
 from roundtable.client.agent.spool import Finished, Spool
-from roundtable.client.agent.step_reports import Reporter
+from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.durable_files import digest_of
 from roundtable.client.step_key import StepKey
 from roundtable.core.errors import ResourceError, TransferError, UnavailableError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.proto import CHUNK_BYTES, agent_pb2, agent_pb2_grpc
 from roundtable.proto.pieces import Piece
 
@@ -31,10 +31,10 @@ _SYNC_AFTER_SECONDS = 2.0
 _KEPT = 4
 
 
-class Courier:
+class Delivery:
     """Delivers what lies in the spool, however often the connection breaks."""
 
-    def __init__(self, link: Link, spool: Spool, reporter: Reporter) -> None:
+    def __init__(self, link: Link, spool: Spool, reporter: StepReporter) -> None:
         self._link, self._spool, self._reporter = link, spool, reporter
         self._delivered: OrderedDict[str, Finished] = OrderedDict()
 
@@ -127,7 +127,7 @@ async def upload(
         offset = state.offset
     parts: Any = _parts(update, source, offset, sent)
     receipt = await stub.Upload(parts)
-    reach("receipt_here", update.step.round, update.step.phase)
+    failpoint("receipt_here", update.step.round, update.step.phase)
     return receipt
 
 
@@ -141,7 +141,7 @@ async def _parts(
             yield Piece(offset, data)
             offset += len(data)
             sent(offset, update.size)
-            reach("upload_part", update.step.round, update.step.phase)
+            failpoint("upload_part", update.step.round, update.step.phase)
 
 
 def tell(step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:

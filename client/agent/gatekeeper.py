@@ -12,7 +12,7 @@ import time
 from datetime import datetime
 
 from roundtable.client.agent.revocations import Revocations
-from roundtable.client.agent.silo_log import NAME, Journal
+from roundtable.client.agent.silo_log import NAME, SiloLog
 from roundtable.client.agent.spool import Finished
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
@@ -38,7 +38,7 @@ class Gatekeeper:
         self._config, self._name = config, name
         self.rules = config.rules()
         self._jobs = KnownJobs(config.state)
-        self.journal = Journal(config.state / NAME, config.credentials)
+        self.silo_log = SiloLog(config.state / NAME, config.credentials)
         self.revocations = Revocations(config.credentials, config.state)
         self._coordinator = b""
 
@@ -58,10 +58,10 @@ class Gatekeeper:
         except IdentityError as error:
             reasons = [str(error)]
         if reasons:
-            self.journal.note(self._name, "refused", step.job, step=str(step), reasons=reasons)
+            self.silo_log.note(self._name, "refused", step.job, step=str(step), reasons=reasons)
             raise WorkFailed("refused", "; ".join(reasons))
         model = instruction.train.model if step.phase == _TRAIN else instruction.evaluate.model
-        self.journal.note(
+        self.silo_log.note(
             "coordinator",
             "instructed",
             step.job,
@@ -106,11 +106,11 @@ class Gatekeeper:
             except IdentityError as error:
                 _log.error("%s: the coordinator's receipt does not hold: %s", step, error)
         proof = {"signature": signature.hex(), "certificate": self._coordinator.decode()} if sound else {}
-        self.journal.note("coordinator", "receipt", step.job, **values, signed=sound, **proof)
+        self.silo_log.note("coordinator", "receipt", step.job, **values, signed=sound, **proof)
 
     def close(self) -> None:
         """Signs the log up to its end."""
-        self.journal.seal()
+        self.silo_log.seal()
 
     def _known(self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig) -> KnownJob:
         """The job as this silo knows it from now on; IdentityError for one that has changed."""

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from roundtable.client.durable_files import digest_of, explained
 from roundtable.core.errors import ProtocolError, ResourceError, TransferError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.proto import agent_pb2_grpc, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
@@ -134,6 +134,6 @@ async def _receive(
                 digest.update(chunk.data)
                 have += len(chunk.data)
                 received(have, artifact.size)
-                reach("model_part")
+                failpoint("model_part")
     if have != artifact.size:
         raise TransferError(f"the model ended after {have} of {artifact.size} bytes")

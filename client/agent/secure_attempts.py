@@ -32,7 +32,7 @@ from roundtable.client.step_key import StepKey
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import IdentityError, PrivacyError, ProtocolError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.core.identity.credentials import (
     SiloIdentity,
     load_credentials,
@@ -90,7 +90,7 @@ class FileReleases:
         return True
 
 
-class SecureAttempt:
+class MaskingAttempt:
     """One attempt at this silo."""
 
     def __init__(self, client: SecAggClient, round: SecureRound | None) -> None:
@@ -126,7 +126,7 @@ class SecureAttempts:
         self._config, self._name = config, name
         self._folder = config.state / PHASE
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._attempts: dict[StepKey, SecureAttempt] = {}
+        self._attempts: dict[StepKey, MaskingAttempt] = {}
         self._releases: FileReleases | None = None
         self._revocations = Revocations(config.credentials, config.state)
         self._peers = KnownPeers(config.state)
@@ -143,7 +143,7 @@ class SecureAttempts:
 
     def begin(
         self, step: StepKey, job: JobConfig, columns: int, identities: Iterable[bytes]
-    ) -> SecureAttempt:
+    ) -> MaskingAttempt:
         """Takes part in an attempt, with fresh keys.
 
         Raises WorkFailed where the silo has no identity, or the peers that are announced are too few
@@ -173,10 +173,10 @@ class SecureAttempts:
         signer = Ed25519Signer(own.key)
         least = max(least, round.fewest)
         client = SecAggClient(session, round.parameters, self._name, signer, directory, self._memory(), least)
-        attempt = self._attempts[_key(step)] = SecureAttempt(client, round)
+        attempt = self._attempts[_key(step)] = MaskingAttempt(client, round)
         return attempt
 
-    def find(self, step: StepKey) -> SecureAttempt | None:
+    def find(self, step: StepKey) -> MaskingAttempt | None:
         """The attempt of this step, in whatever phase; None for one that is over or lost."""
         return self._attempts.get(_key(step))
 
@@ -216,11 +216,11 @@ class SecureAttempts:
         """Makes durable what a restart needs to go on."""
         attempt = self.find(step)
         if attempt is not None:
-            reach("masked", step.round, step.phase)
+            failpoint("masked", step.round, step.phase)
             key, nonce = _key(step), os.urandom(_NONCE_BYTES)
             sealed = self._cipher().encrypt(nonce, attempt.client.snapshot(), key.slug.encode())
             replace_synced(self._file(key), [nonce, sealed])
-            reach("keys_kept", step.round, step.phase)
+            failpoint("keys_kept", step.round, step.phase)
 
     def _shares_are_out(self, key: StepKey, message: bytes, answer: bytes) -> None:
         """What was revealed may be asked for again, should it be lost on its way; all else is erased."""
@@ -248,7 +248,7 @@ class SecureAttempts:
                 _log.warning("an attempt of secure aggregation cannot be taken up: %s", error or type(error))
                 path.unlink()
                 continue
-            self._attempts[key] = SecureAttempt(client, None)
+            self._attempts[key] = MaskingAttempt(client, None)
 
     def forget(self, step: StepKey) -> None:
         """The attempt is over."""

@@ -24,7 +24,7 @@ NAME = "audit.jsonl"
 _SEAL_EVERY = 20
 
 
-class Journal:
+class SiloLog:
     """Appends lines; each is on disk when `note` returns. Signed every twenty entries, and at the end."""
 
     def __init__(self, path: Path, credentials: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from roundtable.client.durable_files import digest_of, sync, write_file
 from roundtable.client.step_key import StepKey
 from roundtable.client.training.metrics import Metrics
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
@@ -68,7 +68,7 @@ class Spool:
         partial = self._folder / f".{finished.step.slug}.partial"
         write_file(partial, [text])
         partial.replace(self._description(finished.step))
-        reach("update_described", finished.step.round, finished.step.phase)
+        failpoint("update_described", finished.step.round, finished.step.phase)
 
     def sync(self, step: StepKey) -> None:
         """Makes the update safe from power cuts too: first its bytes, then what they are."""

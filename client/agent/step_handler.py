@@ -16,19 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roundtable.client.agent.agent_observer import Observer
+from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Backoff, Link, calling
-from roundtable.client.agent.delivery import Courier, tell
+from roundtable.client.agent.delivery import Delivery, tell
 from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.model_cache import ModelCache
-from roundtable.client.agent.secure_attempts import MASKED, PHASE, SecureAttempt, SecureAttempts, is_secure
+from roundtable.client.agent.secure_attempts import MASKED, PHASE, MaskingAttempt, SecureAttempts, is_secure
 from roundtable.client.agent.spool import Finished, Spool, metric_messages
-from roundtable.client.agent.step_reports import Reporter
+from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.durable_files import explained
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.step_key import StepKey
-from roundtable.client.trainer import Trained, Trainer, Work
+from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import loss_of
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import (
@@ -38,7 +38,7 @@ from roundtable.core.errors import (
     TransferError,
     UnavailableError,
 )
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.core.models import open_model
 from roundtable.proto import agent_pb2, common_pb2
 
@@ -47,13 +47,13 @@ _ANSWERS_KEPT = 256
 _DAMAGED_MODELS = 3
 
 
-class Duties:
+class StepHandler:
     """Takes the coordinator's messages, and sees to it that each step is answered."""
 
     def __init__(
         self,
         config: AgentConfig,
-        observer: Observer,
+        observer: AgentObserver,
         link: Link,
         trainer: Trainer,
         models: ModelCache,
@@ -66,9 +66,9 @@ class Duties:
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
         self._answers: OrderedDict[StepKey, agent_pb2.FromAgent] = OrderedDict()
-        self._reporter = Reporter(link, observer)
+        self._reporter = StepReporter(link, observer)
         self._report = self._reporter.report
-        self._courier = Courier(link, spool, self._reporter)
+        self._delivery = Delivery(link, spool, self._reporter)
         self._asked: dict[StepKey, tuple[agent_pb2.Instruction, float]] = {}
 
     @property
@@ -129,13 +129,13 @@ class Duties:
         if step in self._working:
             self._advertise(step)
             return
-        kept = self._courier.take_back(step)
+        kept = self._delivery.take_back(step)
         if kept is not None:
             _log.info("%s: delivered before, and asked for again", step)
             self._asked[step] = (instruction, time.monotonic() + instruction.deadline_seconds)
             self._start_delivery(kept, fresh=True)
             return
-        self._courier.forget(step.job)
+        self._delivery.forget(step.job)
         for other in [key for key in self._working if key.job == step.job and key[:3] < step[:3]]:
             _log.info("%s: given up for a newer step", other)
             self._working[other].cancel()
@@ -158,7 +158,7 @@ class Duties:
         _log.info("%s: over (%s)", job, reason, extra={"job": job})
         for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
             self._drop(step)
-        self._courier.forget(job)
+        self._delivery.forget(job)
         self._trainer.release(job)
         self._secure.forget_job(job)
 
@@ -171,7 +171,7 @@ class Duties:
                 task.cancel()
 
     async def _work(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
-        reach("accepted", step.round, step.phase)
+        failpoint("accepted", step.round, step.phase)
         try:
             async with asyncio.timeout(self.gate.seconds(instruction.deadline_seconds)):
                 await self._answer(step, instruction)
@@ -191,8 +191,8 @@ class Duties:
             raise WorkFailed("protocol_violation", f"this agent does not know the work {work_kind!r}")
         asked = instruction.train if work_kind == "train" else instruction.evaluate
         model = await self._fetch(step, asked.model)
-        reach("model_here", step.round, step.phase)
-        work = Work(
+        failpoint("model_here", step.round, step.phase)
+        work = StepWork(
             step=step,
             client=self._client,
             config=instruction.job_config,
@@ -213,9 +213,9 @@ class Duties:
         else:
             await self._evaluate(work)
 
-    async def _train(self, work: Work) -> None:
+    async def _train(self, work: StepWork) -> None:
         trained = await self._trained(work)
-        reach("update_written", work.step.round, work.step.phase)
+        failpoint("update_written", work.step.round, work.step.phase)
         finished = Finished(
             step=work.step,
             digest=trained.digest,
@@ -227,7 +227,7 @@ class Duties:
         )
         self._start_delivery(finished, fresh=True)
 
-    async def _train_secretly(self, work: Work, attempt: SecureAttempt) -> None:
+    async def _train_secretly(self, work: StepWork, attempt: MaskingAttempt) -> None:
         """As `_train`, but what leaves is masked, and holds the example count and the loss inside."""
         step, plain, masked = work.step, self._spool.plain_of(work.step), work.output
         trained = await self._trained(replace(work, output=plain))
@@ -261,7 +261,7 @@ class Duties:
         message = agent_pb2.Reply(step=step._replace(phase=PHASE).message(), payload=payload)
         self._link.send(agent_pb2.FromAgent(reply=message))
 
-    async def _trained(self, work: Work) -> Trained:
+    async def _trained(self, work: StepWork) -> TrainedUpdate:
         step, began = work.step, time.monotonic()
         _log.info("%s: training", step)
         self._report(step, "training", 0, 0)
@@ -278,14 +278,14 @@ class Duties:
         )
         return trained
 
-    async def _evaluate(self, work: Work) -> None:
+    async def _evaluate(self, work: StepWork) -> None:
         step = work.step
         self._report(step, "evaluating", 0, 0)
         metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
         _log.info("%s: evaluated%s", step, loss_of(metrics))
         answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(self.gate.leaving(metrics)))
         self._observer.ended(step, "done")
-        reach("evaluated", step.round, step.phase)
+        failpoint("evaluated", step.round, step.phase)
         self._remember(step, agent_pb2.FromAgent(evaluated=answer))
 
     async def _fetch(self, step: StepKey, artifact: common_pb2.Artifact) -> Path:
@@ -315,7 +315,7 @@ class Duties:
     async def _deliver(self, finished: Finished, fresh: bool) -> None:
         step = finished.step
         try:
-            receipt = await self._courier.deliver(finished, fresh)
+            receipt = await self._delivery.deliver(finished, fresh)
         except ProtocolError as error:
             self._fail(step, error)
             return
@@ -328,7 +328,7 @@ class Duties:
         tell(step, receipt)
         arrived = receipt.status in (agent_pb2.UploadReceipt.ACCEPTED, agent_pb2.UploadReceipt.DUPLICATE)
         if arrived and asked is not None and finished.encoding != MASKED:
-            self._courier.delivered(finished)
+            self._delivery.delivered(finished)
         else:
             self._spool.remove(step)
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 
-from roundtable.client.agent.agent_observer import Observer
+from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Link
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
@@ -17,10 +17,10 @@ _PROGRESS_SECONDS = 0.5
 _EXACT = ("step", "steps", "memory_bytes")
 
 
-class Reporter:
+class StepReporter:
     """Tells of progress, seldom enough that the control stream stays small."""
 
-    def __init__(self, link: Link, observer: Observer) -> None:
+    def __init__(self, link: Link, observer: AgentObserver) -> None:
         self._link, self._observer = link, observer
         self._told: dict[StepKey, float] = {}
 

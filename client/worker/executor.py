@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.policy.gpus import bound_gpu_memory
-from roundtable.client.trainer import Trained, write_update
+from roundtable.client.trainer import TrainedUpdate, write_update
 from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import check_evaluation, split_data, train
 from roundtable.client.training.metrics import Metrics
@@ -63,7 +63,7 @@ class Order:
 
 
 @dataclass
-class _Bench:
+class _WarmJob:
     """What is warm for the job that ran last."""
 
     job: str
@@ -75,45 +75,45 @@ class _Bench:
     mode: str = "auto"
 
 
-class Workshop:
+class Executor:
     """Does orders, one at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._state = SiloState(Path(settings.jobs))
         self._data: dict[str, tuple[Any, Any]] = {}
-        self._bench: _Bench | None = None
+        self._warm: _WarmJob | None = None
         self.device = choose_device(settings.device)
         bound_gpu_memory(settings.gpu_memory, self.device)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
 
-    def train(self, order: Order, progress: Progress) -> Trained:
+    def train(self, order: Order, progress: Progress) -> TrainedUpdate:
         """Trains, writes the encoded update to `order.output` and keeps what stays at the silo."""
-        bench, start = self._prepare(order)
-        data, _ = self._data_of(order.task, bench.task)
+        warm, start = self._prepare(order)
+        data, _ = self._data_of(order.task, warm.task)
         local = self._state.load(order.job, before=order.round)
-        protection = self._protection(order, bench.mode)
+        protection = self._protection(order, warm.mode)
         update = train(
-            bench.task,
-            bench.model,
+            warm.task,
+            warm.model,
             data,
-            bench.config,
-            bench.layout,
+            warm.config,
+            warm.layout,
             start.vector,
             round=order.round,
             client=self._settings.client,
             device=self.device,
             local=start.local if local is None else local,
             progress=progress,
-            out=bench.out,
+            out=warm.out,
             protection=protection,
-            micro_batch=part_of_batch(bench.config, order.halvings) if order.halvings else None,
+            micro_batch=part_of_batch(warm.config, order.halvings) if order.halvings else None,
         )
-        bench.mode = protection.mode
-        digest, size = write_update(Path(order.output), update.delta, bench.config.transfer.encoding)
+        warm.mode = protection.mode
+        digest, size = write_update(Path(order.output), update.delta, warm.config.transfer.encoding)
         self._state.save(order.job, order.round, update.local)
-        return Trained(digest, size, update.examples, update.metrics)
+        return TrainedUpdate(digest, size, update.examples, update.metrics)
 
     def _protection(self, order: Order, mode: str) -> Protection:
         settings, folder = self._settings, Path(self._settings.jobs).parent / "privacy"
@@ -122,34 +122,34 @@ class Workshop:
 
     def evaluate(self, order: Order, progress: Progress) -> Metrics:
         """Evaluates the model, with the silo's own tensors in it, on the silo's test data."""
-        bench, start = self._prepare(order)
-        check_evaluation(bench.config)
-        _, data = self._data_of(order.task, bench.task)
+        warm, start = self._prepare(order)
+        check_evaluation(warm.config)
+        _, data = self._data_of(order.task, warm.task)
         local = self._state.load(order.job, before=order.round + 1)
         return evaluate(
-            bench.task,
-            bench.model,
+            warm.task,
+            warm.model,
             data,
-            bench.layout,
+            warm.layout,
             start.vector,
             device=self.device,
             local=start.local if local is None else local,
-            batch_size=part_of_batch(bench.config, order.halvings, evaluation=True),
+            batch_size=part_of_batch(warm.config, order.halvings, evaluation=True),
         )
 
-    def _prepare(self, order: Order) -> tuple[_Bench, Model]:
-        bench = self._bench
-        if bench is None or bench.job != order.job:
-            self._bench = None
+    def _prepare(self, order: Order) -> tuple[_WarmJob, Model]:
+        warm = self._warm
+        if warm is None or warm.job != order.job:
+            self._warm = None
             config = job_from_json(order.config)
             task = load_task(order.task, Path(self._settings.folder))
             model = initial_state(task, config.seed)
             layout = Layout.of(model, config.model.rules())
-            bench = self._bench = _Bench(order.job, config, task, model, layout, torch.empty(layout.size))
+            warm = self._warm = _WarmJob(order.job, config, task, model, layout, torch.empty(layout.size))
         start = open_model(Path(order.model))
-        if not bench.layout.fingerprint == start.layout.fingerprint == order.layout:
-            raise LayoutError(_difference(bench.layout, start.layout))
-        return bench, start
+        if not warm.layout.fingerprint == start.layout.fingerprint == order.layout:
+            raise LayoutError(_difference(warm.layout, start.layout))
+        return warm, start
 
     def _data_of(self, reference: str, task: AnyTask) -> tuple[Any, Any]:
         if reference not in self._data:

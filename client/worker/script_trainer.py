@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.failures import WorkFailed
-from roundtable.client.trainer import Progress, Trained, Work, write_update
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_update
 from roundtable.client.training.arrays import arrays_of, state_of
 from roundtable.client.training.local_training import check_evaluation, check_privacy
 from roundtable.client.training.metrics import Metrics, checked
@@ -36,7 +36,7 @@ class Round:
     `number` counts from 1 to `rounds`; `job` is the job's identifier, `options` its `[algorithm]` table.
     """
 
-    def __init__(self, work: Work, local: Mapping[str, Tensor] | None) -> None:
+    def __init__(self, work: StepWork, local: Mapping[str, Tensor] | None) -> None:
         start = open_model(work.model)
         if start.layout.fingerprint != work.layout:
             raise LayoutError("the job announces another layout than its model has")
@@ -126,7 +126,7 @@ class ScriptTrainer:
     async def start(self) -> None:
         """See Trainer."""
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer: waits until the script has submitted."""
         level = check_privacy(work.job, protected=True)
         if level == "example":
@@ -145,9 +145,9 @@ class ScriptTrainer:
         encoding = work.job.transfer.encoding
         digest, size = await asyncio.to_thread(write_update, work.output, delta, encoding)
         self._state.save(work.step.job, work.step.round, mine)
-        return Trained(digest, size, examples, metrics)
+        return TrainedUpdate(digest, size, examples, metrics)
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer: by the script's function, in a thread of its own; without one there are no metrics."""
         check_evaluation(work.job)
         if self._evaluate is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roundtable.client.failures import diagnose
-from roundtable.client.worker.executor import Order, Settings, Workshop
+from roundtable.client.worker.executor import Executor, Order, Settings
 
 _PROGRESS_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -68,15 +68,15 @@ def main() -> None:
     begin = commands.orders.get()
     if (most := begin["settings"].get("memory")) is not None:
         threading.Thread(target=_watch_memory, args=(most, answers), daemon=True).start()
-    workshop = _attempt(answers, lambda: Workshop(Settings(**begin["settings"])))
-    if workshop is None:
+    executor = _attempt(answers, lambda: Executor(Settings(**begin["settings"])))
+    if executor is None:
         return
-    _say(answers, {"ready": str(workshop.device)})
+    _say(answers, {"ready": str(executor.device)})
     while True:
-        _serve(workshop, commands.orders.get(), commands, answers)
+        _serve(executor, commands.orders.get(), commands, answers)
 
 
-def _serve(workshop: Workshop, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
+def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
     order = Order(**command["order"])
     told = 0.0
 
@@ -91,8 +91,8 @@ def _serve(workshop: Workshop, command: dict[str, Any], commands: _Commands, ans
 
     def work() -> dict[str, Any]:
         if command["do"] == "train":
-            return {"trained": asdict(workshop.train(order, progress))}
-        return {"evaluated": workshop.evaluate(order, progress)}
+            return {"trained": asdict(executor.train(order, progress))}
+        return {"evaluated": executor.evaluate(order, progress)}
 
     try:
         result = _attempt(answers, work)

@@ -17,7 +17,7 @@ from typing import Any
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.gpus import shown_gpus
-from roundtable.client.trainer import Progress, Trained, Work
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Order, Settings, part_of_batch
 from roundtable.core.identity.certificates import SECRET_VARIABLES
@@ -60,14 +60,14 @@ class WorkerTrainer:
         """Spawns the process; it imports torch while the agent connects."""
         self._child = await _Child.spawn(self._config, self._settings)
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer."""
         answer = await self._do("train", work, progress)
         found = answer["trained"]
         metrics = {name: (value, count) for name, (value, count) in found["metrics"].items()}
-        return Trained(found["digest"], found["size"], found["examples"], metrics)
+        return TrainedUpdate(found["digest"], found["size"], found["examples"], metrics)
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
         answer = await self._do("evaluate", work, progress)
         return {name: (value, count) for name, (value, count) in answer["evaluated"].items()}
@@ -84,7 +84,7 @@ class WorkerTrainer:
             await self._child.end()
             self._child = None
 
-    async def _do(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
+    async def _do(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
         """Does the order. Out of memory, again with half as many examples at once, until that is enough."""
         key = (work.step.job, verb)
         first: WorkFailed | None = None
@@ -103,7 +103,7 @@ class WorkerTrainer:
                 said = f"reduced the batch size: no more than {count} examples in memory at once, from now on"
                 work.trouble(failure.kind, failure.detail, said)
 
-    def _most_halvings(self, verb: str, work: Work) -> int:
+    def _most_halvings(self, verb: str, work: StepWork) -> int:
         """Of a batch, until it is one example; none where parts of a batch are not the same training."""
         batch = part_of_batch(work.job, 0, evaluation=verb == "evaluate")
         # The silo has paid for a round of DP-SGD when it begins, and DP-SGD takes parts of batches anyway.
@@ -119,7 +119,7 @@ class WorkerTrainer:
         detail = f"{first.detail}; with parts of a batch: {failure.detail}"
         return WorkFailed("out_of_memory", detail, failure.trace)
 
-    async def _order(self, verb: str, order: Order, progress: Progress) -> dict[str, Any]:
+    async def _order(self, verb: str, order: Order, progress: ProgressListener) -> dict[str, Any]:
         async with self._turn:
             if self._child is not None and await self._child.gone():
                 await self.close()
@@ -173,7 +173,7 @@ class _Child:
             self._withdrawing = None
         return self._leaving or self._process.returncode is not None
 
-    async def do(self, verb: str, order: Order, progress: Progress) -> dict[str, Any]:
+    async def do(self, verb: str, order: Order, progress: ProgressListener) -> dict[str, Any]:
         """The answer to an order; WorkFailed for a failure or the end of the process.
 
         Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
@@ -199,7 +199,7 @@ class _Child:
             await self._process.wait()
         await self._listener
 
-    async def _answer(self, progress: Progress) -> dict[str, Any]:
+    async def _answer(self, progress: ProgressListener) -> dict[str, Any]:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             message: dict[str, Any] = json.loads(line)
@@ -247,7 +247,7 @@ class _Child:
             _log.info("task: %s", text)
 
 
-def order_of_work(work: Work) -> Order:
+def order_of_work(work: StepWork) -> Order:
     """The work as it crosses to another process."""
     return Order(
         job=work.step.job,

@@ -15,7 +15,7 @@ from typing import Any
 from roundtable.client.durable_files import write_file
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import Progress, Trained, Work
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings
 from roundtable.client.worker.worker_trainer import order_of_work
@@ -94,13 +94,13 @@ class ClusterTrainer:
         self._server = await asyncio.start_unix_server(self._called, str(path), limit=_LINE_LIMIT)
         path.chmod(0o600)
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer."""
         found = (await self._do("train", work, progress))["trained"]
         metrics = {name: (value, count) for name, (value, count) in found["metrics"].items()}
-        return Trained(found["digest"], found["size"], found["examples"], metrics)
+        return TrainedUpdate(found["digest"], found["size"], found["examples"], metrics)
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
         found = (await self._do("evaluate", work, progress))["evaluated"]
         return {name: (value, count) for name, (value, count) in found.items()}
@@ -127,7 +127,7 @@ class ClusterTrainer:
             self._server.close()
             self._server = None
 
-    async def _do(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
+    async def _do(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
         async with self._turn:
             if work.step.job != self._job:
                 await self._new_job(work.step.job)
@@ -151,7 +151,7 @@ class ClusterTrainer:
         Advice().write(self._folder)
         take_reports(self._folder)
 
-    async def _ask(self, verb: str, work: Work, progress: Progress) -> dict[str, Any]:
+    async def _ask(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
         """One order, to a group that is there or is started."""
         reader, writer = await self._connected()
         self._number += 1
@@ -162,7 +162,9 @@ class ClusterTrainer:
             await asyncio.shield(self._withdraw(reader, writer))
             raise
 
-    async def _answer(self, reader: asyncio.StreamReader, number: int, progress: Progress) -> dict[str, Any]:
+    async def _answer(
+        self, reader: asyncio.StreamReader, number: int, progress: ProgressListener
+    ) -> dict[str, Any]:
         # A collective that hangs ends within the timeout; silence for twice that is a hang of another kind.
         patience = 2 * self._table.timeout + _STOP_SECONDS
         while True:
@@ -180,7 +182,7 @@ class ClusterTrainer:
             elif message["number"] == number:
                 return message
 
-    def _note(self, step: dict[str, Any], progress: Progress) -> None:
+    def _note(self, step: dict[str, Any], progress: ProgressListener) -> None:
         self.steps.append(step)
         del self.steps[:-1000]
         loss = step["loss"]

@@ -46,7 +46,7 @@ def checkpoint_blocks(model: nn.Module, blocks: Sequence[str], strategy: Strateg
     if strategy.checkpointing == "sqrt":
         length = run_length(len(blocks))
         for first in range(0, len(blocks), length):
-            _Run([(name, model.get_submodule(name)) for name in blocks[first : first + length]])
+            _BlockRun([(name, model.get_submodule(name)) for name in blocks[first : first + length]])
         return
     options: dict[str, Any] = {}
     if strategy.checkpointing == "selective":
@@ -63,7 +63,7 @@ def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Run:
+class _BlockRun:
     """Blocks that follow each other and keep together only what goes into the first.
 
     Hooks rather than a module around them: the model calls its blocks itself, and their names stay. As

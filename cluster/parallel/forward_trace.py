@@ -24,7 +24,7 @@ from roundtable.core.task import Task
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """A module's forward: shapes of its positional tensors (None for other arguments) and of its output."""
 
     name: str
@@ -52,7 +52,7 @@ class Trace:
     """
 
     examples: int
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     products: list[Kept] = field(default_factory=list)
     output: int = 0
@@ -171,7 +171,7 @@ def _hooks(name: str, stack: list[str], found: Trace) -> tuple[Callable[..., Non
         stack.pop()
         shapes = tuple(tuple(value.shape) if isinstance(value, Tensor) else None for value in inputs)
         shape = tuple(output.shape) if isinstance(output, Tensor) else None
-        found.calls.append(Call(name, shapes, shape))
+        found.calls.append(ModuleCall(name, shapes, shape))
         if name == "":
             found.output = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 

@@ -17,7 +17,7 @@ _ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Work:
+class ExampleCost:
     """Of one training example: `flops` forward and backward, without what checkpointing computes again.
 
     `tokens` is the length of its sequence of tokens, 0 where it is none. `method` is counted, operator by
@@ -30,7 +30,7 @@ class Work:
     method: Literal["counted", "6N"]
 
 
-def count_work(task: Task, batch: Any) -> Work:
+def count_work(task: Task, batch: Any) -> ExampleCost:
     """What training on `batch`, divided by its examples, takes; its values do not matter."""
     mode, model = fake_model(task)
     fakes = tree_map_only(Tensor, mode.from_tensor, batch)
@@ -43,10 +43,10 @@ def count_work(task: Task, batch: Any) -> Work:
             task.loss(model, fakes).backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError, TypeError):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return Work(6.0 * trained * max(1, seen.positions // examples), seen.tokens, "6N")
+        return ExampleCost(6.0 * trained * max(1, seen.positions // examples), seen.tokens, "6N")
     finally:
         seen.remove()
-    return Work(counter.get_total_flops() / examples, seen.tokens, "counted")
+    return ExampleCost(counter.get_total_flops() / examples, seen.tokens, "counted")
 
 
 class _Shapes:

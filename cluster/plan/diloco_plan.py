@@ -11,7 +11,7 @@ from math import ceil
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.plan.links import Links
-from roundtable.cluster.plan.memory_estimate import Survey
+from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
 
@@ -29,7 +29,7 @@ _RATE, _MOMENTUM = 0.7, 0.9
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """Seconds of one step: `computing`, and `reducing` its gradients between nodes."""
 
     computing: float
@@ -37,28 +37,28 @@ class Costs:
 
 
 def costs(
-    survey: Survey, resources: Resources, job: JobConfig, links: Links | None, precision: str
-) -> Costs | None:
+    probe: ModelProbe, resources: Resources, job: JobConfig, links: Links | None, precision: str
+) -> StepCosts | None:
     """None where there is one node, or the links or the devices were not measured."""
     nodes, batch = resources.nodes, job.algorithm.batch_size
-    if nodes == 1 or links is None or not links.between or not links.products or not survey.flops:
+    if nodes == 1 or links is None or not links.between or not links.products or not probe.flops:
         return None
     rate = links.products.get(precision) or max(links.products.values())
-    computing = survey.flops * batch / (resources.world * rate * _EFFICIENCY)
-    trained = sum(weight.elements * weight.itemsize for weight in survey.anatomy.weights if weight.trainable)
+    computing = probe.flops * batch / (resources.world * rate * _EFFICIENCY)
+    trained = sum(weight.elements * weight.itemsize for weight in probe.anatomy.weights if weight.trainable)
     # Each device of a node reduces its part with those in its place on the others, all at once.
     part = trained / resources.devices
-    return Costs(computing, part * 2 * (nodes - 1) / nodes / max(links.between.values()))
+    return StepCosts(computing, part * 2 * (nodes - 1) / nodes / max(links.between.values()))
 
 
 def apart(
-    survey: Survey, resources: Resources, job: JobConfig, table: ClusterTable, links: Links | None
+    probe: ModelProbe, resources: Resources, job: JobConfig, table: ClusterTable, links: Links | None
 ) -> tuple[ClusterTable | None, str]:
     """The table for nodes that train apart, and why; None where they need not, or must not.
 
     What `[cluster.strategy]` sets stays, and `local_steps = 0` forbids it.
     """
-    found = costs(survey, resources, job, links, table.precision)
+    found = costs(probe, resources, job, links, table.precision)
     hand = table.strategy
     if (
         found is None

@@ -43,7 +43,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Survey:
+class ModelProbe:
     """What is known of a task: anatomy, one traced pass, where its layers can be split.
 
     `state_factor` is the optimizer's state in bytes for each byte of parameters: 2 for Adam, 0 for plain SGD.
@@ -65,39 +65,41 @@ class Survey:
     flops: float = 0.0
 
 
-def estimate(survey: Survey, strategy: Strategy, accumulated: int) -> Estimate:
+def estimate(probe: ModelProbe, strategy: Strategy, accumulated: int) -> Estimate:
     """Memory of the fullest device; `accumulated` is the number of micro-batches in a step."""
     stages = strategy.mesh.pp * strategy.virtual_stages
-    cuts = partition(survey.anatomy, stages) if stages > 1 else [list(survey.anatomy.units)]
+    cuts = partition(probe.anatomy, stages) if stages > 1 else [list(probe.anatomy.units)]
     ranks = [
         [unit for i in range(rank, stages, strategy.mesh.pp) for unit in cuts[i]]
         for rank in range(strategy.mesh.pp)
     ]
-    found = [_rank(survey, strategy, accumulated, units, rank) for rank, units in enumerate(ranks)]
+    found = [_rank(probe, strategy, accumulated, units, rank) for rank, units in enumerate(ranks)]
     return max(found, key=lambda one: one.peak)
 
 
-def _rank(survey: Survey, strategy: Strategy, accumulated: int, units: Sequence[str], rank: int) -> Estimate:
-    anatomy, mesh = survey.anatomy, strategy.mesh
+def _rank(
+    probe: ModelProbe, strategy: Strategy, accumulated: int, units: Sequence[str], rank: int
+) -> Estimate:
+    anatomy, mesh = probe.anatomy, strategy.mesh
     here = [w for w in anatomy.weights if mesh.pp == 1 or anatomy.unit_of(w.name) in units]
     shards = mesh.fsdp if strategy.data_parallel in ("zero2", "zero3") else 1
-    held = sum(_part(survey, strategy, weight, shards) * weight.itemsize for weight in here)
+    held = sum(_part(probe, strategy, weight, shards) * weight.itemsize for weight in here)
     trained = [weight for weight in here if weight.trainable]
-    gradients = sum(_part(survey, strategy, weight, shards) * weight.itemsize for weight in trained)
+    gradients = sum(_part(probe, strategy, weight, shards) * weight.itemsize for weight in trained)
     share = mesh.dp if strategy.data_parallel == "zero1" else 1
-    optimizer = gradients * survey.state_factor / share
+    optimizer = gradients * probe.state_factor / share
     if strategy.local_steps:
         # Where the replicas parted, and the momentum of their meetings.
         optimizer += gradients * (2 if strategy.outer_momentum else 1)
-    temporaries = gradients * survey.optimizer_temporaries / share
+    temporaries = gradients * probe.optimizer_temporaries / share
     half = strategy.precision == "bfloat16" and shards_weights(strategy)
-    traced = survey.half if half and survey.half is not None else survey.trace
-    run = activations(Pass(anatomy, traced, survey.tensor_parallel, strategy), units, rank, accumulated)
-    groups = _groups(survey, strategy, here)
-    buffers = buffers_of(strategy, groups, _after(survey, strategy, here), shards, survey.gloo)
+    traced = probe.half if half and probe.half is not None else probe.trace
+    run = activations(Pass(anatomy, traced, probe.tensor_parallel, strategy), units, rank, accumulated)
+    groups = _groups(probe, strategy, here)
+    buffers = buffers_of(strategy, groups, _after(probe, strategy, here), shards, probe.gloo)
     fixed = held + anatomy.buffer_bytes + optimizer
     # A float64 copy of one gradient for its norm, or what an optimizer makes of one while it takes a step.
-    passing = 8 * max((_part(survey, strategy, weight, shards) for weight in trained), default=0.0)
+    passing = 8 * max((_part(probe, strategy, weight, shards) for weight in trained), default=0.0)
     if strategy.offload:
         fixed = gradients = temporaries = passing = 0
     step = gradients + max(temporaries, passing)
@@ -137,40 +139,40 @@ def _peak(
     )
 
 
-def _split(survey: Survey, strategy: Strategy, weight: Weight) -> float:
+def _split(probe: ModelProbe, strategy: Strategy, weight: Weight) -> float:
     """Elements of a weight on a rank before sharding: its part under tensor and expert parallelism."""
     module, _, kind = weight.name.rpartition(".")
-    style = survey.tensor_parallel.styles.get(module)
+    style = probe.tensor_parallel.styles.get(module)
     divided = style is not None and not (style == "row" and kind == "bias")
     elements = weight.elements / (strategy.mesh.tp if divided else 1)
-    return elements / (strategy.mesh.ep if module in survey.experts else 1)
+    return elements / (strategy.mesh.ep if module in probe.experts else 1)
 
 
-def _part(survey: Survey, strategy: Strategy, weight: Weight, shards: int) -> float:
+def _part(probe: ModelProbe, strategy: Strategy, weight: Weight, shards: int) -> float:
     """Elements of a weight that a rank holds."""
-    if weight.name.rpartition(".")[0] in survey.experts and shards > 1:
+    if weight.name.rpartition(".")[0] in probe.experts and shards > 1:
         shards //= strategy.mesh.ep
-    return _split(survey, strategy, weight) / shards
+    return _split(probe, strategy, weight) / shards
 
 
-def _groups(survey: Survey, strategy: Strategy, here: Sequence[Weight]) -> dict[str, float]:
+def _groups(probe: ModelProbe, strategy: Strategy, here: Sequence[Weight]) -> dict[str, float]:
     """Bytes of the weights that are gathered together: each block, and under "" the rest."""
     groups: dict[str, float] = {"": 0.0}
     for weight in here:
-        unit = survey.anatomy.unit_of(weight.name)
-        key = unit if unit in survey.anatomy.blocks else None
-        size = _split(survey, strategy, weight) * weight.itemsize
+        unit = probe.anatomy.unit_of(weight.name)
+        key = unit if unit in probe.anatomy.blocks else None
+        size = _split(probe, strategy, weight) * weight.itemsize
         groups[key or ""] = groups.get(key or "", 0.0) + size
     return groups
 
 
-def _after(survey: Survey, strategy: Strategy, here: Sequence[Weight]) -> float:
+def _after(probe: ModelProbe, strategy: Strategy, here: Sequence[Weight]) -> float:
     """Bytes of the trained weights that follow the blocks, such as a head's."""
-    anatomy = survey.anatomy
+    anatomy = probe.anatomy
     last = anatomy.units.index(anatomy.blocks[-1]) if anatomy.blocks else -1
     following = set(anatomy.units[last + 1 :])
     found = (w for w in here if w.trainable and anatomy.unit_of(w.name) in following)
-    return sum(_split(survey, strategy, weight) * weight.itemsize for weight in found)
+    return sum(_split(probe, strategy, weight) * weight.itemsize for weight in found)
 
 
 def _standing(strategy: Strategy, gradients: float, accumulated: int) -> float:

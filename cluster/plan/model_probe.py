@@ -16,14 +16,14 @@ from roundtable.cluster.parallel.forward_trace import Trace, fake_model, trace
 from roundtable.cluster.parallel.pipeline_stages import Given, inputs_of, keep_only, partition
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.plan.arithmetic import count_work
-from roundtable.cluster.plan.memory_estimate import Survey
+from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
 
 _DEGREES = (2, 4, 8, 16)
 
 
-def survey(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool = False) -> Survey:
+def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool = False) -> ModelProbe:
     """Looks the task over with one real batch, whose values do not matter.
 
     Raises NotTraceable where the loss needs values, and whatever the task raises.
@@ -33,7 +33,7 @@ def survey(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool = Fal
     traced = trace(task, mode, model, batch, bfloat16)
     plan = from_task(task, model) or find_tensor_parallel(model, anatomy, traced)
     factor = state_factor(task)
-    return Survey(
+    return ModelProbe(
         anatomy,
         traced,
         plan,

@@ -11,7 +11,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.parallel.strategy import Checkpointing, DataParallel, Mesh, Reduction, Strategy
 from roundtable.cluster.plan.diloco_plan import apart
 from roundtable.cluster.plan.links import Links, reduction_for
-from roundtable.cluster.plan.memory_estimate import Estimate, Survey, estimate
+from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe, estimate
 from roundtable.cluster.plan.privacy_composition import is_example_level, narrowed, with_noisy_gradient
 from roundtable.cluster.plan.resources import Resources, format_bytes
 from roundtable.core.config import JobConfig
@@ -23,7 +23,7 @@ _KINDS: tuple[DataParallel, ...] = ("none", "ddp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """A strategy with what it needs, `reasons` in the order in which they were met."""
 
     strategy: Strategy
@@ -50,8 +50,8 @@ class Plan:
 
 
 def make_plan(
-    survey: Survey, resources: Resources, job: JobConfig, table: ClusterTable, links: Links | None = None
-) -> Plan:
+    probe: ModelProbe, resources: Resources, job: JobConfig, table: ClusterTable, links: Links | None = None
+) -> ClusterPlan:
     """The first strategy that fits, from plain to elaborate; what `[cluster.strategy]` sets is kept.
 
     Raises ConfigError for a mesh that does not fit the devices, PrivacyError for privacy that does not
@@ -64,20 +64,20 @@ def make_plan(
     check_by_hand(resources, table)
     private, table = is_example_level(job), narrowed(job, resources, table)
     reduction, travel = reduction_for(None if private else links)
-    meeting, parting = apart(survey, resources, job, table, links)
+    meeting, parting = apart(probe, resources, job, table, links)
     reasons += [why for why in (parting, "" if meeting else travel) if why]
     for strategy in chain.from_iterable(
-        _candidates(survey, resources, job, each, reasons, reduction) for each in (meeting, table) if each
+        _candidates(probe, resources, job, each, reasons, reduction) for each in (meeting, table) if each
     ):
         share = -(-batch // strategy.mesh.data)
-        found = estimate(survey, strategy, -(-share // strategy.micro_batch))
+        found = estimate(probe, strategy, -(-share // strategy.micro_batch))
         found = with_noisy_gradient(found) if private else found
         if found.peak <= allowed:
             for peak, other in tried.values():
                 reasons.append(f"{other} does not fit: it needs {format_bytes(peak)}")
             reasons.append(f"{strategy} fits: {format_bytes(found.peak)} of {format_bytes(allowed)}")
             count = -(-share // strategy.micro_batch)
-            return Plan(strategy, found, resources, survey.anatomy.elements, count, tuple(reasons))
+            return ClusterPlan(strategy, found, resources, probe.anatomy.elements, count, tuple(reasons))
         key = (strategy.mesh, strategy.data_parallel, strategy.offload, strategy.local_steps)
         if key not in tried or found.peak < tried[key][0]:
             tried[key] = (found.peak, strategy)
@@ -87,7 +87,7 @@ def make_plan(
         )
     peak, strategy = min(tried.values(), key=lambda one: one[0])
     raise ResourceError(
-        f"the model ({survey.anatomy.elements:,} parameters) fits in no plan on {resources}: the "
+        f"the model ({probe.anatomy.elements:,} parameters) fits in no plan on {resources}: the "
         f"smallest, {strategy}, needs {format_bytes(peak)} on each device, {format_bytes(peak - allowed)} "
         f"more than the {format_bytes(allowed)} that may be used ({HEADROOM:.0%} of the device's); more "
         "devices, a smaller batch or shorter examples would help"
@@ -125,7 +125,7 @@ def check_by_hand(resources: Resources, table: ClusterTable) -> None:
 
 
 def _candidates(
-    survey: Survey,
+    probe: ModelProbe,
     resources: Resources,
     job: JobConfig,
     table: ClusterTable,
@@ -136,16 +136,16 @@ def _candidates(
     hand = table.strategy
     ways = (False, True) if resources.device == "cuda" else (False,)
     for offload in ways if hand.offload is None else (hand.offload,):
-        for tp, pp in _splits(survey, resources, table, reasons if not offload else []):
+        for tp, pp in _splits(probe, resources, table, reasons if not offload else []):
             data = resources.world // (tp * pp)
             for mesh, kind in _data_meshes(resources, tp, pp, data, table, offload):
                 if offload and kind not in ("zero2", "zero3"):
                     continue
-                yield from _variants(survey, job, table, mesh, kind, offload, reduction)
+                yield from _variants(probe, job, table, mesh, kind, offload, reduction)
 
 
 def _splits(
-    survey: Survey, resources: Resources, table: ClusterTable, reasons: list[str]
+    probe: ModelProbe, resources: Resources, table: ClusterTable, reasons: list[str]
 ) -> Iterator[tuple[int, int]]:
     """(tp, pp): none, then within a node, then stages too."""
     hand, world = table.strategy, resources.world
@@ -159,13 +159,13 @@ def _splits(
     for tp, pp in sorted(found, key=lambda pair: (pair[1] > 1, pair[0] * pair[1], pair[1])):
         why = ""
         if tp > 1:
-            why = survey.cannot_split.get(tp, "" if tp == 1 else f"tp = {tp} is not a power of two up to 16")
+            why = probe.cannot_split.get(tp, "" if tp == 1 else f"tp = {tp} is not a power of two up to 16")
             why = why and f"no tensor parallelism over {tp}: {why}"
         if pp > 1 and not why:
             stages = pp * (hand.virtual_stages or 1)
-            why = survey.cannot_pipeline
-            if not why and len(survey.anatomy.units) < stages:
-                why = f"the model has {len(survey.anatomy.units)} parts for {stages} stages"
+            why = probe.cannot_pipeline
+            if not why and len(probe.anatomy.units) < stages:
+                why = f"the model has {len(probe.anatomy.units)} parts for {stages} stages"
             why = why and f"no pipeline: {why}"
         if not why:
             yield tp, pp
@@ -210,7 +210,7 @@ def _fixed(dp: int, fsdp: int, data: int, by_dp: int | None, by_fsdp: int | None
 
 
 def _variants(
-    survey: Survey,
+    probe: ModelProbe,
     job: JobConfig,
     table: ClusterTable,
     mesh: Mesh,
@@ -222,8 +222,8 @@ def _variants(
     hand = table.strategy
     share = max(1, -(-job.algorithm.batch_size // mesh.data))
     ways: list[Checkpointing] = [hand.checkpointing] if hand.checkpointing else [*_CHECKPOINTING]
-    sequence = mesh.tp > 1 and not survey.tensor_parallel.no_sequence
-    shape = survey.trace.calls[-1].inputs if survey.trace.calls else ()
+    sequence = mesh.tp > 1 and not probe.tensor_parallel.no_sequence
+    shape = probe.trace.calls[-1].inputs if probe.trace.calls else ()
     if shape and shape[0] and len(shape[0]) > 1 and shape[0][1] % mesh.tp:
         sequence = False
     for way in ways:

@@ -12,8 +12,8 @@ from roundtable.client.policy.config import load_agent_config
 from roundtable.client.policy.rules import PolicyTable
 from roundtable.client.training.local_training import split_data
 from roundtable.cluster.plan.links import Links, read_links
-from roundtable.cluster.plan.model_probe import example_batch, survey
-from roundtable.cluster.plan.planner import Plan, make_plan
+from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.planner import ClusterPlan, make_plan
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError
@@ -27,7 +27,7 @@ def plan_job(
     world: int | None = None,
     memory: str | None = None,
     reference: str | None = None,
-) -> Plan:
+) -> ClusterPlan:
     """The plan for a job file; `agent` is the silo's agent.toml, which may be absent.
 
     Raises ConfigError, ResourceError or PrivacyError as `make_plan` does.
@@ -76,9 +76,9 @@ def plan_task(
     resources: Resources,
     options: Mapping[str, Any],
     links: Links | None = None,
-) -> Plan:
+) -> ClusterPlan:
     """The plan for a task with the silo's data, and with links as they were measured."""
     data, _ = split_data(task, Site("plan", options=options))
     half = table.precision == "bfloat16"
-    found = survey(task, example_batch(data), device=resources.device, bfloat16=half)
+    found = probe_model(task, example_batch(data), device=resources.device, bfloat16=half)
     return replace(make_plan(found, resources, job, table, links), links=links)

@@ -22,10 +22,10 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import load_agent_config
 from roundtable.client.training.local_training import split_data
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.plan.model_probe import example_batch, survey
+from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.resources import find_resources
-from roundtable.cluster.train.rank_trainer import Bench, Progress, StepReport
+from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError, ResourceError
 from roundtable.core.layout import Layout
@@ -36,7 +36,7 @@ _BEFORE = 3
 
 
 @dataclass(frozen=True)
-class World:
+class ScalingPoint:
     """One number of ranks: speed, efficiency against the smallest world, share of time in collectives."""
 
     world: int
@@ -48,7 +48,7 @@ class World:
 
 def scaling(
     agent: Path, job_file: Path, overrides: Mapping[str, Any], worlds: Sequence[int], steps: int
-) -> list[World]:
+) -> list[ScalingPoint]:
     """Runs the job's steps on each number of ranks of this machine, one after the other.
 
     Raises ConfigError for a job that no rank can train, ResourceError, with the ranks' last words, where
@@ -58,13 +58,13 @@ def scaling(
     if gpus and max(worlds) > gpus:
         raise ResourceError(f"{max(worlds)} ranks need as many CUDA devices, and this machine has {gpus}")
     order = json.dumps([str(agent), str(job_file), dict(overrides), steps])
-    found: list[World] = []
+    found: list[ScalingPoint] = []
     for world in sorted(worlds):
         one = _run(world, order)
         rate = one["examples_per_second"]
         base = found[0] if found else None
         ideal = base.examples_per_second / base.world * world if base else rate
-        found.append(World(world, one["strategy"], rate, rate / ideal, one["communication"]))
+        found.append(ScalingPoint(world, one["strategy"], rate, rate / ideal, one["communication"]))
     return found
 
 
@@ -90,20 +90,20 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300))
     reports: list[StepReport] = []
-    bench, data = _bench(Path(agent), Path(job_file), overrides, steps, device)
-    bench.fit(bench.batches(data, 1), 1, Progress(), reports.append)
+    trainer, data = _trainer(Path(agent), Path(job_file), overrides, steps, device)
+    trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), reports.append)
     if dist.get_rank() == 0:
         timed = reports[_BEFORE:]
         rate = sum(report.examples for report in timed) / sum(report.seconds for report in timed)
-        share = bench.sampler.share or 0.0
-        result = {"strategy": str(bench.strategy), "examples_per_second": rate, "communication": share}
+        share = trainer.sampler.share or 0.0
+        result = {"strategy": str(trainer.strategy), "examples_per_second": rate, "communication": share}
         print("RESULT " + json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 
-def _bench(
+def _trainer(
     agent: Path, job_file: Path, overrides: dict[str, Any], steps: int, device: torch.device
-) -> tuple[Bench, Any]:
+) -> tuple[RankTrainer, Any]:
     job = load_job(job_file, {**overrides, "algorithm.steps": steps + _BEFORE})
     table, folder, options = ClusterTable(), job_file.resolve().parent, dict(job.simulation.data)
     name = job.task
@@ -119,19 +119,19 @@ def _bench(
 
 def _planned(
     task: Task, job: JobConfig, table: ClusterTable, options: dict[str, Any], device: torch.device
-) -> tuple[Bench, Any]:
+) -> tuple[RankTrainer, Any]:
     data, _ = split_data(task, Site("profile", options=options))
     here = table.model_copy(update={"nodes": 1, "devices": dist.get_world_size()})
     half = table.precision == "bfloat16"
-    found = survey(task, example_batch(data), device=device.type, bfloat16=half)
+    found = probe_model(task, example_batch(data), device=device.type, bfloat16=half)
     strategy = make_plan(found, find_resources(here), job, here).strategy
     model = initial_state(task, job.seed)
     layout = Layout.of(model)
     split = found.tensor_parallel if strategy.mesh.tp > 1 else None
     meshes = Meshes(strategy.mesh, device.type, apart=strategy.local_steps > 0)
-    bench = Bench(task, job, layout, strategy, meshes, device, "profile", split)
-    bench.load(layout.flatten(model).clone(), {})
-    return bench, data
+    trainer = RankTrainer(task, job, layout, strategy, meshes, device, "profile", split)
+    trainer.load(layout.flatten(model).clone(), {})
+    return trainer, data
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from roundtable.cluster.parallel.forward_trace import fake_model, trace
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
-from roundtable.cluster.train.rank_trainer import Bench, Progress
+from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
 from roundtable.core.config import JobConfig
 from roundtable.core.layout import Layout
 from roundtable.core.task import Site, Task, initial_state
@@ -151,13 +151,13 @@ def difference(strategy: Strategy, device: torch.device) -> float:
         batch = tuple(part[:1] for part in data)
         plan = find_tensor_parallel(fake, dissect(fake), trace(task, mode, fake, batch))
     meshes = Meshes(strategy.mesh, device.type)
-    bench = Bench(task, job, layout, strategy, meshes, device, "probe", plan)
-    bench.load(start, {})
-    bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: None)
+    trainer = RankTrainer(task, job, layout, strategy, meshes, device, "probe", plan)
+    trainer.load(start, {})
+    trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
     worst = torch.zeros(1, device=device)
     wanted = layout.unflatten(expected)
     before = layout.unflatten(start)
-    for name, tensor in bench.replica.tensors():
+    for name, tensor in trainer.replica.tensors():
         whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().float()
         gap = (whole - before[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-12)
         worst = torch.maximum(worst, gap.to(device))

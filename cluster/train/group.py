@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from roundtable.client.durable_files import digest_of
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.client.trainer import Trained
+from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.local_training import check_evaluation, check_privacy, split_data
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
@@ -31,15 +31,15 @@ from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.device_peaks import peak_flops
 from roundtable.cluster.plan.links import Links
-from roundtable.cluster.plan.model_probe import example_batch, survey
+from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.local_state import save_local
 from roundtable.cluster.train.orders import Advice
-from roundtable.cluster.train.private_rounds import Till, fit_examples_privately, noise_on_parts
-from roundtable.cluster.train.rank_trainer import Bench, Progress, StepReport
+from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
+from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 from roundtable.core.models import Model, open_model
@@ -62,7 +62,7 @@ class Group:
     links: Links
 
 
-class GroupWorkshop:
+class GroupExecutor:
     """Does orders, one at a time; model, optimizer and data of the last job stay warm."""
 
     def __init__(self, group: Group) -> None:
@@ -70,27 +70,27 @@ class GroupWorkshop:
         self._state = SiloState(Path(group.settings.jobs))
         self._job = ""
         self._ended = 0
-        self._bench: Bench | None = None
+        self._trainer: RankTrainer | None = None
         self._data: tuple[Any, Any] = (None, None)
         self._site, self._bench_task = Site(group.settings.client), Task()
 
-    def train(self, order: Order, watch: Watch) -> Trained:
+    def train(self, order: Order, watch: Watch) -> TrainedUpdate:
         """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
-        bench, start, digest = self._prepare(order)
-        level = check_privacy(bench.job, protected=True)
-        bench.load(start.vector, self._others(order, start, before=order.round))
+        trainer, start, digest = self._prepare(order)
+        level = check_privacy(trainer.job, protected=True)
+        trainer.load(start.vector, self._others(order, start, before=order.round))
         checkpoints = self._checkpoints(order.job)
-        self._begin(bench, checkpoints, order)
+        self._begin(trainer, checkpoints, order)
         if level == "example":
-            return self._train_on_noise(bench, checkpoints, order, start, digest, watch)
-        done, batches = Progress(), bench.batches(self._data[0], order.round)
-        saved = self._resume(bench, checkpoints, order, digest, done, batches)
+            return self._train_on_noise(trainer, checkpoints, order, start, digest, watch)
+        done, batches = RoundProgress(), trainer.batches(self._data[0], order.round)
+        saved = self._resume(trainer, checkpoints, order, digest, done, batches)
         every = self._group.table.checkpoint_steps
 
         def save(step: int) -> None:
             nonlocal saved
             position = Position(order.round, digest, step, done.seen, done.loss_sum)
-            saved = self._save(bench, checkpoints, position)
+            saved = self._save(trainer, checkpoints, position)
 
         def note(report: StepReport) -> None:
             watch(report)
@@ -98,97 +98,97 @@ class GroupWorkshop:
                 save(report.step)
 
         try:
-            bench.fit(batches, order.round, done, note, save if every else None)
+            trainer.fit(batches, order.round, done, note, save if every else None)
         except InvalidUpdate as error:
             checkpoints.finish()
             raise InvalidUpdate(error.reason, f"{error}; {_last_sound(saved)}") from error
-        self._end(bench, checkpoints, order, Position(order.round, digest, batches.position, 0, 0.0, True))
+        self._end(trainer, checkpoints, order, Position(order.round, digest, batches.position, 0, 0.0, True))
         if level == "client_local":
-            till = self._till(order)
-            noise = noise_on_parts(bench, start.vector, till)
-            return self._deliver_privately(bench, order, start, till, noise)
-        _check_weights(bench)
-        digest, size = self._deliver(bench, order, start)
-        return Trained(digest, size, batches.examples, _metrics(bench, done))
+            round_charge = self._round_charge(order)
+            noise = noise_on_parts(trainer, start.vector, round_charge)
+            return self._deliver_privately(trainer, order, start, round_charge, noise)
+        _check_weights(trainer)
+        digest, size = self._deliver(trainer, order, start)
+        return TrainedUpdate(digest, size, batches.examples, _metrics(trainer, done))
 
     def _train_on_noise(
         self,
-        bench: Bench,
+        trainer: RankTrainer,
         checkpoints: Checkpoints,
         order: Order,
         start: Model,
         digest: str,
         watch: Watch,
-    ) -> Trained:
+    ) -> TrainedUpdate:
         """DP-SGD. No checkpoints within a round: one that breaks begins anew, with new samples and noise."""
-        till = self._till(order)
-        fit_examples_privately(bench, self._data[0], order.round, till, watch)
-        self._end(bench, checkpoints, order, Position(order.round, digest, 0, 0, 0.0, True))
-        return self._deliver_privately(bench, order, start, till)
+        round_charge = self._round_charge(order)
+        fit_examples_privately(trainer, self._data[0], order.round, round_charge, watch)
+        self._end(trainer, checkpoints, order, Position(order.round, digest, 0, 0, 0.0, True))
+        return self._deliver_privately(trainer, order, start, round_charge)
 
-    def _begin(self, bench: Bench, checkpoints: Checkpoints, order: Order) -> None:
+    def _begin(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order) -> None:
         """A fresh optimizer, or with the state that the round before left, whoever trained that."""
-        keep = bench.job.algorithm.optimizer_state == "keep"
+        keep = trainer.job.algorithm.optimizer_state == "keep"
         fresh = not (keep and 0 < self._ended < order.round)
         if fresh:
-            bench.optimizer = None
+            trainer.optimizer = None
         # Until this round has ended the state is of no round's end.
         self._ended = 0
-        bench.begin(order.round)
-        assert bench.optimizer is not None
+        trainer.begin(order.round)
+        assert trainer.optimizer is not None
         if keep and fresh and (found := checkpoints.end(before=order.round)) is not None:
-            checkpoints.load(found[0], bench.replica, bench.optimizer, bench.outer, weights=False)
+            checkpoints.load(found[0], trainer.replica, trainer.optimizer, trainer.outer, weights=False)
 
-    def _end(self, bench: Bench, checkpoints: Checkpoints, order: Order, position: Position) -> None:
+    def _end(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order, position: Position) -> None:
         """Keeps the optimizer's state, where the job says so, for whichever ranks train next."""
-        if bench.job.algorithm.optimizer_state == "keep":
-            self._save(bench, checkpoints, position)
+        if trainer.job.algorithm.optimizer_state == "keep":
+            self._save(trainer, checkpoints, position)
             self._ended = order.round
         checkpoints.finish()
 
-    def _till(self, order: Order) -> Till:
+    def _round_charge(self, order: Order) -> RoundCharge:
         """The silo's account, as it is for a silo with one device."""
         settings, folder = self._group.settings, Path(self._group.settings.jobs).parent / "privacy"
         limit = (settings.epsilon, settings.delta)
-        return Till(
+        return RoundCharge(
             affordable(folder, *limit), payment(folder, order.job, order.round, order.attempt, *limit)
         )
 
     def _deliver_privately(
         self,
-        bench: Bench,
+        trainer: RankTrainer,
         order: Order,
         start: Model,
-        till: Till,
+        round_charge: RoundCharge,
         change: Callable[[Tensor], Tensor] | None = None,
-    ) -> Trained:
+    ) -> TrainedUpdate:
         """Paid for first; beside what has its noise nothing exact leaves, neither loss nor a count."""
-        _check_weights(bench)
-        till.settle(self._group.control)
-        return Trained(*self._deliver(bench, order, start, change), 1, {})
+        _check_weights(trainer)
+        round_charge.settle(self._group.control)
+        return TrainedUpdate(*self._deliver(trainer, order, start, change), 1, {})
 
     def evaluate(self, order: Order) -> Metrics:
         """Evaluates the order's model on the silo's test data."""
-        bench, start, _ = self._prepare(order)
-        check_evaluation(bench.job)
-        bench.load(start.vector, self._others(order, start, before=order.round + 1))
-        size = EVALUATION_BATCHES * self._micro(bench)
-        return bench.evaluate(self._data[1], size)
+        trainer, start, _ = self._prepare(order)
+        check_evaluation(trainer.job)
+        trainer.load(start.vector, self._others(order, start, before=order.round + 1))
+        size = EVALUATION_BATCHES * self._micro(trainer)
+        return trainer.evaluate(self._data[1], size)
 
-    def _micro(self, bench: Bench) -> int:
-        return max(bench.strategy.micro_batch, 1)
+    def _micro(self, trainer: RankTrainer) -> int:
+        return max(trainer.strategy.micro_batch, 1)
 
-    def _prepare(self, order: Order) -> tuple[Bench, Model, str]:
+    def _prepare(self, order: Order) -> tuple[RankTrainer, Model, str]:
         start = open_model(Path(order.model))
         digest = Path(order.model).stem
-        if self._bench is None or self._job != order.job:
-            self._bench, self._ended = None, 0
-            self._bench, self._job = self._set_up(order, start), order.job
-        if not self._bench.layout.fingerprint == start.layout.fingerprint == order.layout:
+        if self._trainer is None or self._job != order.job:
+            self._trainer, self._ended = None, 0
+            self._trainer, self._job = self._set_up(order, start), order.job
+        if not self._trainer.layout.fingerprint == start.layout.fingerprint == order.layout:
             raise LayoutError("the job announces another layout than its model has")
-        return self._bench, start, digest
+        return self._trainer, start, digest
 
-    def _set_up(self, order: Order, start: Model) -> Bench:
+    def _set_up(self, order: Order, start: Model) -> RankTrainer:
         group, job = self._group, job_from_json(order.config)
         task = load_task(order.task, Path(group.settings.folder))
         if isinstance(task, ArrayTask):
@@ -198,17 +198,19 @@ class GroupWorkshop:
         self._data = split_data(task, self._site)
         strategy, split = self._plan(task, job)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
-        bench = Bench(task, job, start.layout, strategy, meshes, group.device, group.settings.client, split)
+        trainer = RankTrainer(
+            task, job, start.layout, strategy, meshes, group.device, group.settings.client, split
+        )
         if dist.get_rank() == 0:
             # The rank that reports counts what a step is worth.
-            bench.work = count_work(task, example_batch(self._data[0]))
-            bench.peak = peak_flops(group.table, group.device)
-        return bench
+            trainer.work = count_work(task, example_batch(self._data[0]))
+            trainer.peak = peak_flops(group.table, group.device)
+        return trainer
 
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
         """Rank 0 plans for the ranks that there are, with what earlier failures taught."""
         group = self._group
-        found = survey(
+        found = probe_model(
             task,
             example_batch(self._data[0]),
             device=group.resources.device,
@@ -247,27 +249,33 @@ class GroupWorkshop:
         return Checkpoints(places, table.keep, self._group.saving)
 
     def _resume(
-        self, bench: Bench, checkpoints: Checkpoints, order: Order, digest: str, done: Progress, batches: Any
+        self,
+        trainer: RankTrainer,
+        checkpoints: Checkpoints,
+        order: Order,
+        digest: str,
+        done: RoundProgress,
+        batches: Any,
     ) -> int:
         """Goes on from the newest checkpoint of this round; gives its step, 0 for none."""
         found = checkpoints.newest(order.round, digest)
         if found is None:
             return 0
         path, position = found
-        assert bench.optimizer is not None
-        checkpoints.load(path, bench.replica, bench.optimizer, bench.outer)
+        assert trainer.optimizer is not None
+        checkpoints.load(path, trainer.replica, trainer.optimizer, trainer.outer)
         batches.load_state_dict({"position": position.step})
         done.seen, done.loss_sum = position.seen, position.loss_sum
         return position.step
 
-    def _save(self, bench: Bench, checkpoints: Checkpoints, position: Position) -> int:
-        assert bench.optimizer is not None
-        checkpoints.save(bench.replica, bench.optimizer, position, bench.outer)
+    def _save(self, trainer: RankTrainer, checkpoints: Checkpoints, position: Position) -> int:
+        assert trainer.optimizer is not None
+        checkpoints.save(trainer.replica, trainer.optimizer, position, trainer.outer)
         return position.step
 
     def _deliver(
         self,
-        bench: Bench,
+        trainer: RankTrainer,
         order: Order,
         start: Model,
         change: Callable[[Tensor], Tensor] | None = None,
@@ -276,15 +284,17 @@ class GroupWorkshop:
 
         At level example buffers stay as they were: no noise covers what training fills them with.
         """
-        output, encoding = Path(order.output), bench.job.transfer.encoding
-        tensors = list(bench.replica.tensors())
-        leaving = tensors if not is_example_level(bench.job) else [each for each in tensors if _learns(each)]
+        output, encoding = Path(order.output), trainer.job.transfer.encoding
+        tensors = list(trainer.replica.tensors())
+        leaving = (
+            tensors if not is_example_level(trainer.job) else [each for each in tensors if _learns(each)]
+        )
         first = dist.get_rank() == 0
         if first:
-            prepare_update(output, encoding, bench.layout)
+            prepare_update(output, encoding, trainer.layout)
         dist.barrier(self._group.control)
-        write_deltas(output, encoding, leaving, bench.places, start.vector, bench.meshes, change)
-        save_local(self._state, order, tensors, bench.layout, bench.meshes, self._group.control)
+        write_deltas(output, encoding, leaving, trainer.places, start.vector, trainer.meshes, change)
+        save_local(self._state, order, tensors, trainer.layout, trainer.meshes, self._group.control)
         dist.barrier(self._group.control)
         return (digest_of(output), output.stat().st_size) if first else ("", 0)
 
@@ -299,19 +309,19 @@ def _last_sound(step: int) -> str:
     return "the round has no checkpoint, so it would begin anew ([cluster] checkpoint_steps keeps some)"
 
 
-def _check_weights(bench: Bench) -> None:
-    if not finite(bench.replica.tensors(), bench.device):
+def _check_weights(trainer: RankTrainer) -> None:
+    if not finite(trainer.replica.tensors(), trainer.device):
         raise InvalidUpdate(
             "non_finite",
             "training ended with weights that are not finite; lower [algorithm] learning_rate "
-            f"(now {bench.job.algorithm.learning_rate}) or set max_gradient_norm",
+            f"(now {trainer.job.algorithm.learning_rate}) or set max_gradient_norm",
         )
 
 
-def _metrics(bench: Bench, done: Progress) -> Metrics:
+def _metrics(trainer: RankTrainer, done: RoundProgress) -> Metrics:
     """The loss, and what the cluster was worth; under privacy the loss alone, as from any silo."""
     found: Metrics = {"loss": (done.loss_sum, done.seen)}
-    if not bench.job.privacy and done.steps:
+    if not trainer.job.privacy and done.steps:
         found["gradient_norm"] = (done.norm_sum, done.steps)
         found["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
     return found

@@ -13,7 +13,7 @@ _LEARNING = 8
 _DEVIATIONS = 6.0
 
 
-class Steadiness:
+class LossGuard:
     """Notices a loss far above those of the steps before: a sign that training is about to go wrong.
 
     Far is six deviations and twice the mean of about the last sixteen steps. After a jump the next few are

@@ -93,7 +93,7 @@ def take_reports(folder: Path) -> list[Report]:
     return sorted(found, key=lambda report: report.at)
 
 
-class Calls:
+class AgentConnection:
     """Rank 0's connection to the agent; the process ends when the agent does."""
 
     def __init__(self, folder: Path) -> None:

@@ -19,7 +19,7 @@ from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.private_training import fit_privately, own_noise
 from roundtable.client.training.silo_account import Payment, Protection
 from roundtable.cluster.parallel.shards import deltas
-from roundtable.cluster.train.rank_trainer import Bench, StepReport, Watch
+from roundtable.cluster.train.rank_trainer import RankTrainer, StepReport, Watch
 from roundtable.cluster.train.sharded_optimizer import make_correction
 from roundtable.core.seeds import derive_seed
 from roundtable.privacy import Charge, PrivacyConfig, add_gaussian, local_gaussian_charge
@@ -27,7 +27,7 @@ from roundtable.privacy.example_level import Sources, secure_sources
 from roundtable.privacy.mechanisms.clipping import clip_factor
 
 
-class Till:
+class RoundCharge:
     """Takes a round's charge before its first step, and pays it when the round is about to leave."""
 
     def __init__(self, check: Payment, pay: Payment) -> None:
@@ -50,15 +50,20 @@ class Till:
 
 
 def fit_examples_privately(
-    bench: Bench, data: Any, round: int, till: Till, watch: Watch, sources: Sources = secure_sources
+    trainer: RankTrainer,
+    data: Any,
+    round: int,
+    round_charge: RoundCharge,
+    watch: Watch,
+    sources: Sources = secure_sources,
 ) -> None:
     """One round of DP-SGD (Abadi et al. 2016): every rank clips and sums, rank 0 adds the noise to the sum.
 
     Each rank samples from its own part of the examples. Reports have no loss and no norm, which are private.
     """
-    rate = bench.begin(round)
-    ranks = bench.meshes.root.size()
-    protection = Protection(till.note, sources, bench.mode)
+    rate = trainer.begin(round)
+    ranks = trainer.meshes.root.size()
+    protection = Protection(round_charge.note, sources, trainer.mode)
     ended = time.perf_counter()
 
     def report(step: int, steps: int) -> None:
@@ -67,40 +72,40 @@ def fit_examples_privately(
         seconds, ended = now - ended, now
         watch(StepReport(step, steps, 0, math.nan, math.nan, rate, seconds, 0.0, 0))
 
-    seed = derive_seed(bench.job.seed, round, bench.client, "training", bench.meshes.data_rank)
-    assert bench.optimizer is not None
-    bench.replica.train()
-    with isolated_randomness(seed, bench.device):
+    seed = derive_seed(trainer.job.seed, round, trainer.client, "training", trainer.meshes.data_rank)
+    assert trainer.optimizer is not None
+    trainer.replica.train()
+    with isolated_randomness(seed, trainer.device):
         fit_privately(
-            bench.task,
-            bench.replica.model,
-            bench.optimizer,
+            trainer.task,
+            trainer.replica.model,
+            trainer.optimizer,
             data,
-            bench.job,
-            make_correction(bench.job, bench.replica.parameters()),
-            bench.device,
+            trainer.job,
+            make_correction(trainer.job, trainer.replica.parameters()),
+            trainer.device,
             protection,
-            group=bench.meshes.one("dp").get_group() if ranks > 1 else None,
-            physical_batch=bench.strategy.micro_batch,
+            group=trainer.meshes.one("dp").get_group() if ranks > 1 else None,
+            physical_batch=trainer.strategy.micro_batch,
             watch=report,
         )
-    bench.mode = protection.mode
-    bench.finish()
+    trainer.mode = protection.mode
+    trainer.finish()
 
 
 def noise_on_parts(
-    bench: Bench, start: Tensor, till: Till, sources: Sources = secure_sources
+    trainer: RankTrainer, start: Tensor, round_charge: RoundCharge, sources: Sources = secure_sources
 ) -> Callable[[Tensor], Tensor]:
     """What makes a part of the update private: the whole clipped to C, and noise of σ = z · C on each entry.
 
     The norm is a sum over the ranks' parts. Every entry of the update belongs to one rank, which draws its
     noise: together they are the noise that one process would add. `start` is the mapped global vector.
     """
-    privacy, clip_norm, multiplier = own_noise(bench.job)
-    till.note(privacy, local_gaussian_charge(multiplier))
-    total = torch.zeros((), dtype=torch.float64, device=bench.device)
-    for _, _, part in deltas(bench.replica.tensors(), bench.places, start, bench.meshes):
-        total += part.double().square().sum().to(bench.device)
+    privacy, clip_norm, multiplier = own_noise(trainer.job)
+    round_charge.note(privacy, local_gaussian_charge(multiplier))
+    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    for _, _, part in deltas(trainer.replica.tensors(), trainer.places, start, trainer.meshes):
+        total += part.double().square().sum().to(trainer.device)
     dist.all_reduce(total)
     factor = clip_factor(math.sqrt(float(total)), clip_norm)
     source = sources("noise")

@@ -29,8 +29,8 @@ from roundtable.client.worker.worker import Stopped, die_with_parent
 from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
 from roundtable.cluster.plan.links import known_links
 from roundtable.cluster.plan.resources import Resources
-from roundtable.cluster.train.group import Group, GroupWorkshop
-from roundtable.cluster.train.orders import SOCKET, Calls, leave_report, order_of
+from roundtable.cluster.train.group import Group, GroupExecutor
+from roundtable.cluster.train.orders import SOCKET, AgentConnection, leave_report, order_of
 from roundtable.cluster.train.rank_trainer import StepReport
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError
@@ -79,11 +79,11 @@ def _serve(folder: Path, rank: int) -> None:
     check_versions(control)
     resources = Resources(**values["resources"]).with_world(dist.get_world_size())
     links = known_links(folder, device, min(resources.devices, resources.world), control)
-    workshop = GroupWorkshop(Group(settings, table, resources, folder, device, control, saving, links))
-    calls = Calls(folder) if rank == 0 else None
+    executor = GroupExecutor(Group(settings, table, resources, folder, device, control, saving, links))
+    agent = AgentConnection(folder) if rank == 0 else None
     while True:
-        command = json.loads(broadcast_text(json.dumps(calls.next()) if calls else None, control))
-        _do(workshop, command, calls, control)
+        command = json.loads(broadcast_text(json.dumps(agent.next()) if agent else None, control))
+        _do(executor, command, agent, control)
 
 
 def _await_agent(folder: Path) -> None:
@@ -99,27 +99,30 @@ def _await_agent(folder: Path) -> None:
 
 
 def _do(
-    workshop: GroupWorkshop, command: dict[str, Any], calls: Calls | None, control: dist.ProcessGroup
+    executor: GroupExecutor,
+    command: dict[str, Any],
+    agent: AgentConnection | None,
+    control: dist.ProcessGroup,
 ) -> None:
     order = order_of(command)
 
     def watch(report: StepReport) -> None:
-        if calls is not None:
-            calls.say({"step": asdict(report)})
-        stop = torch.tensor([int(calls is not None and calls.withdrawn == command["number"])])
+        if agent is not None:
+            agent.say({"step": asdict(report)})
+        stop = torch.tensor([int(agent is not None and agent.withdrawn == command["number"])])
         dist.broadcast(stop, 0, group=control)
         if stop.item():
             raise Stopped
 
     try:
         if command["do"] == "train":
-            result: dict[str, Any] = {"trained": asdict(workshop.train(order, watch))}
+            result: dict[str, Any] = {"trained": asdict(executor.train(order, watch))}
         else:
-            result = {"evaluated": workshop.evaluate(order)}
+            result = {"evaluated": executor.evaluate(order)}
     except Stopped:
         result = {"stopped": True}
-    if calls is not None:
-        calls.say({**result, "number": command["number"]})
+    if agent is not None:
+        agent.say({**result, "number": command["number"]})
 
 
 def _device(kind: str) -> torch.device:

@@ -21,11 +21,11 @@ from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, local_of
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
-from roundtable.cluster.plan.arithmetic import Work
+from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.train.collective_sampling import CollectiveSampler
 from roundtable.cluster.train.diloco import OuterOptimizer
-from roundtable.cluster.train.loss_guard import Steadiness, refuse_step
+from roundtable.cluster.train.loss_guard import LossGuard, refuse_step
 from roundtable.cluster.train.prefetch import Prefetched
 from roundtable.cluster.train.replica import Replica
 from roundtable.cluster.train.sharded_optimizer import (
@@ -70,7 +70,7 @@ class StepReport:
 
 
 @dataclass
-class Progress:
+class RoundProgress:
     """How far a round is: sums over the examples seen."""
 
     seen: int = 0
@@ -84,7 +84,7 @@ Watch = Callable[[StepReport], None]
 
 
 @dataclass
-class Bench:
+class RankTrainer:
     """A job on this rank; `mode` is how per-example gradients are made, where they are."""
 
     task: Task
@@ -95,7 +95,7 @@ class Bench:
     device: torch.device
     client: str
     tensor_parallel: TensorParallel | None = None
-    work: Work | None = None
+    work: ExampleCost | None = None
     peak: float = 0.0
     replica: Replica = field(init=False)
     places: Places = field(init=False)
@@ -156,7 +156,7 @@ class Bench:
         self,
         batches: SharedBatches | StreamedBatches,
         round: int,
-        done: Progress,
+        done: RoundProgress,
         watch: Watch,
         alarm: Callable[[int], None] | None = None,
     ) -> None:
@@ -169,7 +169,7 @@ class Bench:
         rate = self.begin(round)
         correction = make_correction(self.job, self.replica.parameters())
         self.replica.train()
-        steadiness, step = Steadiness(), batches.position
+        steadiness, step = LossGuard(), batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
         ended = time.perf_counter()
         while (share := arriving.take()) is not None:
@@ -211,7 +211,7 @@ class Bench:
         seconds: float,
         waiting: float,
     ) -> StepReport:
-        work, share = self.work or Work(0.0, 0, "counted"), self.sampler.share
+        work, share = self.work or ExampleCost(0.0, 0, "counted"), self.sampler.share
         able = self.peak * self.strategy.mesh.world * max(seconds, 1e-9)
         return StepReport(
             *place,

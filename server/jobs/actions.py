@@ -18,7 +18,7 @@ from roundtable.core.errors import (
     SiteFailure,
     StorageError,
 )
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.engine import Received
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, common_pb2
@@ -307,7 +307,7 @@ class Effects:
                 await self._send(m.Pause(str(error)) if lost else failed)
                 return
             else:
-                reach("aggregated", action.step.round, action.step.phase)
+                failpoint("aggregated", action.step.round, action.step.phase)
                 await self._send(outcome.event, outcome.artifacts)
                 self._services.artifacts.unpin(row.digest for row in outcome.artifacts)
                 return

@@ -13,7 +13,7 @@ from pathlib import Path
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError, RoundtableError, StorageError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.core.observability.tracking import check_inside, check_trackers
@@ -123,7 +123,7 @@ class Jobs:
             await self._services.database.write(
                 lambda connection: store.insert_job(connection, row, artifact, [first])
             )
-            reach("job_stored")
+            failpoint("job_stored")
             await self._take_up(row)
             return row
 

@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure, StorageError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.core.layout import Layout
 from roundtable.core.observability.logs import belongs_to
 from roundtable.engine import EngineView, RoundEngine, record_to_plain
@@ -250,7 +250,7 @@ class JobRunner:
         self._services.observer.moved(self.row.id, step, batch.records, time.monotonic() - began)
         for action in batch.effects:
             self.effects.perform(action)
-        reach("transition_done", *self._place(batch))
+        failpoint("transition_done", *self._place(batch))
         self.notify()
 
     def _place(self, batch: Batch) -> tuple[int, str]:
@@ -263,7 +263,7 @@ class JobRunner:
     async def _persist(self, batch: Batch) -> None:
         state, now = self._engine.state, self._services.clock()
         place = self._place(batch)
-        reach("transition_due", *place)
+        failpoint("transition_due", *place)
         step = Transition(
             job=self.row.id,
             version=self.row.version + 1,
@@ -280,7 +280,7 @@ class JobRunner:
             charges=self.effects.charges(batch.updates),
         )
         await self._until_written(step, place)
-        reach("transition_stored", *place)
+        failpoint("transition_stored", *place)
         row = replace(self.row, version=step.version, status=step.status, reason=step.reason, updated=now)
         for record in batch.records:
             row = replace(
@@ -291,7 +291,7 @@ class JobRunner:
     async def _until_written(self, step: Transition, place: tuple[int, str]) -> None:
         def write(connection: Connection) -> None:
             apply(connection, step)
-            reach("transition_open", *place)
+            failpoint("transition_open", *place)
 
         pause = FIRST_PAUSE
         while True:

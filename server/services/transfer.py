@@ -12,7 +12,7 @@ from typing import TypeVar
 import grpc
 
 from roundtable.core.errors import StorageError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.proto import CHUNK_BYTES
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Context, Refusal
@@ -56,7 +56,7 @@ async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExe
             for data in pieces:
                 await context.write(Piece(offset, data))
                 offset += len(data)
-                reach("model_part_sent")
+                failpoint("model_part_sent")
     finally:
         if ahead is not None:
             await asyncio.wait([ahead])

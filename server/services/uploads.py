@@ -13,7 +13,7 @@ import grpc
 
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import SiteFailure, TransferError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import Piece
@@ -183,7 +183,7 @@ class Uploads:
         verdict = await offer.runner.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         if verdict == "wanted":
             self._corrupted.pop(offer.owner, None)
-            reach("receipt_due", offer.step.round, offer.step.phase)
+            failpoint("receipt_due", offer.step.round, offer.step.phase)
             return Receipt(status=Receipt.ACCEPTED)
         return await self._settled(client, header.step.job, offer.step, verdict)
 
@@ -243,7 +243,7 @@ async def _pieces(parts: AsyncIterator[Part], step: m.Step) -> AsyncIterator[Pie
         if not isinstance(part, Piece):
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after an upload's header only chunks follow")
         yield part
-        reach("update_part", step.round, step.phase)
+        failpoint("update_part", step.round, step.phase)
 
 
 def _problem(client: str, header: agent_pb2.UploadHeader, runner: JobRunner) -> str:

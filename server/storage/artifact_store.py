@@ -25,7 +25,7 @@ from threading import Lock
 from blake3 import blake3
 
 from roundtable.core.errors import ResourceError, StorageError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.server.storage.blobs import BlobWriter, os_error, sync_folder
 from roundtable.server.storage.bucket import Bucket
 
@@ -179,7 +179,7 @@ class LocalArtifacts:
 
     def _adopt(self, partial: Path, digest: str) -> None:
         """Pinned first: what is in the bucket and not mentioned yet is not deleted there."""
-        reach("blob_synced")
+        failpoint("blob_synced")
         with self._lock:
             self._pins[digest] += 1
         try:
@@ -189,7 +189,7 @@ class LocalArtifacts:
         except (OSError, StorageError):
             self.unpin([digest])
             raise
-        reach("blob_named")
+        failpoint("blob_named")
 
     def _name(self, partial: Path, digest: str) -> None:
         """Gives a file with the right bytes its name."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError
-from roundtable.core.failpoints import reach
+from roundtable.core.failpoints import failpoint
 from roundtable.engine.messages import RoundRecord
 from roundtable.server.storage.artifact_store import LocalArtifacts
 from roundtable.server.storage.replicas import Copies
@@ -57,7 +57,7 @@ class Retention:
 
         try:
             gone = await self._database.write(forget)
-            reach("retired")
+            failpoint("retired")
             await self._delete(gone)
             self._artifacts.discard(f"{job}.{settled}.")
         except StorageError as error:

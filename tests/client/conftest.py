@@ -19,10 +19,10 @@ from blake3 import blake3
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.step_key import StepKey
-from roundtable.client.trainer import Progress, Trained, Trainer, Work
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.local_training import train
 from roundtable.client.training.metrics import Metrics
-from roundtable.client.worker.executor import Settings, Workshop
+from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_trainer import order_of_work
 from roundtable.core import JobConfig, Model, load_task
 from roundtable.core.identity.credentials import create_ca, issue, load_credentials
@@ -239,21 +239,21 @@ class InlineTrainer:
 
     def __init__(self, config: AgentConfig) -> None:
         settings = Settings("hospital", str(config.folder), str(config.state / "jobs"), "cpu", None, {})
-        self._workshop = Workshop(settings)
+        self._executor = Executor(settings)
         self.done: list[StepKey] = []
         self.gate: asyncio.Event | None = None
 
     async def start(self) -> None: ...
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         if self.gate is not None:
             await self.gate.wait()
         self.done.append(work.step)
-        return await asyncio.to_thread(self._workshop.train, order_of_work(work), progress)
+        return await asyncio.to_thread(self._executor.train, order_of_work(work), progress)
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         self.done.append(work.step)
-        return await asyncio.to_thread(self._workshop.evaluate, order_of_work(work), progress)
+        return await asyncio.to_thread(self._executor.evaluate, order_of_work(work), progress)
 
     def release(self, job: str) -> None: ...
 

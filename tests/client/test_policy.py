@@ -329,7 +329,7 @@ def test_the_silos_log_is_chained_signed_and_notices_every_change(silo: AgentCon
     with (silo.state / "audit.jsonl").open("a") as file:
         file.write('{"entry": {"seq')
     again = Gatekeeper(silo, "north")
-    again.journal.note("north", "started")
+    again.silo_log.note("north", "started")
     again.close()
     assert len(read_log((silo.state / "audit.jsonl").read_text().splitlines(), ca, "agent").entries) == 8
 

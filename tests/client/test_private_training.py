@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from roundtable.client.training.local_training import LocalUpdate, train
 from roundtable.client.training.silo_account import Protection, payment
-from roundtable.client.worker.executor import Order, Settings, Workshop
+from roundtable.client.worker.executor import Executor, Order, Settings
 from roundtable.core import ArrayTask, Layout, Site, Task, load_task, parse_job, save_model
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded, PrivacyError
@@ -195,7 +195,7 @@ def test_the_way_to_gradients_is_found_once_in_a_job(tmp_path: Path, monkeypatch
     task = load_task("points.py", tmp_path)
     model = initial_model(job, task)
     save_model(tmp_path / "model", model)
-    shop = Workshop(Settings("alder", str(tmp_path), str(tmp_path / "jobs"), "cpu", 1, {}))
+    shop = Executor(Settings("alder", str(tmp_path), str(tmp_path / "jobs"), "cpu", 1, {}))
     for round in (1, 2):
         order = Order(
             "job", round, "train", job.to_json(), "points.py", str(tmp_path / "model"),

@@ -12,15 +12,15 @@ from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.cluster.parallel.strategy import Mesh
 from roundtable.cluster.plan.diloco_plan import costs
 from roundtable.cluster.plan.links import Links
-from roundtable.cluster.plan.model_probe import example_batch, survey
-from roundtable.cluster.plan.planner import Plan, make_plan
+from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.planner import ClusterPlan, make_plan
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site
 
 TASK = WithAdam(dim=128, layers=4, heads=4, hidden=512, vocabulary=2000, length=64)
-SMALL = survey(TASK, example_batch(TASK.data(Site("silo"))[0]), device="cpu")
+SMALL = probe_model(TASK, example_batch(TASK.data(Site("silo"))[0]), device="cpu")
 # A step of 8 examples on four devices that do 1e9 products a second takes FLOPS / 250e6 s.
 BATCH, PRODUCTS = 8, 1e9
 FLOPS = 1e8
@@ -44,7 +44,7 @@ def planned(
     resources: Resources | None = None,
     privacy: dict[str, Any] | None = None,
     **hand: Any,
-) -> Plan:
+) -> ClusterPlan:
     table = ClusterTable.model_validate({"strategy": hand})
     values = {"task": "t", "algorithm": {"batch_size": BATCH, **(algorithm or {})}, "privacy": privacy or {}}
     there = resources or Resources(2, 2, parse_bytes("2GiB"), "cpu")

@@ -13,7 +13,7 @@ from cluster_silo import Silo
 from ranks import run_ranks
 
 from roundtable.cluster.agent.preflight import check_endpoint, check_interface, main
-from roundtable.cluster.train.loss_guard import Steadiness
+from roundtable.cluster.train.loss_guard import LossGuard
 from roundtable.cluster.train.orders import Advice
 from roundtable.core.errors import ConfigError
 
@@ -80,11 +80,11 @@ def test_a_step_that_would_spoil_the_weights_is_noticed_before_it(
 
 
 def test_a_jump_is_told_once_and_slow_change_never() -> None:
-    steady = Steadiness()
+    steady = LossGuard()
     falling = [2.0 * 0.97**i + 0.05 * (-1) ** i for i in range(60)]
     assert not any(steady.jumped(loss) for loss in falling)
     assert [steady.jumped(loss) for loss in (9.0, 30.0, 0.4, 0.4)] == [True, False, False, False]
-    assert not any(Steadiness().jumped(loss) for loss in (1.0, 50.0, 1.0)), "too early to know"
+    assert not any(LossGuard().jumped(loss) for loss in (1.0, 50.0, 1.0)), "too early to know"
 
 
 def test_a_device_that_fails_again_stays_out() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
-from roundtable.cluster.plan.model_probe import example_batch, survey
+from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig, Task
@@ -47,7 +47,7 @@ class Odd(Task):
 
 def looked_over(task: Task) -> Any:
     data, _ = task.data(Site("silo"))
-    return survey(task, example_batch(data), device="cpu")
+    return probe_model(task, example_batch(data), device="cpu")
 
 
 SMALL = looked_over(Small())

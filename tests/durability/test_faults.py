@@ -11,7 +11,7 @@ import pytest
 from processes import SILOS, Federation
 
 from roundtable.core.errors import ConfigError, UnavailableError
-from roundtable.core.failpoints import AGENT_POINTS, COORDINATOR_POINTS, Fault
+from roundtable.core.failpoints import AGENT_POINTS, COORDINATOR_POINTS, Failpoint
 
 VICTIM = SILOS[0]
 # Where in the job each point is reached; rounds 2 and 3 of three, so that there is a past to keep.
@@ -136,4 +136,4 @@ def check(federation: Federation, job: str, undisturbed: Any) -> None:
 @pytest.mark.parametrize("text", ["2/train", "2/train/nowhere", "2/train/accepted:burn", "/"])
 def test_a_fault_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write round/phase/point:action"):
-        Fault(text)
+        Failpoint(text)

@@ -13,9 +13,9 @@ from typing import Any
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import Progress, Trained, Work
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
-from roundtable.client.worker.executor import Settings, Workshop
+from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_trainer import order_of_work
 
 
@@ -26,17 +26,17 @@ class InlineTrainer:
         jobs = str(config.state / "jobs")
         # A step that was withdrawn goes on in its thread; the next one waits for it.
         self._turn = Lock()
-        self._workshop = Workshop(Settings(name, str(config.folder), jobs, "cpu", 1, {}))
+        self._executor = Executor(Settings(name, str(config.folder), jobs, "cpu", 1, {}))
 
     async def start(self) -> None: ...
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
-        return await asyncio.to_thread(self._in_turn, self._workshop.train, work)
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
+        return await asyncio.to_thread(self._in_turn, self._executor.train, work)
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
-        return await asyncio.to_thread(self._in_turn, self._workshop.evaluate, work)
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
+        return await asyncio.to_thread(self._in_turn, self._executor.evaluate, work)
 
-    def _in_turn(self, do: Callable[..., Any], work: Work) -> Any:
+    def _in_turn(self, do: Callable[..., Any], work: StepWork) -> Any:
         with self._turn:
             return do(order_of_work(work), _silent)
 

@@ -12,7 +12,7 @@ import torch
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import Progress, Trained, Work, write_update
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_update
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.models import open_model
 from roundtable.core.seeds import torch_generator
@@ -33,14 +33,14 @@ class GivenTrainer:
 
     async def start(self) -> None: ...
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         await asyncio.sleep(self._seconds)
         columns = open_model(work.model).layout.size
         delta = delta_of(work.step.round, self._name, columns)
         digest, size = write_update(work.output, delta, work.job.transfer.encoding)
-        return Trained(digest, size, EXAMPLES, {"loss": (1.0, EXAMPLES)})
+        return TrainedUpdate(digest, size, EXAMPLES, {"loss": (1.0, EXAMPLES)})
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         return {"accuracy": (1.0, 1)}
 
     def release(self, job: str) -> None: ...

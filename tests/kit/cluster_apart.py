@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of, region_of
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
-from roundtable.cluster.train.rank_trainer import Bench, Progress, StepReport
+from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
 from roundtable.core import JobConfig, Layout
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import Site, initial_state
@@ -95,10 +95,10 @@ def apart_cases(rank: int, cases: list[Case], folder: Path) -> dict[str, dict[st
 def go_on_as(rank: int, case: Case, folder: Path) -> float:
     """Goes on from a checkpoint with other replicas; how far these are from each other at the end."""
     model = initial_state(case.task, job_of(case).seed)
-    bench = _begun(case, torch.zeros_like(Layout.of(model).flatten(model)))
-    _go_on(bench, folder)
+    trainer = _begun(case, torch.zeros_like(Layout.of(model).flatten(model)))
+    _go_on(trainer, folder)
     worst = 0.0
-    for parameter in bench.replica.parameters():
+    for parameter in trainer.replica.parameters():
         part = local_of(parameter).detach()
         first = part.clone()
         dist.broadcast(first, 0)
@@ -107,50 +107,50 @@ def go_on_as(rank: int, case: Case, folder: Path) -> float:
     return worst
 
 
-def _begun(case: Case, start: Tensor) -> Bench:
-    bench = bench_of(case, Meshes(case.strategy.mesh, "cpu", apart=case.strategy.local_steps > 0))
-    bench.load(start, {})
-    bench.begin(1)
-    return bench
+def _begun(case: Case, start: Tensor) -> RankTrainer:
+    trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu", apart=case.strategy.local_steps > 0))
+    trainer.load(start, {})
+    trainer.begin(1)
+    return trainer
 
 
-def _fit(bench: Bench, folder: Path, checkpoint: int) -> float:
+def _fit(trainer: RankTrainer, folder: Path, checkpoint: int) -> float:
     """Trains a round with a checkpoint between two meetings; how far apart the replicas are then."""
-    data, _ = bench.task.data(Site("silo"))
-    checkpoints, done = Checkpoints([folder], 1, _group()), Progress()
+    data, _ = trainer.task.data(Site("silo"))
+    checkpoints, done = Checkpoints([folder], 1, _group()), RoundProgress()
     apart = [0.0]
 
     def watch(report: StepReport) -> None:
         if report.step == checkpoint:
             position = Position(1, "m", report.step, done.seen, done.loss_sum)
-            assert bench.optimizer is not None
-            checkpoints.save(bench.replica, bench.optimizer, position, bench.outer)
-            part = local_of(bench.replica.parameters()[0]).detach()
+            assert trainer.optimizer is not None
+            checkpoints.save(trainer.replica, trainer.optimizer, position, trainer.outer)
+            part = local_of(trainer.replica.parameters()[0]).detach()
             mean = part.clone()
-            group = bench.meshes.one("dp").get_group()
+            group = trainer.meshes.one("dp").get_group()
             dist.all_reduce(mean, group=group)
             apart[0] = float((part - mean / group.size()).abs().max())
 
-    bench.fit(bench.batches(data, 1), 1, done, watch)
+    trainer.fit(trainer.batches(data, 1), 1, done, watch)
     checkpoints.finish()
     return apart[0]
 
 
-def _go_on(bench: Bench, folder: Path) -> None:
-    data, _ = bench.task.data(Site("silo"))
-    checkpoints, batches = Checkpoints([folder], 1, _group()), bench.batches(data, 1)
+def _go_on(trainer: RankTrainer, folder: Path) -> None:
+    data, _ = trainer.task.data(Site("silo"))
+    checkpoints, batches = Checkpoints([folder], 1, _group()), trainer.batches(data, 1)
     newest = checkpoints.newest(1, "m")
     assert newest is not None
-    assert bench.optimizer is not None
-    checkpoints.load(newest[0], bench.replica, bench.optimizer, bench.outer)
+    assert trainer.optimizer is not None
+    checkpoints.load(newest[0], trainer.replica, trainer.optimizer, trainer.outer)
     batches.load_state_dict({"position": newest[1].step})
-    bench.fit(batches, 1, Progress(newest[1].seen, newest[1].loss_sum), lambda report: None)
+    trainer.fit(batches, 1, RoundProgress(newest[1].seen, newest[1].loss_sum), lambda report: None)
 
 
-def _off(bench: Bench, expected: dict[str, Tensor], start: Tensor) -> float:
+def _off(trainer: RankTrainer, expected: dict[str, Tensor], start: Tensor) -> float:
     """The largest difference of this rank's parts, over the largest change of their tensor."""
-    worst, initial = 0.0, bench.layout.unflatten(start)
-    for name, tensor in bench.replica.tensors():
+    worst, initial = 0.0, trainer.layout.unflatten(start)
+    for name, tensor in trainer.replica.tensors():
         change = (expected[name] - initial[name]).abs().max()
         theirs = expected[name][region_of(tensor)]
         worst = max(worst, float((local_of(tensor).detach() - theirs).abs().max() / change))

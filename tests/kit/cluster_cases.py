@@ -26,7 +26,7 @@ from roundtable.cluster.plan.links import Links, known_links
 from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.gradient_hooks import TopK, topk_hook
-from roundtable.cluster.train.rank_trainer import Bench, Progress, StepReport
+from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
 from roundtable.core import JobConfig, Layout, open_model
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.task import Site, Task, initial_state
@@ -78,7 +78,7 @@ def reference(case: Case) -> tuple[dict[str, Tensor], float, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}, update.loss, start
 
 
-def bench_of(case: Case, meshes: Meshes) -> Bench:
+def bench_of(case: Case, meshes: Meshes) -> RankTrainer:
     job = job_of(case)
     mode, fake = fake_model(case.task)
     plan = None
@@ -89,33 +89,33 @@ def bench_of(case: Case, meshes: Meshes) -> Bench:
     # Fake tensors share their memory with nobody: ties are found on a real model.
     layout = Layout.of(initial_state(case.task, job.seed))
     device = torch.device("cpu")
-    return Bench(case.task, job, layout, case.strategy, meshes, device, "silo", plan)
+    return RankTrainer(case.task, job, layout, case.strategy, meshes, device, "silo", plan)
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Differences from the single process: of the weights, of the update's file, of the loss."""
     expected, loss, start = reference(case)
     meshes = Meshes(case.strategy.mesh, "cpu", apart=case.strategy.local_steps > 0)
-    bench = bench_of(case, meshes)
-    bench.load(start, {})
+    trainer = bench_of(case, meshes)
+    trainer.load(start, {})
     data, _ = case.task.data(Site("silo"))
-    done = Progress()
+    done = RoundProgress()
     norms: list[float] = []
-    bench.fit(bench.batches(data, 1), 1, done, lambda report: norms.append(report.norm))
+    trainer.fit(trainer.batches(data, 1), 1, done, lambda report: norms.append(report.norm))
     path = folder / f"{case.name}.update"
     if dist.get_rank() == 0:
-        prepare_update(path, "float32", bench.layout)
+        prepare_update(path, "float32", trainer.layout)
     dist.barrier()
-    write_deltas(path, "float32", bench.replica.tensors(), bench.places, start, meshes)
+    write_deltas(path, "float32", trainer.replica.tensors(), trainer.places, start, meshes)
     dist.barrier()
     worst = 0.0
-    initial = bench.layout.unflatten(start)
-    for name, tensor in bench.replica.tensors():
+    initial = trainer.layout.unflatten(start)
+    for name, tensor in trainer.replica.tensors():
         whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
         change = (expected[name] - initial[name]).abs().max()
         worst = max(worst, float((whole - expected[name]).abs().max() / change))
-    written = torch.from_file(str(path), size=bench.layout.size)
-    theirs = bench.layout.flatten(expected) - start
+    written = torch.from_file(str(path), size=trainer.layout.size)
+    theirs = trainer.layout.flatten(expected) - start
     return {
         "weights": worst,
         "file": float((written - theirs).abs().max() / theirs.abs().max()),
@@ -128,12 +128,12 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
 def fit_and_report(rank: int, case: Case, peak: float) -> list[dict[str, Any]]:
     """What each step reports, of devices that could do `peak` operations a second."""
     _, _, start = reference(case)
-    bench = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
-    bench.load(start, {})
+    trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    trainer.load(start, {})
     data, _ = case.task.data(Site("silo"))
-    bench.work, bench.peak = count_work(case.task, example_batch(data, 2)), peak
+    trainer.work, trainer.peak = count_work(case.task, example_batch(data, 2)), peak
     found: list[dict[str, Any]] = []
-    bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: found.append(asdict(report)))
+    trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: found.append(asdict(report)))
     return found
 
 
@@ -146,19 +146,19 @@ def probe_twice(rank: int, folder: Path, per_node: int) -> tuple[Links, Links]:
 def save_midway(rank: int, case: Case, folder: Path) -> None:
     """Trains to the end, with a checkpoint after half of the steps that training goes on beside."""
     _, _, start = reference(case)
-    bench = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
-    bench.load(start, {})
+    trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    trainer.load(start, {})
     data, _ = case.task.data(Site("silo"))
-    batches, done = bench.batches(data, 1), Progress()
+    batches, done = trainer.batches(data, 1), RoundProgress()
     checkpoints = Checkpoints([folder / "first", folder / "second"], 2, _cpu_group())
 
     def watch(report: StepReport) -> None:
         if report.step == report.steps // 2:
-            assert bench.optimizer is not None
+            assert trainer.optimizer is not None
             position = Position(1, "m", report.step, done.seen, done.loss_sum)
-            checkpoints.save(bench.replica, bench.optimizer, position)
+            checkpoints.save(trainer.replica, trainer.optimizer, position)
 
-    bench.fit(batches, 1, done, watch)
+    trainer.fit(batches, 1, done, watch)
     checkpoints.finish()
 
 
@@ -167,22 +167,22 @@ def resume(rank: int, cases: list[Case], folder: Path) -> dict[str, float]:
     found = {}
     for case in cases:
         expected, _, start = reference(case)
-        bench = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
-        bench.load(torch.zeros_like(start), {})
+        trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+        trainer.load(torch.zeros_like(start), {})
         data, _ = case.task.data(Site("silo"))
-        batches = bench.batches(data, 1)
+        batches = trainer.batches(data, 1)
         checkpoints = Checkpoints([folder / "first", folder / "second"], 2, _cpu_group())
         newest = checkpoints.newest(1, "m")
         assert newest is not None
         path, position = newest
-        bench.begin(1)
-        assert bench.optimizer is not None
-        checkpoints.load(path, bench.replica, bench.optimizer)
+        trainer.begin(1)
+        assert trainer.optimizer is not None
+        checkpoints.load(path, trainer.replica, trainer.optimizer)
         batches.load_state_dict({"position": position.step})
-        bench.fit(batches, 1, Progress(position.seen, position.loss_sum), lambda report: None)
+        trainer.fit(batches, 1, RoundProgress(position.seen, position.loss_sum), lambda report: None)
         worst = 0.0
-        initial = bench.layout.unflatten(start)
-        for name, tensor in bench.replica.tensors():
+        initial = trainer.layout.unflatten(start)
+        for name, tensor in trainer.replica.tensors():
             whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             change = (expected[name] - initial[name]).abs().max()
             worst = max(worst, float((whole - expected[name]).abs().max() / change))
@@ -200,7 +200,7 @@ def peak_memory(rank: int, case: Case, model: Path, folder: Path) -> dict[str, i
 
     tune_for_transfers()
     start = open_model(model)
-    bench = Bench(
+    trainer = RankTrainer(
         case.task,
         job_of(case),
         start.layout,
@@ -216,15 +216,15 @@ def peak_memory(rank: int, case: Case, model: Path, folder: Path) -> dict[str, i
     seen, ended = [before], threading.Event()
     watching = threading.Thread(target=_sample, args=(seen, ended))
     watching.start()
-    bench.load(start.vector, start.local)
+    trainer.load(start.vector, start.local)
     phase("load")
-    bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: None)
+    trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
     phase("fit")
     path = folder / "update"
     if rank == 0:
-        prepare_update(path, "float32", bench.layout)
+        prepare_update(path, "float32", trainer.layout)
     dist.barrier()
-    write_deltas(path, "float32", bench.replica.tensors(), bench.places, start.vector, bench.meshes)
+    write_deltas(path, "float32", trainer.replica.tensors(), trainer.places, start.vector, trainer.meshes)
     phase("write")
     ended.set()
     watching.join()

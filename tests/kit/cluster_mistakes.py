@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.train.rank import check_versions
-from roundtable.cluster.train.rank_trainer import Progress
+from roundtable.cluster.train.rank_trainer import RoundProgress
 from roundtable.core import Layout
 from roundtable.core.errors import ConfigError, InvalidUpdate
 from roundtable.core.task import Site, initial_state
@@ -40,22 +40,22 @@ def disturbed_round(rank: int, case: Case, folder: Path) -> dict[str, Any]:
     """What was said, at which steps the alarm rang, and whether the weights are those of the step before."""
     torch.manual_seed(0)
     start = Layout.of(model := initial_state(case.task, 7)).flatten(model).clone()  # type: ignore[arg-type]
-    bench = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
-    bench.load(start, {})
+    trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    trainer.load(start, {})
     data, _ = case.task.data(Site("silo"))
     alarms: list[int] = []
     after: list[list[Tensor]] = [[]]
 
     def watch(report: Any) -> None:
-        after[0] = [local.detach().clone() for _, local in bench.replica.tensors()]
+        after[0] = [local.detach().clone() for _, local in trainer.replica.tensors()]
 
     said = ""
     try:
-        bench.fit(bench.batches(data, 1), 1, Progress(), watch, alarms.append)
+        trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), watch, alarms.append)
     except InvalidUpdate as error:
         said = str(error)
     same = all(
-        torch.equal(old, tensor) for old, (_, tensor) in zip(after[0], bench.replica.tensors(), strict=True)
+        torch.equal(old, tensor) for old, (_, tensor) in zip(after[0], trainer.replica.tensors(), strict=True)
     )
     return {"said": said, "alarms": alarms, "same": same}
 

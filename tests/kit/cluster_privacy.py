@@ -16,8 +16,8 @@ from roundtable.client.training.silo_account import Protection
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import prepare_update, write_deltas
 from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.train.private_rounds import Till, fit_examples_privately, noise_on_parts
-from roundtable.cluster.train.rank_trainer import Bench, Progress
+from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
+from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
 from roundtable.core import JobConfig, Layout
 from roundtable.core.task import Site, initial_state
 from roundtable.privacy import Charge, NoiseSource, PrivacyConfig, SeededNoise
@@ -63,11 +63,11 @@ def private_round(rank: int, case: PrivateCase, folder: Path, same: bool) -> dic
     model = initial_state(task, job.seed)
     layout = Layout.of(model)
     start = layout.flatten(model).clone()
-    bench = Bench(
+    trainer = RankTrainer(
         task, job, layout, case.strategy, Meshes(case.strategy.mesh, "cpu"), torch.device("cpu"), "silo"
     )
-    bench.mode = "first"
-    bench.load(start, {})
+    trainer.mode = "first"
+    trainer.load(start, {})
     data, _ = task.data(Site("silo"))
     asked: list[Charge] = []
     paid: list[Charge] = []
@@ -78,22 +78,24 @@ def private_round(rank: int, case: PrivateCase, folder: Path, same: bool) -> dic
 
         return pay
 
-    till, sources = Till(note(asked), note(paid)), seeded if same else secure_sources
+    round_charge, sources = RoundCharge(note(asked), note(paid)), seeded if same else secure_sources
     change = None
     if case.privacy["level"] == "example":
         steps: list[int] = []
-        fit_examples_privately(bench, data, 1, till, lambda report: steps.append(report.step), sources)
+        fit_examples_privately(
+            trainer, data, 1, round_charge, lambda report: steps.append(report.step), sources
+        )
         assert steps == [1, 2, 3]
     else:
-        bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: None)
-        change = noise_on_parts(bench, start, till, sources)
+        trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
+        change = noise_on_parts(trainer, start, round_charge, sources)
     path = folder / "update"
     if rank == 0:
         prepare_update(path, "float32", layout)
     group = dist.group.WORLD
     assert group is not None
-    till.settle(group)
-    write_deltas(path, "float32", bench.replica.tensors(), bench.places, start, bench.meshes, change)
+    round_charge.settle(group)
+    write_deltas(path, "float32", trainer.replica.tensors(), trainer.places, start, trainer.meshes, change)
     dist.barrier()
     return {"asked": [one.to_json() for one in asked], "paid": [one.to_json() for one in paid]}
 

@@ -14,7 +14,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.rules import PolicyTable
 from roundtable.client.step_key import StepKey
-from roundtable.client.trainer import Work
+from roundtable.client.trainer import StepWork
 from roundtable.client.training.local_training import train
 from roundtable.cluster.agent.cluster_trainer import ClusterTrainer
 from roundtable.cluster.plan.resources import Resources
@@ -108,8 +108,8 @@ class Silo:
         finally:
             await made.close()
 
-    def work(self, round: int = 1, phase: str = "train", output: str = "update") -> Work:
-        return Work(
+    def work(self, round: int = 1, phase: str = "train", output: str = "update") -> StepWork:
+        return StepWork(
             step=StepKey("job-1", round, 1, phase),
             client="alder",
             config=self.job.to_json(),

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.memory_estimate import estimate
-from roundtable.cluster.plan.model_probe import example_batch, survey
-from roundtable.cluster.train.rank_trainer import Bench, Progress
+from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
 from roundtable.core import JobConfig, Layout
 from roundtable.core.task import Site, initial_state
 
@@ -64,7 +64,7 @@ def _measure(model: str, strategy: Strategy, count: int) -> Measured:
     job = JobConfig.model_validate({"task": "t", "seed": 7, "algorithm": table})
     data, _ = task.data(Site("silo"))
     half = strategy.precision == "bfloat16"
-    found = survey(task, example_batch(data), device="cpu", bfloat16=half)
+    found = probe_model(task, example_batch(data), device="cpu", bfloat16=half)
     whole = initial_state(task, job.seed)
     layout = Layout.of(whole)
     start = layout.flatten(whole).clone()
@@ -75,9 +75,9 @@ def _measure(model: str, strategy: Strategy, count: int) -> Measured:
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         plan = found.tensor_parallel if strategy.mesh.tp > 1 else None
-        bench = Bench(task, job, layout, strategy, meshes, torch.device("cpu"), "silo", plan)
-        bench.load(start, {})
-        bench.fit(bench.batches(data, 1), 1, Progress(), lambda report: None)
+        trainer = RankTrainer(task, job, layout, strategy, meshes, torch.device("cpu"), "silo", plan)
+        trainer.load(start, {})
+        trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
     return Measured(estimate(found, strategy, count).peak, peak_of(traced))
 
 

@@ -14,7 +14,7 @@ from service import Operator
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import Progress, Trained, Work, write_update
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_update
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.server import Coordinator, ServerConfig
@@ -36,15 +36,15 @@ class GivenTrainer:
 
     async def start(self) -> None: ...
 
-    async def train(self, work: Work, progress: Progress) -> Trained:
+    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         self.steps.append(work.step)
         self.began.set()
         await self.gate.wait()
         digest, size = write_update(work.output, self.delta(work.step.round), work.job.transfer.encoding)
         sums = {"loss": (self.loss * self.examples, self.examples), "secret": (1.0, self.examples)}
-        return Trained(digest, size, self.examples, sums)
+        return TrainedUpdate(digest, size, self.examples, sums)
 
-    async def evaluate(self, work: Work, progress: Progress) -> Metrics:
+    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         return {"accuracy": (1.0, 2)}
 
     def release(self, job: str) -> None: ...

@@ -57,7 +57,7 @@ def start_coordinator(federation: Federation) -> subprocess.Popen[str]:
 
 def start_silo(federation: Federation, name: str, fault: str = "") -> subprocess.Popen[str]:
     """A silo; `fault` may also be a place of the fault injector, written with slashes."""
-    injected = {"ROUNDTABLE_FAULT": fault} if "/" in fault else {}
+    injected = {"ROUNDTABLE_FAILPOINT": fault} if "/" in fault else {}
     own = [fault] if fault and not injected else []
     place = str(federation.names.index(name))
     command = [sys.executable, __file__, str(federation.folder), place, name, str(federation.port), *own]
@@ -84,8 +84,8 @@ def masked_by(folder: Path, name: str) -> list[tuple[int, str, str]]:
 
 
 def note_masks(folder: Path) -> Any:
-    """`SecureAttempt.mask`, writing down what it masks under which key."""
-    original = secure.SecureAttempt.mask
+    """`MaskingAttempt.mask`, writing down what it masks under which key."""
+    original = secure.MaskingAttempt.mask
 
     def mask(attempt: Any, *given: Any) -> Any:
         client = attempt.client
@@ -128,7 +128,7 @@ def _silo(folder: Path, place: int, name: str, port: int) -> None:
 
 if __name__ == "__main__":
     _, given, number, who, where, *faults = sys.argv
-    secure.SecureAttempt.mask = note_masks(Path(given))  # type: ignore[method-assign]
+    secure.MaskingAttempt.mask = note_masks(Path(given))  # type: ignore[method-assign]
     for each in faults:
         _fail_at(each)
     _silo(Path(given), int(number), who, int(where))

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from roundtable.cluster.parallel import apply_strategy as apply
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.plan.memory_estimate import Survey
+from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.train.replica import Replica
 from roundtable.core.task import Site, Task
 
@@ -32,7 +32,7 @@ def fake_group(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def allocated(task: Task, strategy: Strategy, survey: Survey, micro_batches: int) -> dict[str, int]:
+def allocated(task: Task, strategy: Strategy, probe: ModelProbe, micro_batches: int) -> dict[str, int]:
     """Bytes of rank 0 at the peak of a step after the first, by the tracker's kinds and "Total"."""
     device = torch.device("cpu")
     with fake_group(strategy.mesh.world):
@@ -41,7 +41,7 @@ def allocated(task: Task, strategy: Strategy, survey: Survey, micro_batches: int
         sharded = strategy.data_parallel in ("zero2", "zero3")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             with nullcontext() if sharded else patch.object(apply, "allocate", _allocate):
-                replica = Replica(task, strategy, meshes, device, survey.tensor_parallel)
+                replica = Replica(task, strategy, meshes, device, probe.tensor_parallel)
             optimizer = torch.optim.AdamW(replica.parameters(), foreach=False)
             batch = tuple(mode.from_tensor(part[: strategy.micro_batch]) for part in data)
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roundtable.client.agent.silo_log import Journal
+from roundtable.client.agent.silo_log import SiloLog
 from roundtable.client.policy.config import load_agent_config
 from roundtable.client.policy.known_jobs import KnownJobs
 from roundtable.core import parse_job
@@ -88,7 +88,7 @@ def _silo_identity(data: bytes) -> None:
 
 
 def _journal(data: bytes) -> None:
-    Journal(_written(data, "audit.jsonl"), place() / "north").note("north", "x")
+    SiloLog(_written(data, "audit.jsonl"), place() / "north").note("north", "x")
 
 
 def _known(data: bytes) -> None:

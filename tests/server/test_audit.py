@@ -20,7 +20,7 @@ from service import AGENTS, Operator, running
 
 from roundtable.administration import Administrator
 from roundtable.cli.main import cli
-from roundtable.client.agent.silo_log import Journal
+from roundtable.client.agent.silo_log import SiloLog
 from roundtable.core.errors import AuditError
 from roundtable.core.evidence.audit_log import Entry, Log, compare, entry, read_log
 from roundtable.core.evidence.cross_check import differences
@@ -282,7 +282,7 @@ def test_what_is_no_log_is_one_clear_error(
 def both_logs(signers: tuple[bytes, SiloIdentity, SiloIdentity], folder: Path) -> tuple[Log, Log, bytes]:
     """Two rounds as the coordinator and the silo north wrote them down."""
     ca, hub, _ = signers
-    journal = Journal(folder / "audit.jsonl", folder)
+    journal = SiloLog(folder / "audit.jsonl", folder)
     last, lines = None, []
     for number in (1, 2):
         step = common_pb2.Step(job="j", round=number, attempt=1, phase="train")

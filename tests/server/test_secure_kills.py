@@ -19,7 +19,7 @@ from secure_federation import QUIET, SECURE, Federation, unit
 from secure_process import COLUMNS, ended, free_port, masked_by, note_masks, start_coordinator, start_silo
 
 from roundtable.client.agent import secure_attempts as secure
-from roundtable.client.agent import step_handler as duties
+from roundtable.client.agent import step_handler
 from roundtable.core.models import open_model
 from roundtable.privacy.secagg.framing import Kind, unseal
 from roundtable.proto import operator_pb2
@@ -48,7 +48,7 @@ class Deaf:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.silo, self.kind, self.round, self.heard = "", Kind.EVIDENCE, 0, asyncio.Event()
         self.gives_up = False
-        handle, advertise = secure.SecureAttempts.handle, duties.Duties._advertise
+        handle, advertise = secure.SecureAttempts.handle, step_handler.StepHandler._advertise
 
         def told(attempts: Any, step: Any, message: bytes) -> bytes | None:
             here = self.round in (0, step.round) and attempts._name == self.silo
@@ -64,7 +64,7 @@ class Deaf:
                 advertise(own, step)
 
         monkeypatch.setattr(secure.SecureAttempts, "handle", told)
-        monkeypatch.setattr(duties.Duties, "_advertise", first)
+        monkeypatch.setattr(step_handler.StepHandler, "_advertise", first)
 
     @staticmethod
     def _give_up(attempts: Any, step: Any) -> bytes:
@@ -87,7 +87,7 @@ def federation(tmp_path: Path) -> Federation:
 
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deaf:
-    monkeypatch.setattr(secure.SecureAttempt, "mask", note_masks(tmp_path))
+    monkeypatch.setattr(secure.MaskingAttempt, "mask", note_masks(tmp_path))
     return Deaf(monkeypatch)
 
 
