@@ -37,7 +37,7 @@ from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.auth.permissions import CALLERS, PERMISSIONS, as_markdown
 from roundtable.server.services.agents import AgentService
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="session")

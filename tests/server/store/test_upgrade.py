@@ -1,8 +1,9 @@
 """A coordinator of this version starts on what each older version has left, and goes on with its jobs.
 
 `databases/NAME/` holds a state folder: one job that is finished, one that waits for silos. A release adds its
-own: `python tests/server/test_upgrade.py FOLDER NAME` writes it. `0002` was written by the code of its time,
-whose newest migration had that number, so that all later ones run over rows that they did not expect.
+own: `python tests/server/store/test_upgrade.py FOLDER NAME` writes it. `0002` was written by the code of
+its time, whose newest migration had that number, so that all later ones run over rows that they did not
+expect.
 """
 
 from __future__ import annotations
@@ -110,5 +111,5 @@ async def write(folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kit"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kit"))
     asyncio.run(write(Path(sys.argv[1]), sys.argv[2]))
