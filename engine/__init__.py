@@ -1,6 +1,5 @@
 """The round engine: events in, actions out; the same for the coordinator and the simulation."""
 
-from roundtable.engine.buffered import BufferedEngine, engine_for
 from roundtable.engine.combining.combine import Combined, RoundAccount, combine, try_rule
 from roundtable.engine.combining.received import GroupMean, GroupMeans, Mean, Received, Rows
 from roundtable.engine.combining.server_state import ServerState, initial_server_state
@@ -14,7 +13,6 @@ from roundtable.engine.view import ClientView, EngineView
 
 __all__ = [
     "STRATEGIES",
-    "BufferedEngine",
     "Candidate",
     "ClientView",
     "Combined",
@@ -35,7 +33,6 @@ __all__ = [
     "ServerState",
     "add_up",
     "combine",
-    "engine_for",
     "figures",
     "initial_server_state",
     "make_plan",

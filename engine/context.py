@@ -1,4 +1,4 @@
-"""What every transition of the engine reads and writes: the state, the population, the actions to come."""
+"""What the engine and its training policy share: state, population, and the actions of this call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_TROUBLES = 8
 
 
 class Context:
-    """One job's state, and the small things that are done to it everywhere."""
+    """One job's state, with the operations on it that more than one transition needs."""
 
     def __init__(self, job: JobConfig, state: EngineState, population: Population) -> None:
         self.job = job
@@ -25,10 +25,21 @@ class Context:
         self.population = population
         self.out: list[m.Action] = []
 
-    def taken(self) -> list[m.Action]:
-        """The actions so far; they are handed out once."""
+    def take_actions(self) -> list[m.Action]:
+        """The actions since the last call."""
         out, self.out = self.out, []
         return out
+
+    def works_on(self, client: str, step: m.Step) -> bool:
+        """Whether the client was asked for this step and has neither answered nor failed."""
+        assignment, attempt = self.state.at_work.get(client), self.state.attempt
+        if assignment is not None and assignment.step == step:
+            return True
+        return attempt is not None and attempt.step == step and client in attempt.awaited
+
+    def awaits_somebody_online(self) -> bool:
+        """Whether anybody of whom the phase awaits an answer is there."""
+        return any(map(self.population.is_online, self.attempt().awaited))
 
     def instruct(self, names: Iterable[str], now: float) -> None:
         """Asks those who are there to work on the phase that runs; marks the others as offline."""
@@ -43,7 +54,7 @@ class Context:
                 self.mark(name, "offline", now)
 
     def withdraw_awaited(self, reason: str) -> None:
-        """Tells those who are still at work that it no longer matters."""
+        """Tells those whose answer the phase awaits that it no longer matters."""
         attempt = self.state.attempt
         if attempt is None or attempt.phase not in (m.TRAIN, m.EVALUATE):
             return
@@ -62,6 +73,12 @@ class Context:
         """The client's record, made on first use."""
         return self.state.clients.setdefault(name, ClientRecord())
 
+    def count_selection(self, name: str) -> None:
+        """The client has been chosen to train in the round that runs."""
+        record = self.record(name)
+        record.selected += 1
+        record.last_round = self.attempt().round
+
     def mark(self, name: str, state: m.ClientState, now: float, note: str = "") -> None:
         """The client is now in this state; `since` moves only if that is news."""
         record = self.record(name)
@@ -69,16 +86,38 @@ class Context:
             record.state, record.since, record.note = state, now, note
 
     def drop(self, failure: SiteFailure, now: float, action: str = "") -> None:
-        """The site is no longer waited for in this phase; `action` where more was done than that."""
-        attempt = self.attempt()
-        del attempt.awaited[failure.site]
-        attempt.lost.pop(failure.site, None)
-        self.mark(failure.site, "dropped", now, failure.detail)
+        """The client is no longer waited for at this step; `action` where more was done than that."""
+        attempt, client = self.attempt(), failure.site
+        if failure.phase == m.TRAIN:
+            attempt.failures[client] = failure
+        attempt.awaited.pop(client, None)
+        attempt.lost.pop(client, None)
+        self.state.at_work.pop(client, None)
+        self.mark(client, "dropped", now, failure.detail)
+        self.note_failure(failure, action)
+
+    def note_failure(self, failure: SiteFailure, action: str = "") -> None:
+        """Adds a client's failure to the job's history."""
         detail = {"kind": failure.kind, "phase": failure.phase} | ({"action": action} if action else {})
         self.note("client_failed", str(failure), failure.site, detail)
 
+    def take_out(self, damaged: Mapping[str, str]) -> list[SiteFailure]:
+        """Removes damaged updates (client → what is wrong) from those to be combined, into `attempt.lost`.
+
+        Nobody's work counts as completed any more: training goes on.
+        """
+        attempt = self.attempt()
+        for name in attempt.updates:
+            self.record(name).completed -= 1
+        failures = []
+        for name, detail in sorted(damaged.items()):
+            attempt.lost[name] = attempt.updates.pop(name)
+            failure = SiteFailure(name, attempt.round, attempt.number, m.TRAIN, "data_corruption", detail)
+            failures.append(failure)
+        return failures
+
     def trouble(self, failure: SiteFailure, action: str) -> None:
-        """The site is still waited for; of each, the history holds only so many troubles of an attempt."""
+        """Notes a failure of a client that is still waited for: `MOST_TROUBLES` of each in an attempt."""
         attempt = self.attempt()
         count = attempt.troubles.get(failure.site, 0)
         if count < MOST_TROUBLES:
@@ -96,6 +135,20 @@ class Context:
         """The name of a timer of the phase that runs; timers of other phases are stale."""
         step = self.attempt().step
         return f"{kind}:{step.round}.{step.attempt}.{step.phase}"
+
+    def set_timer(self, kind: str, at: float) -> None:
+        """Asks for a timer of the phase that runs; it replaces an earlier one of the same kind."""
+        self.out.append(m.SetTimer(self.timer(kind), at))
+
+    def extend_deadline(self, whole: float, now: float) -> None:
+        """After a restart: leaves agents at least the grace time to find their way back.
+
+        The deadline never lies further ahead than `whole`, the length of the phase: the clock may have been
+        set back.
+        """
+        attempt, grace = self.attempt(), self.job.cohort.grace
+        attempt.deadline = min(max(attempt.deadline or 0.0, now + grace), now + max(whole, grace))
+        self.set_timer("deadline", attempt.deadline)
 
     def note(
         self, kind: str, message: str, client: str = "", detail: Mapping[str, Any] | None = None

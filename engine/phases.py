@@ -1,41 +1,27 @@
-"""The transitions of a round: select → train → aggregate → evaluate → commit, and what ends it otherwise."""
+"""The phases of a round: authorize → train → aggregate → evaluate → commit, and how else it can end.
+
+How training goes, from the choice of clients to the last update, is the job's `TrainingPolicy`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
-from roundtable.core.errors import SiteFailure
-from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
+from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp, TrainingPolicy
 from roundtable.engine.records import record_of, record_without_model, shown
-from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
 from roundtable.engine.state import Attempt
 from roundtable.engine.stopping import missing_metric, stop_reason
-from roundtable.engine.validation.secure_feasibility import fewest, fewest_updates
-from roundtable.engine.view import view
-
-MOST_REPEATS = 2
 
 
 class Phases:
-    """Moves a job from phase to phase; which event may do so is decided in `RoundEngine`."""
+    """Moves a job from phase to phase; `RoundEngine` decides which event may do so."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, policy: TrainingPolicy) -> None:
         self._context = context
+        self._policy = policy
         self._job = context.job
         self._state = context.state
         self._population = context.population
-
-    @property
-    def _amplified(self) -> bool:
-        """Whether an accountant relies on the draw being from the whole population, whoever is there."""
-        return bool(self._job.privacy.get("level") == "client") and self._job.cohort.strategy == "uniform"
-
-    @property
-    def _private(self) -> bool:
-        return bool(self._job.privacy.get("level", "none") != "none")
 
     def next_round(self, now: float) -> None:
         """Begins the next round, or ends the job after the last."""
@@ -50,7 +36,7 @@ class Phases:
             self._stop_now("finished", f"all {done} rounds are done{without}")
 
     def begin_attempt(self, number: int, attempt: int, now: float) -> None:
-        """Begins an attempt at a round: with leave of the ledger first, where there is a budget."""
+        """Begins an attempt at a round; the ledger authorises it first, where there is a privacy budget."""
         phase = m.AUTHORIZE if self._job.privacy else m.SELECT
         self._state.attempt = Attempt(number, attempt, phase, now)
         self._context.status(
@@ -59,150 +45,39 @@ class Phases:
         if phase == m.AUTHORIZE:
             self._context.out.append(m.Authorize(self._context.attempt().step))
         else:
-            self.begin_selection(now)
+            self.begin_training(now)
 
-    def begin_selection(self, now: float) -> None:
-        """Looks for a cohort."""
-        self._context.attempt().phase = m.SELECT
-        self.try_select(now)
+    def begin_training(self, now: float) -> None:
+        """Starts collecting updates."""
+        self.follow(self._policy.begin(now), now)
 
-    def try_select(self, now: float) -> None:
-        """Draws the cohort if enough clients are there; waits for more otherwise, saying so once."""
-        attempt, cohort = self._context.attempt(), self._job.cohort
-        sampled = cohort.strategy == "poisson" or self._amplified
-        candidates = rested(self._population.known() if sampled else self._population.online(), self._state)
-        if len(candidates) < max(least_for_selection(cohort, attempt.settled), fewest(self._job)):
-            if attempt.deadline is None:
-                attempt.deadline = now + cohort.wait
-                self._context.out.append(m.SetTimer(self._context.timer("wait"), attempt.deadline))
-                self._context.note(
-                    "waiting_for_clients", view(self._job, self._state, self._population).waiting_for
-                )
+    def follow(self, decision: Decision, now: float) -> None:
+        """Does what the training policy has decided."""
+        match decision:
+            case Combine(reason):
+                self._end_training(reason, now)
+            case GiveUp(reason):
+                self.fail_attempt(reason, now)
+
+    def proceed(self, phase: str, now: float) -> None:
+        """Called after every answer that belongs to `phase`: ends it, if it runs and has what it needs."""
+        attempt = self._context.attempt()
+        if attempt.phase != phase:
             return
-        wanted = min(cohort.size or len(candidates), len(candidates))
-        ask = min(math.ceil(wanted * cohort.over_selection), len(candidates))
-        chance = numpy_generator(self._state.selection_seed, attempt.round, attempt.number, "selection")
-        chosen = STRATEGIES[cohort.strategy](candidates, ask, chance, self._context.candidate, cohort)
-        attempt.cohort = tuple(sorted(chosen))
-        attempt.target = len(chosen) if sampled else wanted
-        attempt.minimum = max(quorum(cohort, attempt.target), fewest_updates(self._job, attempt.target))
-        self._begin_training(now)
-
-    def _begin_training(self, now: float) -> None:
-        attempt = self._context.attempt()
-        attempt.phase = m.TRAIN
-        attempt.deadline = attempt.due = now + self._job.cohort.deadline
-        self._context.status("running", f"round {attempt.round} of {self._job.rounds}")
-        for name in attempt.cohort:
-            record = self._context.record(name)
-            record.selected += 1
-            record.last_round = attempt.round
-        detail = {"cohort": list(attempt.cohort), "minimum": attempt.minimum}
-        who = ", ".join(attempt.cohort[:8]) + (" …" if len(attempt.cohort) > 8 else "") or "nobody"
-        self._context.note("round_started", f"round {attempt.round}: {who}", detail=detail)
-        self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
-        attempt.awaited = dict.fromkeys(attempt.cohort)
-        self._context.instruct(attempt.cohort, now)
-        self.check(now)
-
-    def check(self, now: float) -> None:
-        """Whether the phase that runs has what it needs, or never will; called after every answer."""
-        attempt = self._context.attempt()
-        if attempt.phase == m.TRAIN:
-            self._check_training(attempt, now)
-        elif attempt.phase == m.EVALUATE and not attempt.awaited:
+        if phase == m.TRAIN:
+            self.follow(self._policy.proceed(now), now)
+        elif not attempt.awaited:
             self.commit(now)
-        elif attempt.phase == m.EVALUATE and not self._awaits_somebody_online(attempt):
-            self._context.out.append(m.SetTimer(self._context.timer("grace"), now + self._job.cohort.grace))
-
-    def _awaits_somebody_online(self, attempt: Attempt) -> bool:
-        return any(map(self._population.is_online, attempt.awaited))
-
-    def _check_training(self, attempt: Attempt, now: float) -> None:
-        arrived, awaited = len(attempt.updates), attempt.awaited
-        if arrived >= attempt.target or (not awaited and arrived >= attempt.minimum):
-            self._end_training("the round has the updates that it needs", now)
-        elif arrived + len(awaited) < attempt.minimum:
-            self.fail_attempt(self._quorum_missed(attempt), now)
-        elif arrived >= attempt.minimum and not self._awaits_somebody_online(attempt):
-            self._context.out.append(m.SetTimer(self._context.timer("grace"), now + self._job.cohort.grace))
-
-    def go_on_without_those_offline(self, now: float) -> None:
-        """The grace time is over: those that are offline are given up, in training if there is a quorum."""
-        attempt = self._context.attempt()
-        if self._awaits_somebody_online(attempt):
-            return
-        if attempt.phase == m.EVALUATE:
-            self.commit(now)
-        elif len(attempt.updates) >= attempt.minimum:
-            self._give_up_on_awaited("still offline after the grace time", now)
-            self._end_training("the round goes on without those that are offline", now)
-
-    def deadline_of_phase(self, attempt: Attempt, now: float) -> None:
-        """Goes on with what has arrived, if that is a quorum."""
-        if attempt.phase == m.EVALUATE:
-            self._context.withdraw_awaited("the evaluation's deadline has passed")
-            self.commit(now)
-            return
-        self._context.withdraw_awaited("the round's deadline has passed")
-        self._give_up_on_awaited("no update before the deadline", now)
-        if len(attempt.updates) >= attempt.minimum:
-            self._end_training("the deadline has passed", now)
-        else:
-            self.fail_attempt(self._quorum_missed(attempt), now)
-
-    def _give_up_on_awaited(self, detail: str, now: float) -> None:
-        attempt = self._context.attempt()
-        for name in list(attempt.awaited):
-            kind = "slow_node" if self._population.is_online(name) else "node_failure"
-            said, action = detail, ""
-            if name in attempt.lost:
-                kind, said = "data_corruption", f"its update is damaged and was not sent again: {detail}"
-                action = "asked the silo to send it again, then excluded the update"
-            failure = SiteFailure(name, attempt.round, attempt.number, attempt.phase, kind, said)
-            attempt.failures[name] = failure
-            self._context.drop(failure, now, action)
+        elif not self._context.awaits_somebody_online():
+            self._context.set_timer("grace", now + self._job.cohort.grace)
 
     def _end_training(self, reason: str, now: float) -> None:
-        self._context.withdraw_awaited(reason)
         attempt = self._context.attempt()
-        attempt.phase, attempt.deadline, attempt.awaited = m.AGGREGATE, None, {}
+        self._policy.close(reason, now)
+        attempt.phase, attempt.deadline = m.AGGREGATE, None
         for name in attempt.updates:
             self._context.record(name).completed += 1
         self._context.out.append(self.aggregate_action(attempt))
-
-    def replace_damaged(self, damaged: Mapping[str, str], now: float) -> None:
-        """Back to training, for updates that were accepted and are damaged: their silos send them again.
-
-        Until the round's deadline, or for the grace time if that is later; after so many times without them.
-        """
-        attempt = self._context.attempt()
-        failures = self.take_out(damaged)
-        attempt.phase, attempt.deadline = m.TRAIN, max(attempt.due, now + self._job.cohort.grace)
-        self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
-        for failure in failures:
-            name, asked = failure.site, attempt.repeats.get(failure.site, 0)
-            attempt.awaited[name] = None
-            if asked < MOST_REPEATS:
-                attempt.repeats[name] = asked + 1
-                self._context.trouble(failure, "asked the silo to send it again")
-            else:
-                attempt.failures[name] = failure
-                said = f"asked the silo {asked} times to send it again, then excluded the update"
-                self._context.drop(failure, now, said)
-        self._context.instruct(attempt.awaited, now)
-        self.check(now)
-
-    def take_out(self, damaged: Mapping[str, str]) -> list[SiteFailure]:
-        """Takes damaged updates out of those that are to be combined; nobody's work is done any more."""
-        attempt = self._context.attempt()
-        for name in attempt.updates:
-            self._context.record(name).completed -= 1
-        found = []
-        for name, detail in sorted(damaged.items()):
-            attempt.lost[name] = attempt.updates.pop(name)
-            found.append(SiteFailure(name, attempt.round, attempt.number, m.TRAIN, "data_corruption", detail))
-        return found
 
     def aggregate_action(self, attempt: Attempt) -> m.Aggregate:
         """The updates in the order of names, so that the order of arrival changes no bit."""
@@ -210,13 +85,15 @@ class Phases:
         return m.Aggregate(attempt.step, self._state.model, self._state.optimizer, updates, attempt.cohort)
 
     def evaluation_due(self, number: int) -> bool:
-        """Every so many rounds, and after the last."""
+        """Whether round `number` is evaluated: every so many rounds, and after the last."""
         every = self._job.evaluation.every
         return every > 0 and (number % every == 0 or number == self._job.rounds)
 
     def begin_evaluation(self, now: float) -> None:
-        """Asks those who are there for the new model's metrics, and those who have just delivered: after a
-        restart nobody is there yet, and they are on their way back."""
+        """Asks for the new model's metrics: clients that are there, and those that have just delivered.
+
+        After a restart nobody is there yet, and the latter are on their way back.
+        """
         attempt = self._context.attempt()
         pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.online()
         there = (name for name in pool if self._population.is_online(name))
@@ -224,13 +101,22 @@ class Phases:
         attempt.awaited = dict.fromkeys(idle)
         attempt.phase = m.EVALUATE
         attempt.deadline = now + self._job.evaluation.deadline
-        self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
+        self._context.set_timer("deadline", attempt.deadline)
         self._context.instruct(attempt.awaited, now)
-        self.check(now)
+        self.proceed(m.EVALUATE, now)
+
+    def evaluation_timer_fired(self, timer: str, now: float) -> None:
+        """Commits without the metrics of those that are offline after the grace time, or late."""
+        if timer == self._context.timer("deadline"):
+            self._context.withdraw_awaited("the evaluation's deadline has passed")
+            self.commit(now)
+        elif timer == self._context.timer("grace") and not self._context.awaits_somebody_online():
+            self.commit(now)
 
     def commit(self, now: float) -> None:
         """Writes the round's record and asks for it to be made durable."""
-        record = record_of(self._context.attempt(), now, self._private)
+        private = bool(self._job.privacy.get("level", "none") != "none")
+        record = record_of(self._context.attempt(), now, private)
         self._state.model, self._state.optimizer = record.model, record.optimizer
         self._close(record)
 
@@ -249,38 +135,39 @@ class Phases:
         self._context.out.append(self.commit_action(record))
 
     def commit_action(self, record: m.RoundRecord) -> m.Commit:
-        """After a round no update of it is wanted: the next one has another model."""
-        return m.Commit(record, settled=record.round)
+        """Makes the record durable."""
+        return m.Commit(record, settled=self._policy.settled(record.round))
 
     def fail_attempt(self, reason: str, now: float) -> None:
-        """Tries again with a new cohort, or pauses the job after so many tries."""
+        """Tries the round again, or pauses the job after so many tries."""
         attempt = self._context.attempt()
         if attempt.spent is not None:
             self.close_round(reason, now)
             return
+        self._policy.attempt_failed()
         self._context.withdraw_awaited("the attempt has failed")
         self._context.note(
             "attempt_failed", f"round {attempt.round}, attempt {attempt.number} failed: {reason}"
         )
         if attempt.number > self._job.cohort.retries:
-            said = f"round {attempt.round} failed {attempt.number} times; the last reason: {reason}"
-            self.stop("paused", said, now)
+            message = f"round {attempt.round} failed {attempt.number} times; the last reason: {reason}"
+            self.stop("paused", message, now)
         else:
             self.begin_attempt(attempt.round, attempt.number + 1, now)
 
     def end_round(self, now: float) -> None:
-        """The record is durable: on to the next round, unless something asks to stop."""
+        """The record is durable: begins the next round, unless there is a reason to stop."""
         attempt = self._context.attempt()
         assert attempt.record is not None
         assert self._state.started is not None
         self._state.chronicle.add(attempt.record, self._job.stop, self._state.separation)
         closed, on_end = attempt.record.closed, self._state.chronicle.on_end
         if closed:
-            said = f"round {attempt.round} is closed without a model, because its sum may be known: {closed}"
-            self._context.note("round_closed", said)
+            reason = f"is closed without a model, because its sum may be known: {closed}"
+            self._context.note("round_closed", f"round {attempt.round} {reason}")
         else:
-            said = f"round {attempt.round} is committed"
-            self._context.note("round_committed", said, detail=shown(attempt.record))
+            detail = shown(attempt.record)
+            self._context.note("round_committed", f"round {attempt.round} is committed", detail=detail)
         if self._state.stopping is not None:
             status, reason = self._state.stopping
             self._state.stopping = None
@@ -291,8 +178,8 @@ class Phases:
         if enough is not None:
             self._stop_now("finished", enough)
         elif closed and on_end > self._job.cohort.retries and attempt.round < self._job.rounds:
-            said = f"{on_end} rounds on end were closed without a model; the last reason: {closed}"
-            self._stop_now("paused", said)
+            message = f"{on_end} rounds on end were closed without a model; the last reason: {closed}"
+            self._stop_now("paused", message)
         else:
             self.next_round(now)
 
@@ -302,8 +189,8 @@ class Phases:
         if record.round != max(1, every):
             return
         measured = record.evaluation or ({} if every else record.training)
-        if said := missing_metric(self._job.stop, self._state.chronicle.trend, measured):
-            self._context.note("metric_missing", f"warning: {said}")
+        if warning := missing_metric(self._job.stop, self._state.chronicle.trend, measured):
+            self._context.note("metric_missing", f"warning: {warning}")
 
     def stop(self, status: m.JobStatus, reason: str, now: float) -> None:
         """Ends or pauses the job; a commit that is under way is completed first.
@@ -325,6 +212,9 @@ class Phases:
 
     def _stop_now(self, status: m.JobStatus, reason: str) -> None:
         attempt = self._state.attempt
+        for name, assignment in self._state.at_work.items():
+            self._context.out.append(m.Withdraw(name, assignment.step, f"the job is {status}"))
+        self._state.at_work, self._state.buffer = {}, {}
         if status == "paused" and attempt is not None:
             # Only the numbers live on, so that a resumed round never reuses an attempt's key.
             self._state.attempt = Attempt(attempt.round, attempt.number, "", attempt.started)
@@ -332,9 +222,3 @@ class Phases:
             self._state.attempt = None
         self._context.note(f"job_{status}", reason)
         self._context.status(status, reason)
-
-    def _quorum_missed(self, attempt: Attempt) -> str:
-        reasons = "; ".join(f"{name}: {failure.detail}" for name, failure in sorted(attempt.failures.items()))
-        return (
-            f"{len(attempt.updates)} of at least {attempt.minimum} updates ({reasons or 'nobody answered'})"
-        )

@@ -1,53 +1,47 @@
 """The round engine: a state machine without I/O, threads or clock.
 
-    select → train → aggregate → evaluate → commit → the next round
-       ↑        │         │
-       └────────┴─────────┘  an attempt that fails is made again with a new cohort
+    authorize → train → aggregate → evaluate → commit → the next round
+                 ↑         │
+                 └─────────┘  an attempt that fails is made again
 
 `handle(event, now)` takes what happened and returns what is to be done. The coordinator drives it
 with gRPC and a database, the simulation in virtual time, the tests with Hypothesis: the same object,
-the same behaviour. Events that are late, doubled or out of order change nothing.
+the same behaviour. Events that are late, doubled or out of order change nothing. Whom a round asks to train,
+and which updates it waits for, its `TrainingPolicy` decides: synchronous or buffered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from roundtable.core.config import JobConfig
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
 from roundtable.engine.phases import Phases
+from roundtable.engine.policies.buffered import BufferedTraining
+from roundtable.engine.policies.synchronous import SynchronousTraining
+from roundtable.engine.policies.training_policy import TrainingPolicy
 from roundtable.engine.population import Population, Roster
 from roundtable.engine.state import EngineState, from_plain, to_plain
 from roundtable.engine.view import EngineView, view
 
 
 class RoundEngine:
-    """One job's rounds.
+    """One job's rounds, from `state` on, with the training policy of the job's `[round] mode`."""
 
-    `model` is the digest of the initial model. `selection_seed` seeds the choice of cohorts: the
-    job's seed in a simulation; secret and drawn from the operating system at a coordinator, because
-    amplification by sampling holds only against those who cannot predict the sample. `separation` is
-    the plan's: the least number of rounds from one contribution of a client to its next.
-    """
-
-    def __init__(
-        self,
-        job: JobConfig,
-        model: str,
-        selection_seed: int,
-        population: Population | None = None,
-        separation: int = 1,
-    ) -> None:
-        self._assemble(job, EngineState(model, selection_seed, separation=separation), population)
-
-    def _assemble(self, job: JobConfig, state: EngineState, population: Population | None) -> None:
+    def __init__(self, job: JobConfig, state: EngineState, population: Population | None = None) -> None:
         self.job = job
         self.state = state
         self.population: Population = population or Roster()
         self._context = Context(job, state, self.population)
-        self._phases = self._make_phases()
+        self._policy: TrainingPolicy = (
+            BufferedTraining(self._context)
+            if job.round.mode == "buffered"
+            else SynchronousTraining(self._context)
+        )
+        self._phases = Phases(self._context, self._policy)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             m.Start: self._on_start,
             m.ClientJoined: self._on_joined,
@@ -69,13 +63,28 @@ class RoundEngine:
             m.Resume: self._on_resume,
         }
 
-    def _make_phases(self) -> Phases:
-        return Phases(self._context)
+    @classmethod
+    def begin(
+        cls,
+        job: JobConfig,
+        model: str,
+        selection_seed: int,
+        population: Population | None = None,
+        separation: int = 1,
+    ) -> RoundEngine:
+        """The engine of a job that has not started.
+
+        `model` is the digest of the initial model. `selection_seed` seeds the choice of cohorts: the
+        job's seed in a simulation; secret and drawn from the operating system at a coordinator, because
+        amplification by sampling holds only against those who cannot predict the sample. `separation` is
+        the plan's: the least number of rounds from one contribution of a client to its next.
+        """
+        return cls(job, EngineState(model, selection_seed, separation=separation), population)
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """What is to be done after `event` at time `now` (seconds); never raises for a stale event."""
         self._handlers[type(event)](event, now)
-        return self._context.taken()
+        return self._context.take_actions()
 
     def snapshot(self) -> dict[str, Any]:
         """A JSON-able form from which `restore` goes on; the history is kept by the driver."""
@@ -93,9 +102,7 @@ class RoundEngine:
         state = from_plain(snapshot)
         for record in history:
             state.chronicle.add(record, job.stop, state.separation)
-        engine = cls(job, state.model, state.selection_seed)
-        engine._assemble(job, state, population)
-        return engine
+        return cls(job, state, population)
 
     def outstanding(self, now: float) -> list[m.Action]:
         """After `restore`: the actions that may have been lost with the process. All are idempotent.
@@ -109,36 +116,30 @@ class RoundEngine:
         match attempt.phase:
             case m.AUTHORIZE:
                 self._context.out.append(m.Authorize(attempt.step))
-            case m.SELECT:
-                attempt.settled, attempt.deadline = False, None
-                self._phases.try_select(now)
-            case m.TRAIN | m.EVALUATE:
-                training = attempt.phase == m.TRAIN
-                whole = self.job.cohort.deadline if training else self.job.evaluation.deadline
-                grace = self.job.cohort.grace
-                attempt.deadline = min(max(attempt.deadline or 0.0, now + grace), now + max(whole, grace))
-                self._context.out.append(m.SetTimer(self._context.timer("deadline"), attempt.deadline))
+            case m.EVALUATE:
+                self._context.extend_deadline(self.job.evaluation.deadline, now)
                 self._context.instruct(attempt.awaited, now)
-                self._phases.check(now)
+                self._phases.proceed(m.EVALUATE, now)
             case m.AGGREGATE:
                 self._context.out.append(self._phases.aggregate_action(attempt))
             case m.COMMIT:
                 assert attempt.record is not None
                 self._context.out.append(self._phases.commit_action(attempt.record))
-        return self._context.taken()
+        self._phases.follow(self._policy.restore(now), now)
+        return self._context.take_actions()
 
     def wants(self, client: str, step: m.Step) -> Literal["wanted", "duplicate", "stale"]:
         """What an upload of `client` for `step` would be: asked before a byte of it is accepted."""
-        attempt = self.state.attempt
-        if (
-            attempt is None
-            or (attempt.round, attempt.number) != (step.round, step.attempt)
-            or step.phase != m.TRAIN
-        ):
+        if step.phase != m.TRAIN:
             return "stale"
-        if client in attempt.updates:
-            return "duplicate"
-        return "wanted" if attempt.phase == m.TRAIN and client in attempt.awaited else "stale"
+        if self._context.works_on(client, step):
+            return "wanted"
+        attempt = self.state.attempt
+        held = self.state.buffer.get(client) or (attempt.updates.get(client) if attempt else None)
+        if held is None or attempt is None:
+            return "stale"
+        asked = held.asked or (attempt.round, attempt.number)
+        return "duplicate" if asked == (step.round, step.attempt) else "stale"
 
     def lost(self, client: str, step: m.Step) -> m.Update | None:
         """The update of this step that was accepted once, was damaged since and is to be sent again."""
@@ -149,7 +150,7 @@ class RoundEngine:
 
     def refusal(self, client: str, step: m.Step) -> str:
         """Why an update that `wants` calls stale is not taken."""
-        return f"round {step.round}, attempt {step.attempt} does not wait for an update of {client}"
+        return self._policy.refusal(client, step)
 
     def view(self) -> EngineView:
         """The job as people see it."""
@@ -167,56 +168,59 @@ class RoundEngine:
         attempt = self.state.attempt
         if not event.online or attempt is None:
             return
-        if attempt.phase == m.SELECT:
-            self._phases.try_select(now)
-        elif name in attempt.awaited and attempt.phase in (m.TRAIN, m.EVALUATE):
+        if attempt.phase == m.EVALUATE and name in attempt.awaited:
             self._context.instruct([name], now)
+        self._phases.follow(self._policy.client_joined(name, now), now)
 
     def _on_left(self, event: m.ClientLeft, now: float) -> None:
-        self.population.leave(event.client)
-        attempt = self.state.attempt
-        if event.client in self.state.clients:
-            self._context.mark(event.client, "offline", now)
-        if attempt is not None and event.client in attempt.awaited:
-            self._context.note(
-                "client_offline", f"{event.client} is offline; it can still deliver", event.client
-            )
-            self._phases.check(now)
+        client, attempt = event.client, self.state.attempt
+        self.population.leave(client)
+        if client in self.state.clients:
+            self._context.mark(client, "offline", now)
+        assignment = self.state.at_work.get(client)
+        if assignment is not None:
+            assignment.away = True
+        awaited = attempt is not None and client in attempt.awaited
+        if assignment is None and not awaited:
+            return
+        self._context.note("client_offline", f"{client} is offline; it can still deliver", client)
+        self._phases.proceed(self._context.attempt().phase if awaited else m.TRAIN, now)
 
     def _on_work_started(self, event: m.WorkStarted, now: float) -> None:
-        attempt = self.state.attempt
-        if attempt is not None and event.step == attempt.step and event.client in attempt.awaited:
+        if self._context.works_on(event.client, event.step):
             self._context.mark(event.client, event.state, now)
 
     def _on_update(self, event: m.UpdateArrived, now: float) -> None:
-        client = event.update.client
+        update, client = event.update, event.update.client
         if self.wants(client, event.step) != "wanted":
             return
         attempt = self._context.attempt()
+        assignment = self.state.at_work.pop(client, None)
+        if assignment is not None:
+            update = replace(update, asked=(assignment.round, assignment.attempt))
+        attempt.awaited.pop(client, None)
         lost = attempt.lost.pop(client, None)
-        attempt.updates[client] = lost or event.update
-        del attempt.awaited[client]
+        (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
         self._context.mark(client, "done", now)
         record = self.state.clients[client]
-        record.examples = event.update.examples or record.examples
-        detail = {"examples": event.update.examples, **vars(event.update.vector)}
-        said = f"{client} delivered its update{' again' if lost else ''}"
-        self._context.note("update_received", said, client, detail)
-        self._phases.check(now)
+        record.examples = update.examples or record.examples
+        detail = {"examples": update.examples, **vars(update.vector)}
+        if update.asked is not None:
+            detail["asked"] = update.asked[0]
+        message = f"{client} delivered its update{' again' if lost else ''}"
+        self._context.note("update_received", message, client, detail)
+        self._phases.proceed(m.TRAIN, now)
 
     def _on_client_failed(self, event: m.ClientFailed, now: float) -> None:
-        attempt, failure = self.state.attempt, event.failure
-        if attempt is None or event.step != attempt.step or failure.site not in attempt.awaited:
-            return
-        if attempt.phase == m.TRAIN:
-            attempt.failures[failure.site] = failure
-        self._context.drop(failure, now)
-        self._phases.check(now)
+        step, failure = event.step, event.failure
+        if self._context.works_on(failure.site, step):
+            failure = replace(failure, round=step.round, attempt=step.attempt, phase=step.phase)
+            self._context.drop(failure, now)
+            self._phases.proceed(step.phase, now)
 
     def _on_troubled(self, event: m.Troubled, now: float) -> None:
-        attempt, failure = self.state.attempt, event.failure
-        if attempt is not None and event.step == attempt.step and failure.site in attempt.awaited:
-            self._context.trouble(failure, event.action)
+        if self.state.attempt is not None and self._context.works_on(event.failure.site, event.step):
+            self._context.trouble(event.failure, event.action)
 
     def _on_evaluated(self, event: m.Evaluated, now: float) -> None:
         attempt = self.state.attempt
@@ -225,22 +229,15 @@ class RoundEngine:
         attempt.evaluations[event.client] = dict(event.metrics)
         del attempt.awaited[event.client]
         self._context.mark(event.client, "done", now)
-        self._phases.check(now)
+        self._phases.proceed(m.EVALUATE, now)
 
     def _on_deadline(self, event: m.DeadlinePassed, now: float) -> None:
         attempt = self.state.attempt
-        if attempt is None or event.timer not in (
-            self._context.timer(kind) for kind in ("wait", "grace", "deadline")
-        ):
+        if attempt is None:
             return
-        kind = event.timer.split(":")[0]
-        if attempt.phase == m.SELECT and kind == "wait":
-            attempt.settled = True
-            self._phases.try_select(now)
-        elif attempt.phase in (m.TRAIN, m.EVALUATE) and kind == "grace":
-            self._phases.go_on_without_those_offline(now)
-        elif attempt.phase in (m.TRAIN, m.EVALUATE) and kind == "deadline":
-            self._phases.deadline_of_phase(attempt, now)
+        if attempt.phase == m.EVALUATE:
+            self._phases.evaluation_timer_fired(event.timer, now)
+        self._phases.follow(self._policy.timer_fired(event.timer, now), now)
 
     def _on_unmasking(self, event: m.Unmasking, now: float) -> None:
         attempt = self.state.attempt
@@ -270,9 +267,9 @@ class RoundEngine:
         attempt = self.state.attempt
         if attempt is None or event.step != attempt.step:
             return
-        damaged = {name: said for name, said in event.damaged.items() if name in attempt.updates}
+        damaged = {name: detail for name, detail in event.damaged.items() if name in attempt.updates}
         if damaged and attempt.spent is None:
-            self._phases.replace_damaged(damaged, now)
+            self._phases.follow(self._policy.reopen(damaged, now), now)
         else:
             self._phases.fail_attempt(event.reason, now)
 
@@ -285,7 +282,7 @@ class RoundEngine:
     def _on_authorized(self, event: m.Authorized, now: float) -> None:
         attempt = self.state.attempt
         if attempt is not None and event.step == attempt.step:
-            self._phases.begin_selection(now)
+            self._phases.begin_training(now)
 
     def _on_denied(self, event: m.Denied, now: float) -> None:
         if self.state.attempt is not None and event.step == self.state.attempt.step:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from roundtable.engine import messages as m
-from roundtable.engine.buffered import WORK
+from roundtable.engine.policies.buffered import WORK
 from roundtable.engine.state import Assignment
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.simulation.backend import Backend, World

@@ -20,10 +20,10 @@ from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError, SiteFailure
 from roundtable.core.models import Model, model_digest
 from roundtable.engine import (
+    RoundEngine,
     Rows,
     ServerState,
     combine,
-    engine_for,
     initial_server_state,
     try_rule,
 )
@@ -103,8 +103,7 @@ class Driver:
         self._trusted = trusted_data(world)
         self._faults = Faults.of(world.job)
         start = model_digest(world.initial)
-        kind = engine_for(world.job)
-        self._engine = kind(world.job, start, world.job.seed, fleet, separation=plan.separation)
+        self._engine = RoundEngine.begin(world.job, start, world.job.seed, fleet, separation=plan.separation)
         self._heap: list[tuple[float, int, m.Event | Arrived | Gone]] = []
         self._sequence = itertools.count()
         self._timers: dict[str, float] = {}
@@ -146,8 +145,7 @@ class Driver:
         self._workshop.local = dict(checkpoint.local)
         self._ledger.resume(history)
         self._next = (checkpoint.model, checkpoint.server)
-        kind = engine_for(self.world.job)
-        self._engine = kind.restore(
+        self._engine = RoundEngine.restore(
             self.world.job, checkpoint.engine, self.history[:-1], population=self.fleet
         )
 

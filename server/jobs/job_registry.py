@@ -17,7 +17,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.core.observability.tracking import check_inside, check_trackers
-from roundtable.engine import Plan, engine_for, make_plan, record_from_plain
+from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.privacy import PrivacyConfig
 from roundtable.proto import common_pb2
@@ -203,7 +203,7 @@ class Jobs:
                 f"and this coordinator has none for the task {job.task!r}: give its coordinator.toml a table "
                 "[root_data.NAME] with task and data"
             )
-        engine = engine_for(job)(job, wish.model, secrets.randbits(63), separation=plan.separation)
+        engine = RoundEngine.begin(job, wish.model, secrets.randbits(63), separation=plan.separation)
         noise = plan.central.noise_multiplier if plan.central else None
         now = self._services.clock()
         row = JobRow(
@@ -257,7 +257,7 @@ class Jobs:
         layout = open_model(services.artifacts.path(row.initial_model)).layout
         plan = _plan(_with_noise(job, row.snapshot.get("noise_multiplier")), layout, _people(row))
         history = [record_from_plain(json.loads(record)) for record in records]
-        engine = engine_for(job).restore(job, row.snapshot["engine"], history)
+        engine = RoundEngine.restore(job, row.snapshot["engine"], history)
         for client in known:
             if offers(client, job.task):
                 engine.handle(m.ClientJoined(_info(client), online=False), services.clock())

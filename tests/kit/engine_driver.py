@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure
-from roundtable.engine import RoundEngine, engine_for, record_from_plain, record_to_plain
+from roundtable.engine import RoundEngine, record_from_plain, record_to_plain
 from roundtable.engine import messages as m
 
 
@@ -37,8 +37,7 @@ class Driver:
     pending: list[m.Aggregate | m.Commit | m.Authorize] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        kind = engine_for(self.job)
-        self.engine = kind(self.job, "model-0", selection_seed=7, separation=self.separation)
+        self.engine = RoundEngine.begin(self.job, "model-0", selection_seed=7, separation=self.separation)
 
     def send(self, *events: m.Event) -> None:
         for event in events:
@@ -51,7 +50,7 @@ class Driver:
         online = self.engine.population.online()
         self.timers.clear()
         self.pending.clear()
-        self.engine = engine_for(self.job).restore(self.job, snapshot, history)
+        self.engine = RoundEngine.restore(self.job, snapshot, history)
         self._perform(self.engine.outstanding(self.now))
         for name in online:
             self.send(m.ClientJoined(m.ClientInfo(name)))

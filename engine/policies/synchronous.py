@@ -1,0 +1,191 @@
+"""Synchronous rounds: one cohort for each attempt, whose updates are awaited until a common deadline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from roundtable.core.errors import SiteFailure
+from roundtable.core.seeds import numpy_generator
+from roundtable.engine import messages as m
+from roundtable.engine.context import Context
+from roundtable.engine.policies.training_policy import (
+    Combine,
+    Decision,
+    GiveUp,
+    not_awaited,
+    quorum_missed,
+)
+from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
+from roundtable.engine.validation.secure_feasibility import fewest, fewest_updates
+from roundtable.engine.view import view
+
+MOST_REPEATS = 2
+"""How often a client is asked to send an update again that was damaged after it had been accepted."""
+
+
+class SynchronousTraining:
+    """The `TrainingPolicy` of jobs with `[round] mode = "synchronous"`."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._job = context.job
+        self._state = context.state
+        self._population = context.population
+
+    def begin(self, now: float) -> Decision:
+        """Looks for a cohort."""
+        self._context.attempt().phase = m.SELECT
+        return self._select(now)
+
+    def client_joined(self, client: str, now: float) -> Decision:
+        """Draws the cohort if this client was all that lacked; asks a member of it again."""
+        attempt = self._context.attempt()
+        if attempt.phase == m.SELECT:
+            return self._select(now)
+        if attempt.phase == m.TRAIN and client in attempt.awaited:
+            self._context.instruct([client], now)
+        return None
+
+    def proceed(self, now: float) -> Decision:
+        """Combines once the wanted updates, or all that can still come, are there.
+
+        With a quorum, clients that are offline are awaited for the grace time only.
+        """
+        attempt = self._context.attempt()
+        arrived, awaited = len(attempt.updates), attempt.awaited
+        if arrived >= attempt.target or (not awaited and arrived >= attempt.minimum):
+            return Combine("the round has the updates that it needs")
+        if arrived + len(awaited) < attempt.minimum:
+            return GiveUp(quorum_missed(attempt))
+        if arrived >= attempt.minimum and not self._context.awaits_somebody_online():
+            self._context.set_timer("grace", now + self._job.cohort.grace)
+        return None
+
+    def timer_fired(self, timer: str, now: float) -> Decision:
+        """Goes on without whoever has not come: to the cohort, back online, or before the deadline."""
+        attempt = self._context.attempt()
+        if attempt.phase == m.SELECT and timer == self._context.timer("wait"):
+            attempt.settled = True
+            return self._select(now)
+        if attempt.phase == m.TRAIN and timer == self._context.timer("grace"):
+            return self._grace_over(now)
+        if attempt.phase == m.TRAIN and timer == self._context.timer("deadline"):
+            return self._deadline_passed(now)
+        return None
+
+    def reopen(self, damaged: Mapping[str, str], now: float) -> Decision:
+        """Asks the clients to send the damaged updates again, `MOST_REPEATS` times; then excludes them.
+
+        Until the round's deadline, or for the grace time if that is later.
+        """
+        attempt = self._context.attempt()
+        failures = self._context.take_out(damaged)
+        attempt.phase, attempt.deadline = m.TRAIN, max(attempt.due, now + self._job.cohort.grace)
+        self._context.set_timer("deadline", attempt.deadline)
+        for failure in failures:
+            name, asked = failure.site, attempt.repeats.get(failure.site, 0)
+            attempt.awaited[name] = None
+            if asked < MOST_REPEATS:
+                attempt.repeats[name] = asked + 1
+                self._context.trouble(failure, "asked the silo to send it again")
+            else:
+                action = f"asked the silo {asked} times to send it again, then excluded the update"
+                self._context.drop(failure, now, action)
+        self._context.instruct(attempt.awaited, now)
+        return self.proceed(now)
+
+    def restore(self, now: float) -> Decision:
+        """Looks for a cohort again, or asks those whose updates are still awaited."""
+        attempt = self._context.attempt()
+        if attempt.phase == m.SELECT:
+            attempt.settled, attempt.deadline = False, None
+            return self._select(now)
+        if attempt.phase == m.TRAIN:
+            self._context.extend_deadline(self._job.cohort.deadline, now)
+            self._context.instruct(attempt.awaited, now)
+            return self.proceed(now)
+        return None
+
+    def close(self, reason: str, now: float) -> None:
+        """Withdraws the work of all who are still at it."""
+        self._context.withdraw_awaited(reason)
+        self._context.attempt().awaited = {}
+
+    def attempt_failed(self) -> None:
+        """The next attempt has another cohort: nothing is kept."""
+
+    def settled(self, round: int) -> int:
+        """The next round has another model: no update of this one can be wanted."""
+        return round
+
+    def refusal(self, client: str, step: m.Step) -> str:
+        """Every update that is not awaited is late."""
+        return not_awaited(client, step)
+
+    def _select(self, now: float) -> Decision:
+        """Draws the cohort if enough clients are there; waits for more otherwise and notes that once."""
+        attempt, cohort = self._context.attempt(), self._job.cohort
+        sampled = cohort.strategy == "poisson" or self._amplified
+        candidates = rested(self._population.known() if sampled else self._population.online(), self._state)
+        if len(candidates) < max(least_for_selection(cohort, attempt.settled), fewest(self._job)):
+            if attempt.deadline is None:
+                attempt.deadline = now + cohort.wait
+                self._context.set_timer("wait", attempt.deadline)
+                waiting_for = view(self._job, self._state, self._population).waiting_for
+                self._context.note("waiting_for_clients", waiting_for)
+            return None
+        wanted = min(cohort.size or len(candidates), len(candidates))
+        ask = min(math.ceil(wanted * cohort.over_selection), len(candidates))
+        chance = numpy_generator(self._state.selection_seed, attempt.round, attempt.number, "selection")
+        chosen = STRATEGIES[cohort.strategy](candidates, ask, chance, self._context.candidate, cohort)
+        attempt.cohort = tuple(sorted(chosen))
+        attempt.target = len(chosen) if sampled else wanted
+        attempt.minimum = max(quorum(cohort, attempt.target), fewest_updates(self._job, attempt.target))
+        return self._begin_training(now)
+
+    @property
+    def _amplified(self) -> bool:
+        """Whether an accountant relies on the draw being from the whole population, whoever is there."""
+        return bool(self._job.privacy.get("level") == "client") and self._job.cohort.strategy == "uniform"
+
+    def _begin_training(self, now: float) -> Decision:
+        attempt = self._context.attempt()
+        attempt.phase = m.TRAIN
+        attempt.deadline = attempt.due = now + self._job.cohort.deadline
+        self._context.status("running", f"round {attempt.round} of {self._job.rounds}")
+        for name in attempt.cohort:
+            self._context.count_selection(name)
+        detail = {"cohort": list(attempt.cohort), "minimum": attempt.minimum}
+        names = ", ".join(attempt.cohort[:8]) + (" …" if len(attempt.cohort) > 8 else "") or "nobody"
+        self._context.note("round_started", f"round {attempt.round}: {names}", detail=detail)
+        self._context.set_timer("deadline", attempt.deadline)
+        attempt.awaited = dict.fromkeys(attempt.cohort)
+        self._context.instruct(attempt.cohort, now)
+        return self.proceed(now)
+
+    def _grace_over(self, now: float) -> Decision:
+        attempt = self._context.attempt()
+        if self._context.awaits_somebody_online() or len(attempt.updates) < attempt.minimum:
+            return None
+        self._give_up_on_awaited("still offline after the grace time", now)
+        return Combine("the round goes on without those that are offline")
+
+    def _deadline_passed(self, now: float) -> Decision:
+        attempt = self._context.attempt()
+        self._context.withdraw_awaited("the round's deadline has passed")
+        self._give_up_on_awaited("no update before the deadline", now)
+        if len(attempt.updates) >= attempt.minimum:
+            return Combine("the deadline has passed")
+        return GiveUp(quorum_missed(attempt))
+
+    def _give_up_on_awaited(self, reason: str, now: float) -> None:
+        attempt = self._context.attempt()
+        for name in list(attempt.awaited):
+            kind = "slow_node" if self._population.is_online(name) else "node_failure"
+            detail, action = reason, ""
+            if name in attempt.lost:
+                kind, detail = "data_corruption", f"its update is damaged and was not sent again: {reason}"
+                action = "asked the silo to send it again, then excluded the update"
+            failure = SiteFailure(name, attempt.round, attempt.number, m.TRAIN, kind, detail)
+            self._context.drop(failure, now, action)
