@@ -723,12 +723,19 @@ class UploadReceipt(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
+    SEALED_FIELD_NUMBER: builtins.int
+    SEALED_HASH_FIELD_NUMBER: builtins.int
     status: global___UploadReceipt.Status.ValueType
     reason: builtins.str
     time: builtins.float
     """Unix time at the coordinator."""
     signature: builtins.bytes
     """The coordinator's Ed25519 signature over core.signing's statement of this receipt; empty if it has no key."""
+    sealed: builtins.int
+    """The last entry of the coordinator's audit log that it had signed by then, and the entry's hash: who keeps the
+    receipt is a witness of the log. 0 and empty if nothing was signed yet.
+    """
+    sealed_hash: builtins.str
     def __init__(
         self,
         *,
@@ -736,7 +743,9 @@ class UploadReceipt(google.protobuf.message.Message):
         reason: builtins.str = ...,
         time: builtins.float = ...,
         signature: builtins.bytes = ...,
+        sealed: builtins.int = ...,
+        sealed_hash: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "signature", b"signature", "status", b"status", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "sealed", b"sealed", "sealed_hash", b"sealed_hash", "signature", b"signature", "status", b"status", "time", b"time"]) -> None: ...
 
 global___UploadReceipt = UploadReceipt

@@ -7,6 +7,10 @@
 The coordinator's log and each agent's own have the same form. Any entry that was changed, removed from
 the middle, or moved breaks the chain; entries removed from the end are missed by a seal, by an earlier
 export, or by the log of the other side.
+
+A signature is judged by the time that it states, so that it outlives its certificate. That it was made then,
+and not later with an old key, is proven by a signature further on whose certificate is in force, or by a
+witness: somebody else's signed log that holds the entry's hash (`core/evidence/cross_check.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 
 from roundtable.core.errors import AuditError, IdentityError
 from roundtable.core.identity.credentials import Role
-from roundtable.core.identity.signing import canonical, open_envelope
+from roundtable.core.identity.signing import Signed, canonical, open_envelope
 
 FIRST = "0" * 64
 _MAX_NAME = 200
@@ -67,12 +71,24 @@ class Log:
     """A log that was read and found sound: `sealed` is the last entry that a signature covers, 0 for none."""
 
     entries: list[Entry] = field(default_factory=list)
-    seals: dict[int, str] = field(default_factory=dict)
-    signers: set[str] = field(default_factory=set)
+    seals: dict[int, Signed] = field(default_factory=dict)
 
     @property
     def sealed(self) -> int:
         return max(self.seals, default=0)
+
+    @property
+    def signers(self) -> set[str]:
+        return {seal.signer for seal in self.seals.values()}
+
+    def proven(self, now: float, witnessed: Iterable[int] = ()) -> int:
+        """The last entry covered by a signature whose certificate is in force at `now`, or by a witness."""
+        in_force = (sequence for sequence, seal in self.seals.items() if seal.ends >= now)
+        return max([*in_force, *witnessed], default=0)
+
+    def hash_of(self, sequence: int) -> str:
+        """The hash of an entry; empty where the log has none of this number."""
+        return self.entries[sequence - 1].hash if 1 <= sequence <= len(self.entries) else ""
 
 
 def read_log(lines: Iterable[str], ca: bytes, role: Role = "coordinator") -> Log:
@@ -90,16 +106,14 @@ def read_log(lines: Iterable[str], ca: bytes, role: Role = "coordinator") -> Log
             log.entries.append(value)
         else:
             waiting.append((number, value))
-    known = {item.sequence: item.hash for item in log.entries}
     for number, document in waiting:
-        signer, sequence, sealed = _opened(document, ca, role, number)
-        if known.get(sequence) != sealed:
+        seal, sequence, sealed = _opened(document, ca, role, number)
+        if not sealed or log.hash_of(sequence) != sealed:
             raise AuditError(
-                f"line {number}: {signer} has signed another entry {sequence} than this log has: "
+                f"line {number}: {seal.signer} has signed another entry {sequence} than this log has: "
                 "entries were changed or removed"
             )
-        log.seals[sequence] = sealed
-        log.signers.add(signer)
+        log.seals[sequence] = seal
     return log
 
 
@@ -156,9 +170,9 @@ def _check(found: Entry, before: Entry | None, number: int) -> None:
         raise AuditError(f"line {number}: entry {found.sequence} does not follow the entry before it")
 
 
-def _opened(document: Any, ca: bytes, role: Role, number: int) -> tuple[str, int, str]:
+def _opened(document: Any, ca: bytes, role: Role, number: int) -> tuple[Signed, int, str]:
     try:
-        signer, values = open_envelope(document, ca, role, "seal")
-        return signer, int(values["sequence"]), str(values["hash"])
+        seal = open_envelope(document, ca, role, "seal")
+        return seal, int(seal.values["sequence"]), str(seal.values["hash"])
     except (IdentityError, KeyError, TypeError, ValueError) as error:
         raise AuditError(f"line {number}: this signature does not hold: {error}") from error

@@ -1,7 +1,8 @@
 """The coordinator's audit log beside a silo's own: do the two tell the same story?
 
 What is compared: each update that the silo has a receipt for, and each round that the coordinator says
-it took part in. Receipts are signed, so that a difference is not one word against another.
+it took part in. Receipts are signed, so that a difference is not one word against another. Each names the
+entry up to which the coordinator had signed its log by then: a silo's log is a witness of the coordinator's.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roundtable.core.errors import IdentityError
+from roundtable.core.errors import AuditError, IdentityError
 from roundtable.core.evidence.audit_log import Entry, Log
 from roundtable.core.identity.signing import verify
 
-RECEIPT = ("client", "job", "round", "attempt", "update", "size", "status", "time")
+RECEIPT = ("client", "job", "round", "attempt", "update", "size", "status", "time", "sealed", "sealed_hash")
 
 
 def differences(coordinator: Log, silo: Log, name: str, ca: bytes) -> list[str]:
@@ -25,31 +26,58 @@ def differences(coordinator: Log, silo: Log, name: str, ca: bytes) -> list[str]:
     }
     sent = {_step(entry): entry for entry in silo.entries if entry.action == "receipt"}
     return [
-        *_unsigned(sent, ca),
+        *(words for entry in sent.values() if (words := _unsigned(entry, ca))),
+        *_rewritten(coordinator, sent),
         *_unacknowledged(rounds, sent, name),
         *_contradicted(rounds, sent, name),
         *_invented(rounds, silo, name),
     ]
 
 
+def witnessed(coordinator: Log, silo: Log, ca: bytes) -> list[int]:
+    """Entries of the coordinator's log that a silo has had a receipt about, in what the silo has signed.
+
+    AuditError where a receipt that the coordinator has signed names an entry that its log does not hold.
+    """
+    receipts = [
+        entry
+        for entry in silo.entries[: silo.sealed]
+        if entry.action == "receipt" and not _unsigned(entry, ca)
+    ]
+    if contradictions := _rewritten(coordinator, {_step(entry): entry for entry in receipts}):
+        raise AuditError("; ".join(contradictions[:3]))
+    return [int(entry.detail["sealed"]) for entry in receipts]
+
+
 def _step(entry: Entry) -> tuple[str, int, int]:
     return str(entry.detail["job"]), int(entry.detail["round"]), int(entry.detail["attempt"])
 
 
-def _unsigned(sent: Mapping[tuple[str, int, int], Entry], ca: bytes) -> list[str]:
-    found = []
-    for step, entry in sent.items():
-        detail = entry.detail
+def _unsigned(entry: Entry, ca: bytes) -> str:
+    """Why a silo's receipt proves nothing; empty for one that the coordinator had signed at its time."""
+    detail = entry.detail
+    try:
         values = {key: detail[key] for key in RECEIPT}
         certificate = str(detail.get("certificate", "")).encode()
-        try:
-            signature = bytes.fromhex(str(detail.get("signature", "")))
-            if not signature or not certificate:
-                raise IdentityError("it has no signature")
-            verify(certificate, ca, "coordinator", "receipt", values, signature)
-        except (IdentityError, ValueError) as error:
-            found.append(f"{_words(step)}: the silo's receipt proves nothing: {error}")
-    return found
+        signature = bytes.fromhex(str(detail.get("signature", "")))
+        if not signature or not certificate:
+            raise IdentityError("it has no signature")
+        verify(certificate, ca, "coordinator", "receipt", values, signature, at=float(detail["time"]))
+    except (IdentityError, ValueError, TypeError, KeyError) as error:
+        return f"{_words(_step(entry))}: the silo's receipt proves nothing: {error}"
+    return ""
+
+
+def _rewritten(coordinator: Log, sent: Mapping[tuple[str, int, int], Entry]) -> list[str]:
+    """Receipts that name an entry of the coordinator's log which it does not hold, or holds another one."""
+    return [
+        f"{_words(step)}: when the coordinator gave this receipt it had signed its entry "
+        f"{entry.detail['sealed']}, {str(entry.detail['sealed_hash'])[:12]}; "
+        + (f"{now[:12]} stands there now" if now else f"this log ends at entry {len(coordinator.entries)}")
+        + ": history was rewritten, an older backup was restored, or this is an older export"
+        for step, entry in sent.items()
+        if (now := coordinator.hash_of(int(entry.detail["sealed"]))) != entry.detail["sealed_hash"]
+    ]
 
 
 def _unacknowledged(

@@ -1,19 +1,19 @@
-"""Checks offline where a model comes from, against the coordinator's signed statement."""
+"""Checks offline where a model comes from, against the coordinator's signed statement and its audit log."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from blake3 import blake3
 
 from roundtable.core.errors import AuditError, IdentityError
-from roundtable.core.identity.signing import open_envelope
+from roundtable.core.evidence.audit_log import Log
+from roundtable.core.identity.signing import Signed, open_envelope
 
 
-def check_provenance(model: Path, statement: Path, ca: bytes) -> tuple[str, dict[str, Any]]:
-    """(coordinator, statement) where the statement is signed and the file is the model that it names.
+def check_provenance(model: Path, statement: Path, ca: bytes) -> Signed:
+    """The statement, where the coordinator has signed it and the file is the model that it names.
 
     AuditError otherwise.
     """
@@ -21,15 +21,26 @@ def check_provenance(model: Path, statement: Path, ca: bytes) -> tuple[str, dict
         document = json.loads(statement.read_bytes())
         if not isinstance(document, dict):
             raise ValueError("it is no JSON object")
-        signer, values = open_envelope(document, ca, "coordinator", "provenance")
+        found = open_envelope(document, ca, "coordinator", "provenance")
         digest = blake3().update_mmap(model).hexdigest()
     except OSError as error:
         raise AuditError(f"{error.filename} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, IdentityError) as error:
         raise AuditError(f"{statement} proves nothing: {error}") from error
-    if digest != values.get("model"):
+    if digest != found.values.get("model"):
         raise AuditError(
-            f"{model} is not the model that {signer} has signed for: its digest begins with {digest[:12]}, "
-            f"the statement's with {str(values.get('model'))[:12]}"
+            f"{model} is not the model that {found.signer} has signed for: its digest begins with "
+            f"{digest[:12]}, the statement's with {str(found.values.get('model'))[:12]}"
         )
-    return signer, values
+    return found
+
+
+def is_recorded(statement: Signed, log: Log, proven: int) -> bool:
+    """Whether the log holds, among its first `proven` entries, every round that the statement tells of."""
+    job, config = statement.values["job"], statement.values["config"]
+    known = {
+        (item.detail["round"], item.detail["model"])
+        for item in log.entries[:proven]
+        if item.action == "round_committed" and item.object == job and item.detail["config"] == config
+    }
+    return all((one["round"], one["model"]) in known for one in statement.values["rounds"])

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from blake3 import blake3
@@ -22,6 +24,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from roundtable.core.errors import IdentityError
+from roundtable.core.identity import certificates as x
 from roundtable.core.identity.credentials import Role, SiloIdentity, identity_of, verify_identity
 
 VOUCHED_FOR = ("token:", "oidc:")
@@ -50,11 +53,35 @@ def sign(identity: SiloIdentity, purpose: Purpose, values: Mapping[str, Any]) ->
     return identity.key.sign(_message(purpose, values))
 
 
+@dataclass(frozen=True)
+class Signed:
+    """A document whose signature held at the time that it states.
+
+    `ends` is when the signer's certificate ends. After that the signature alone proves nothing about when it
+    was made: whoever has the key by then can state an earlier time.
+    """
+
+    signer: str
+    values: dict[str, Any]
+    time: float
+    ends: float
+
+
 def verify(
-    certificate: bytes, ca: bytes, role: Role, purpose: Purpose, values: Mapping[str, Any], signature: bytes
+    certificate: bytes,
+    ca: bytes,
+    role: Role,
+    purpose: Purpose,
+    values: Mapping[str, Any],
+    signature: bytes,
+    *,
+    at: float | None = None,
 ) -> str:
-    """The signer's name; IdentityError unless the root vouches for it in this role, and it signed this."""
-    name, public = verify_identity(certificate, ca, role=role)
+    """The signer's name; IdentityError unless the root vouches for it in this role, and it signed this.
+
+    Certificates are judged by the Unix time `at`, default: now. Evidence is judged by when it was signed.
+    """
+    name, public = verify_identity(certificate, ca, role=role, now=None if at is None else _moment(at))
     check_signature(public, purpose, values, signature, name)
     return name
 
@@ -102,18 +129,29 @@ def envelope(identity: SiloIdentity, purpose: Purpose, values: Mapping[str, Any]
     }
 
 
-def open_envelope(
-    document: Mapping[str, Any], ca: bytes, role: Role, purpose: Purpose
-) -> tuple[str, dict[str, Any]]:
-    """(signer, statement) of a signed document; IdentityError where it is not what it should be."""
+def open_envelope(document: Mapping[str, Any], ca: bytes, role: Role, purpose: Purpose) -> Signed:
+    """A signed document whose statement says its `time`, by which the signer's certificate is judged.
+
+    IdentityError where it is not what it should be.
+    """
     try:
         values, certificate = dict(document["statement"]), str(document["certificate"]).encode()
         signature, found = bytes.fromhex(document["signature"]), document["purpose"]
+        time = float(values["time"])
     except (KeyError, TypeError, ValueError) as error:
         raise IdentityError(f"this is no signed {purpose}: {error}") from error
     if found != purpose:
         raise IdentityError(f"this is a signed {str(found)[:40]}, not a {purpose}")
-    return verify(certificate, ca, role, purpose, values, signature), values
+    signer = verify(certificate, ca, role, purpose, values, signature, at=time)
+    ends = x.certificates_in(certificate, "the certificate")[0].not_valid_after_utc.timestamp()
+    return Signed(signer, values, time, ends)
+
+
+def _moment(time: float) -> datetime:
+    try:
+        return datetime.fromtimestamp(time, UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise IdentityError(f"{time!r} is no time: {error}") from error
 
 
 def _message(purpose: Purpose, values: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from sqlalchemy.engine import Connection
@@ -37,6 +37,19 @@ class AuditLog:
         self._waiting: list[Entry] = []
         self._unwritten = 0
         self.refusals = 0
+        self.sealed = (0, "")
+        """The last entry that is signed, and its hash: what receipts name."""
+
+    async def begin(self, name: str, versions: Mapping[str, str]) -> None:
+        """Notes a start, and the entries that stood unsigned behind the last signature, then signs the log.
+
+        They are what a coordinator that was killed had not signed yet, or what somebody has added who can
+        write the database and has no key: from here on they are signed, and marked for what they are.
+        """
+        unsigned = await self._database.read(store.unsigned)
+        detail = dict(versions) | ({"unsigned": list(unsigned)} if unsigned else {})
+        await self.note(store.COORDINATOR, "coordinator_started", name, **detail)
+        await self.seal()
 
     async def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:
         """Durable when this returns."""
@@ -68,7 +81,8 @@ class AuditLog:
         if self._unwritten:
             items.append(entry(now, store.COORDINATOR, "refused", "", {"further_refusals": self._unwritten}))
             self._unwritten = 0
-        await self._database.write(lambda connection: self._seal(connection, items, now))
+        made = await self._database.write(lambda connection: self._seal(connection, items, now))
+        self.sealed = made or self.sealed
 
     async def lines(self, first: int) -> AsyncIterator[list[str]]:
         """The log from an entry on, in pages, signed up to its end."""
@@ -83,12 +97,13 @@ class AuditLog:
                 return
             yield page
 
-    def _seal(self, connection: Connection, items: list[Entry], now: float) -> None:
+    def _seal(self, connection: Connection, items: list[Entry], now: float) -> tuple[int, str] | None:
         if items:
             store.append(connection, *items)
         last = store.unsealed(connection)
         if last is None or self._identity is None:
-            return
+            return None
         values = {"sequence": last.sequence, "hash": last.hash, "time": now}
         document = json.dumps(envelope(self._identity, "seal", values), separators=(",", ":"))
         store.add_seal(connection, last.sequence, document, now)
+        return last.sequence, last.hash

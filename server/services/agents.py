@@ -132,6 +132,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     ) -> agent_pb2.UploadReceipt:
         """The receipt as the silo can show it to others."""
         receipt.time = self._services.clock()
+        receipt.sealed, receipt.sealed_hash = self._security.audit.sealed
         if self._security.identity is not None:
             receipt.signature = sign(
                 self._security.identity, "receipt", receipt_values(name, header, receipt)

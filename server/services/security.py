@@ -81,7 +81,7 @@ class Security:
     async def start(self) -> None:
         """Reads what is revoked, and notes the start; IdentityError for a list that cannot be trusted."""
         await self.trust.refresh()
-        await self.audit.note("coordinator", "coordinator_started", self._credentials.name, **versions())
+        await self.audit.begin(self._credentials.name, versions())
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self.audit.watch()), loop.create_task(self._refresh())]
 

@@ -65,11 +65,16 @@ def lines(connection: Connection, first: int, limit: int) -> tuple[list[str], in
     return list(_interleaved(entries, seals)), entries[-1].sequence + 1
 
 
+def unsigned(connection: Connection) -> tuple[int, int] | None:
+    """The first and the last entry that no seal covers; None where all are covered."""
+    last = unsealed(connection)
+    return (_last_seal(connection) + 1, last.sequence) if last else None
+
+
 def unsealed(connection: Connection) -> Entry | None:
     """The last entry, if no seal covers it yet."""
-    sealed = connection.execute(sa.select(sa.func.max(tables.seals.c.sequence))).scalar() or 0
     last = _last(connection)
-    return last if last is not None and last.sequence > sealed else None
+    return last if last is not None and last.sequence > _last_seal(connection) else None
 
 
 def add_seal(connection: Connection, sequence: int, document: str, now: float) -> None:
@@ -99,6 +104,10 @@ def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[
         "charge": json.loads(to_json(record["charge"])),
         **({"closed": record["closed"]} if record.get("closed") else {}),
     }
+
+
+def _last_seal(connection: Connection) -> int:
+    return connection.execute(sa.select(sa.func.max(tables.seals.c.sequence))).scalar() or 0
 
 
 def _last(connection: Connection) -> Entry | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from roundtable.cli.shared.output import print_json
 if TYPE_CHECKING:
     from roundtable.core.evidence.audit_log import Log
 
+UNPROVEN = 3
+"""Exit code: nothing contradicts what was checked, but something of it is proven by nothing."""
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 _ca = click.option(
     "--ca", "authority", type=_FILE, default="ca.crt", show_default=True, help="The root's certificate."
@@ -45,26 +48,74 @@ def export(output: Path, coordinator: str | None, credentials: Path | None) -> N
 @_ca
 @click.option("--since", type=_FILE, help="An earlier export: FILE must contain all of it, unchanged.")
 @click.option("--silo", is_flag=True, help="FILE is a silo's own log, audit.jsonl in its state folder.")
+@click.option(
+    "--witness",
+    "witnesses",
+    type=_FILE,
+    multiple=True,
+    help="A silo's own log: its receipts show what the coordinator's log held by then. May be repeated.",
+)
 @json_option
-def verify(file: Path, authority: Path, since: Path | None, silo: bool, as_json: bool) -> None:
-    """Find any entry of FILE that was changed, removed, or moved. Needs the root's certificate only."""
-    from roundtable.core.evidence.audit_log import check_signed, compare
+def verify(
+    file: Path,
+    authority: Path,
+    since: Path | None,
+    silo: bool,
+    witnesses: tuple[Path, ...],
+    as_json: bool,
+) -> int:
+    """Find any entry of FILE that was changed, removed, or moved. Needs the root's certificate only.
 
+    Exit code 3: nothing contradicts FILE, but its last entries are proven by nothing.
+    """
+    from roundtable.core.evidence.audit_log import check_signed, compare
+    from roundtable.core.evidence.cross_check import witnessed
+
+    if silo and witnesses:
+        raise click.UsageError("--witness is for the coordinator's log: leave --silo out")
     log = _read(file, authority, silo)
     if not silo:
         check_signed(log)
     if since is not None:
         compare(_read(since, authority, silo), log)
-    signed = (
-        f"signed by {', '.join(sorted(log.signers))} up to entry {log.sealed}" if log.seals else "unsigned"
-    )
-    open_end = len(log.entries) - log.sealed
+    seen = [
+        sequence
+        for path in witnesses
+        for sequence in witnessed(log, _read(path, authority, True), authority.read_bytes())
+    ]
+    proven = log.proven(time.time(), seen)
     if as_json:
-        print_json({"entries": len(log.entries), "signed": log.sealed, "signers": sorted(log.signers)})
-        return
-    click.echo(f"{file} is sound: {len(log.entries)} entries, {signed}.")
-    if open_end:
-        click.echo(f"The last {open_end} are chained, but not signed yet.")
+        values = {"entries": len(log.entries), "signed": log.sealed, "proven": proven}
+        print_json({**values, "signers": sorted(log.signers)})
+    else:
+        _say(file, log, proven)
+    return UNPROVEN if proven < len(log.entries) else 0
+
+
+def _say(file: Path, log: Log, proven: int) -> None:
+    """What a log that holds together proves, and what it does not."""
+    count, signers = len(log.entries), ", ".join(sorted(log.signers))
+    signed = f"signed by {signers} up to entry {log.sealed}" if log.seals else "unsigned"
+    click.echo(f"{file} holds together: {count} entries, {signed}.")
+    if log.sealed > proven:
+        ended = datetime.fromtimestamp(log.seals[log.sealed].ends, UTC)
+        click.echo(
+            f"UNPROVEN: entries {proven + 1} to {log.sealed}. Their signature's certificate ended on "
+            f"{ended:%Y-%m-%d}: who has its key by now could have made them since. The log of a silo shows "
+            "what it held before: --witness FILE."
+        )
+    if count > log.sealed:
+        click.echo(
+            f"UNPROVEN: entries {log.sealed + 1} to {count} are chained, but not signed: anybody who could "
+            "write this file may have added them. An export is signed up to its end; a silo's log every "
+            "twenty entries and when its agent stops."
+        )
+    for item in log.entries:
+        if unsigned := item.detail.get("unsigned"):
+            click.echo(
+                f"Entries {unsigned[0]} to {unsigned[1]} stood unsigned when the coordinator was started at "
+                f"entry {item.sequence}: it had been killed, or somebody added them to its database."
+            )
 
 
 @audit.command("cross-check")
@@ -113,28 +164,47 @@ def provenance(
 @model.command("verify")
 @click.argument("file", type=_FILE)
 @click.option("--statement", type=_FILE, help="Default: FILE with .provenance.json at its end.")
+@click.option("--log", "export", type=_FILE, help="The coordinator's audit log: it must hold every round.")
 @_ca
 @json_option
-def verify_model(file: Path, statement: Path | None, authority: Path, as_json: bool) -> None:
-    """Check offline that FILE is the model of a signed statement, and say what the statement says."""
-    from roundtable.core.evidence.provenance_check import check_provenance
+def verify_model(
+    file: Path, statement: Path | None, export: Path | None, authority: Path, as_json: bool
+) -> int:
+    """Check offline that FILE is the model of a signed statement, and say what the statement says.
+
+    Exit code 3: the certificate that signed it has ended since, and no --log shows that it is so old.
+    """
+    from roundtable.core.evidence.provenance_check import check_provenance, is_recorded
 
     place = statement or file.with_name(f"{file.name}.provenance.json")
-    signer, values = check_provenance(file, place, authority.read_bytes())
+    found, now = check_provenance(file, place, authority.read_bytes()), time.time()
+    values, proven = found.values, found.ends >= now
+    if export is not None:
+        log = _read(export, authority, False)
+        proven = is_recorded(found, log, log.proven(now))
     if as_json:
-        print_json({"signer": signer, **values})
-        return
+        print_json({"signer": found.signer, "proven": proven, **values})
+        return 0 if proven else UNPROVEN
     rounds = values["rounds"]
     silos = {name for one in rounds for name in one["participants"]}
     made = datetime.fromtimestamp(rounds[-1]["ended"], UTC)
     click.echo(f"{file} is the model of job {values['job']} ({values['name']}), round {rounds[-1]['round']}.")
-    click.echo(f"  signed by       {signer}, Roundtable {values['version']}")
+    click.echo(f"  signed by       {found.signer}, Roundtable {values['version']}")
     click.echo(f"  made            {made:%Y-%m-%d %H:%M} UTC, submitted by {values['submitter']}")
     click.echo(f"  participants    {len(silos)} silos under pseudonyms, {len(rounds)} rounds")
     click.echo(f"  configuration   {values['config']}")
     click.echo(
         f"  privacy         {json.dumps(values['privacy']) if values['privacy'] else 'none was asked for'}"
     )
+    if not proven and export is None:
+        ended = datetime.fromtimestamp(found.ends, UTC)
+        click.echo(
+            f"UNPROVEN: the certificate of {found.signer} ended on {ended:%Y-%m-%d}; that the statement was "
+            "signed before is its own word. The audit log shows it: --log FILE."
+        )
+    elif not proven:
+        click.echo(f"UNPROVEN: the proven part of {export} does not hold these rounds.")
+    return 0 if proven else UNPROVEN
 
 
 def _read(file: Path, authority: Path, silo: bool) -> Log:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import sqlalchemy as sa
 import torch
 from click.testing import CliRunner, Result
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
 from roundtable.administration import Administrator
+from roundtable.cli.coordinator.audit import UNPROVEN
 from roundtable.cli.main import cli
 from roundtable.client.agent.silo_log import SiloLog
 from roundtable.core.errors import AuditError
 from roundtable.core.evidence.audit_log import Entry, Log, compare, entry, read_log
-from roundtable.core.evidence.cross_check import differences
-from roundtable.core.evidence.provenance_check import check_provenance
+from roundtable.core.evidence.cross_check import differences, witnessed
+from roundtable.core.evidence.provenance_check import check_provenance, is_recorded
+from roundtable.core.identity.certificates import load_key
 from roundtable.core.identity.credentials import SiloIdentity, create_ca, issue, load_silo_identity
 from roundtable.core.identity.signing import envelope, verify
 from roundtable.proto import agent_pb2, common_pb2
@@ -32,6 +37,13 @@ from roundtable.proto.receipts import receipt_values
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.store import Database
 from roundtable.server.store import audit as store
+
+
+class Ended(NamedTuple):
+    """A coordinator's identity whose certificate has ended, and a time at which it held."""
+
+    hub: SiloIdentity
+    then: float
 
 
 async def exported(coordinator: Coordinator) -> list[str]:
@@ -81,8 +93,11 @@ async def test_a_job_leaves_its_traces_and_a_provenance(
             return admin.provenance(detail.job.id)
 
     statement.write_text(await asyncio.to_thread(fetch))
-    signer, values = check_provenance(model, statement, ca)
-    assert (signer, values["job"], len(values["rounds"])) == ("coordinator", detail.job.id, 2)
+    proof = check_provenance(model, statement, ca)
+    values = proof.values
+    assert (proof.signer, values["job"], len(values["rounds"])) == ("coordinator", detail.job.id, 2)
+    assert is_recorded(proof, log, log.proven(time.time()))
+    assert not is_recorded(proof, log, rounds[1].sequence - 1)
     participants = {name for one in values["rounds"] for name in one["participants"]}
     assert len(participants) == 3
     assert not participants & set(AGENTS)
@@ -177,27 +192,38 @@ async def test_a_receipt_is_signed_by_the_coordinator(
     values = receipt_values("alder", header, receipt)
     assert verify(identity, ca, "coordinator", "receipt", values, receipt.signature) == "coordinator"
     assert values["status"] == "ACCEPTED"
+    assert receipt.sealed_hash == read_log(await exported(coordinator), ca).hash_of(receipt.sealed) != ""
 
 
 @pytest.fixture(scope="session")
-def signers(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, SiloIdentity, SiloIdentity]:
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an authority."""
+    return create_ca(tmp_path_factory.mktemp("authority") / "ca").parent
+
+
+@pytest.fixture(scope="session")
+def signers(
+    authority: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[bytes, SiloIdentity, SiloIdentity]:
     """The root's certificate, and identities of a coordinator and a silo."""
-    folder = tmp_path_factory.mktemp("signers")
-    ca = create_ca(folder / "ca").read_bytes()
-    issue(folder / "ca", "hub", "coordinator", folder / "hub", ["localhost"])
-    issue(folder / "ca", "north", "agent", folder / "north")
+    folder, ca = tmp_path_factory.mktemp("signers"), (authority / "ca.crt").read_bytes()
+    issue(authority, "hub", "coordinator", folder / "hub", ["localhost"])
+    issue(authority, "north", "agent", folder / "north")
     return ca, load_silo_identity(folder / "hub"), load_silo_identity(folder / "north")
 
 
-def made_log(signer: SiloIdentity, count: int) -> list[str]:
-    """Entries with a seal after every third."""
-    lines: list[str] = []
-    last: Entry | None = None
-    for number in range(1, count + 1):
+def made_log(
+    signer: SiloIdentity, count: int, signed: float | None = None, earlier: Sequence[str] = ()
+) -> list[str]:
+    """Entries with a seal after every third, signed now or at another time, behind an earlier log's."""
+    lines = list(earlier)
+    known = [Entry(**json.loads(line)["entry"]) for line in lines if line.startswith('{"entry"')]
+    last = known[-1] if known else None
+    for number in range(len(known) + 1, len(known) + count + 1):
         last = entry(float(number), "olga", "did", f"job {number}", {"n": number}).after(last)
         lines.append(last.to_line())
-        if number % 3 == 0 or number == count:
-            values = {"sequence": last.sequence, "hash": last.hash, "time": 1.0}
+        if number % 3 == 0 or number == len(known) + count:
+            values = {"sequence": last.sequence, "hash": last.hash, "time": signed or time.time()}
             lines.append(json.dumps({"seal": envelope(signer, "seal", values)}))
     return lines
 
@@ -258,17 +284,105 @@ def test_a_log_that_nobody_has_signed_is_not_sound(
     def verified(kept: list[str], *more: str) -> Result:
         file.write_text("".join(f"{line}\n" for line in kept))
         words = ["audit", "verify", str(file), "--ca", str(authority), *more]
-        return CliRunner().invoke(cli, words)
+        return CliRunner().invoke(cli, words, standalone_mode=False)
 
     said = verified(lines, "--json")
-    assert json.loads(said.output) == {"entries": 4, "signed": 4, "signers": ["hub"]}
+    assert json.loads(said.output) == {"entries": 4, "signed": 4, "proven": 4, "signers": ["hub"]}
+    assert said.return_value == 0
     for kept, reason in (([], "empty"), ([one for one in lines if "entry" in one[:9]], "nobody has signed")):
         said = verified(kept)
         assert isinstance(said.exception, AuditError)
         assert reason in str(said.exception)
-    said = verified(lines[:-1])
-    assert said.exit_code == 0
-    assert "The last 1 are chained, but not signed yet" in said.output
+    forged = entry(5.0, "coordinator", "round_committed", "j").after(Entry(**json.loads(lines[-2])["entry"]))
+    for kept, tail in ((lines[:-1], "4 to 4"), ([*lines, forged.to_line()], "5 to 5")):
+        said = verified(kept)
+        assert said.return_value == UNPROVEN
+        assert f"UNPROVEN: entries {tail} are chained, but not signed" in said.output
+
+
+@pytest.fixture(scope="session")
+def ended(authority: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A coordinator whose certificate ended long ago; who has its key today can still sign."""
+    start = datetime.now(UTC) - timedelta(days=400)
+    out = tmp_path_factory.mktemp("ended") / "hub"
+    issue(authority, "hub", "coordinator", out, ["localhost"], days=30, start=start)
+    key = load_key(out / "identity.key")
+    assert isinstance(key, ed25519.Ed25519PrivateKey)
+    identity = SiloIdentity((out / "identity.crt").read_bytes(), key)
+    return Ended(identity, (start + timedelta(days=10)).timestamp())
+
+
+def test_a_signature_outlives_its_certificate_and_is_proven_by_a_later_one(
+    signers: tuple[bytes, SiloIdentity, SiloIdentity], ended: Ended
+) -> None:
+    ca, hub, _ = signers
+    old = made_log(ended.hub, 4, ended.then)
+    log = read_log(old, ca)
+    assert (log.sealed, log.proven(time.time()), log.proven(ended.then)) == (4, 0, 4)
+    log = read_log(made_log(hub, 3, earlier=old), ca)
+    assert (log.sealed, log.proven(time.time())) == (7, 7)
+    # What states a time at which its certificate did not hold is no signature at all.
+    with pytest.raises(AuditError, match="expired on"):
+        read_log(made_log(ended.hub, 4), ca)
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_a_silo_is_a_witness_of_a_log_whose_certificate_has_ended(
+    signers: tuple[bytes, SiloIdentity, SiloIdentity], ended: Ended, tmp_path: Path, rewritten: bool
+) -> None:
+    """The silo's receipts name what the log held; the log of a thief of the old key contradicts them."""
+    ca, _, north = signers
+    log = read_log(lines := made_log(ended.hub, 5, ended.then), ca)
+    journal = SiloLog(tmp_path / "silo.jsonl", tmp_path)
+    header = agent_pb2.UploadHeader(step=common_pb2.Step(job="j", round=1, attempt=1, phase="train"))
+    receipt = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED, time=ended.then)
+    receipt.sealed, receipt.sealed_hash = 3, log.hash_of(3)
+    values = receipt_values("north", header, receipt)
+    document = envelope(ended.hub, "receipt", values)
+    proof = {name: document[name] for name in ("signature", "certificate")}
+    journal.note("coordinator", "receipt", "j", **values, signed=True, **proof)
+    last = Entry(**json.loads((tmp_path / "silo.jsonl").read_text())["entry"])
+    unsigned = read_log((tmp_path / "silo.jsonl").read_text().splitlines(), ca, "agent")
+    assert witnessed(log, unsigned, ca) == []
+    with (tmp_path / "silo.jsonl").open("a") as file:
+        values = {"sequence": last.sequence, "hash": last.hash, "time": time.time()}
+        file.write(json.dumps({"seal": envelope(north, "seal", values)}) + "\n")
+    if rewritten:
+        first = entry(1.0, "eve", "did", "something else", {}).after(None)
+        values = {"sequence": 1, "hash": first.hash, "time": ended.then}
+        seal = json.dumps({"seal": envelope(ended.hub, "seal", values)})
+        lines = made_log(ended.hub, 4, ended.then, [first.to_line(), seal])
+    (tmp_path / "ca.crt").write_bytes(ca)
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+
+    def verified(*more: str) -> Result:
+        words = ["audit", "verify", str(tmp_path / "log.jsonl"), "--ca", str(tmp_path / "ca.crt"), *more]
+        return CliRunner().invoke(cli, words, standalone_mode=False)
+
+    alone, beside = verified(), verified("--witness", str(tmp_path / "silo.jsonl"))
+    assert alone.return_value == UNPROVEN
+    assert "UNPROVEN: entries 1 to 5. Their signature's certificate ended on" in alone.output
+    if rewritten:
+        assert "history was rewritten" in str(beside.exception)
+    else:
+        assert "UNPROVEN: entries 4 to 5. Their" in beside.output
+
+
+async def test_entries_that_stood_unsigned_at_a_start_are_marked(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    """Who can write the database between two runs adds an entry: the next start signs it, and says so."""
+    config = settings()
+    async with running(config):
+        pass
+    database = Database.open(config.database)
+    forged = entry(time.time(), "coordinator", "round_committed", "j", {"model": "0" * 64})
+    await database.write(lambda connection: store.append(connection, forged))
+    database.close()
+    async with running(config) as coordinator:
+        log = read_log(await exported(coordinator), (certificates / "ca" / "ca.crt").read_bytes())
+    assert log.entries[2].detail["unsigned"] == [2, 2]
+    assert "unsigned" not in log.entries[0].detail
 
 
 @given(text=st.text(max_size=300) | st.binary(max_size=300).map(lambda raw: raw.decode(errors="replace")))
@@ -289,7 +403,7 @@ def both_logs(signers: tuple[bytes, SiloIdentity, SiloIdentity], folder: Path) -
         header = agent_pb2.UploadHeader(
             step=step, content=common_pb2.Artifact(digest=f"{number}" * 64, size=16)
         )
-        receipt = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED, time=float(number))
+        receipt = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED, time=time.time())
         values = receipt_values("north", header, receipt)
         document = envelope(hub, "receipt", values)
         journal.note("coordinator", "instructed", "j", config="c" * 64, round=number)
