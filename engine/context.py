@@ -90,6 +90,8 @@ class Context:
         attempt, client = self.attempt(), failure.site
         if failure.phase == m.TRAIN:
             attempt.failures[client] = failure
+        elif failure.phase == m.EVALUATE and failure.kind == "task_error":
+            attempt.unmeasured = attempt.unmeasured or f"{client}: {failure.detail}"
         attempt.awaited.pop(client, None)
         attempt.lost.pop(client, None)
         self.state.at_work.pop(client, None)

@@ -173,6 +173,10 @@ class Phases:
             self._state.stopping = None
             self._stop_now(status, reason)
             return
+        if attempt.unmeasured and not attempt.evaluations:
+            reason = f"no client could evaluate the model of round {attempt.round}; {attempt.unmeasured}"
+            self._stop_now("paused", reason)
+            return
         self._warn_of_the_metric(attempt.record)
         enough = stop_reason(self._job.stop, self._state.chronicle.trend, now - self._state.started)
         if enough is not None:

@@ -64,7 +64,8 @@ class Attempt:
     training, also when that is over; `spent` is what the round costs once clients may have been asked to
     unmask its sum, None before; `lost` are updates that were accepted and damaged since, until they
     are sent again, `repeats` counts how often clients were asked to, and `troubles` what they have told
-    of faults that they dealt with.
+    of faults that they dealt with. `unmeasured` is the first error of the task in an evaluation, and "" until
+    there is one: where no client has measured anything, the job stops for it.
     """
 
     round: int
@@ -87,6 +88,7 @@ class Attempt:
     repeats: dict[str, int] = field(default_factory=dict)
     troubles: dict[str, int] = field(default_factory=dict)
     spent: dict[str, Any] | None = None
+    unmeasured: str = ""
 
     @property
     def step(self) -> Step:

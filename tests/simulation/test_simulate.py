@@ -92,6 +92,17 @@ def test_when_too_many_fail_the_job_pauses_with_the_reason(run):
     assert "crashed in training" in result.reason
 
 
+def test_a_metric_that_fails_at_every_client_pauses_the_run_with_the_reason(make_job, tmp_path):
+    class Unmeasured(Perceptron):
+        def metrics(self, model, batch):
+            raise ValueError("no column 'outcome'")
+
+    result = simulate(make_job(), Unmeasured())
+    assert (result.status, len(result.history)) == ("paused", 1)
+    assert "no client could evaluate the model of round 1; client-0: " in result.reason
+    assert "ValueError: no column 'outcome'" in result.reason
+
+
 def test_more_clients_a_round_than_exist_are_refused(run):
     with pytest.raises(
         ConfigError, match=r"cohort\.size = 9 asks for more clients .* simulation\.clients = 8"
