@@ -174,7 +174,7 @@ class Demo:
         train_set = _union([train for train, _ in data])
         test_set = _union([test for _, test in data])
         module = task.model()
-        everything = _with_epochs(job, job.rounds * job.algorithm.epochs)
+        everything = _with_epochs(job, job.rounds * job.algorithm.passes)
         start = prepared.model.vector
         with one_thread():
             update = train(task, module, train_set, everything, layout, start, round=1, client="everything")

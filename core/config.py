@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -29,9 +29,14 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Table(BaseModel):
-    """A table of a TOML file: unknown keys are refused, values are frozen."""
+    """A table of a TOML file: unknown keys are refused, values are frozen.
+
+    `hints` says what to write instead of a key or a choice that people look for in this table, but that
+    stands elsewhere.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    hints: ClassVar[Mapping[str, str]] = {}
 
 
 def _tuple(value: Any) -> Any:
@@ -149,8 +154,19 @@ class RoundTable(Table):
 class AlgorithmTable(Table):
     """`[algorithm]`: local training."""
 
+    hints: ClassVar[Mapping[str, str]] = {
+        "optimizer": "silos train by SGD as this table says; a task may return its own from optimizer(); "
+        "the server's is [aggregation.server_optimizer]",
+        **{
+            name: f'it is a server optimizer: [aggregation.server_optimizer] name = "{name}"'
+            for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion")
+        },
+    }
+
     name: Literal["fedavg", "fedprox"] = Field("fedavg", description="McMahan et al. 2017; Li et al. 2020")
-    epochs: int = Field(1, ge=1, description="passes over the silo's data a round")
+    epochs: int | None = Field(
+        None, ge=1, description="passes over the silo's data a round; default: 1 where no steps are given"
+    )
     steps: int | None = Field(None, ge=1, description="instead of epochs: this many optimizer steps a round")
     batch_size: int = Field(32, ge=1, description="examples a step")
     learning_rate: Finite = Field(0.01, gt=0, description="of local SGD")
@@ -169,7 +185,17 @@ class AlgorithmTable(Table):
     def _consistent(self) -> AlgorithmTable:
         if (self.name == "fedprox") != (self.mu > 0):
             raise ValueError('mu belongs to name = "fedprox", and must be above 0 there')
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(
+                f"epochs = {self.epochs} and steps = {self.steps}: a round is measured by one of them; "
+                "leave the other out"
+            )
         return self
+
+    @property
+    def passes(self) -> int:
+        """Passes over the silo's data a round, where no steps are given."""
+        return self.epochs or 1
 
 
 class ServerOptimizerTable(Table):
@@ -306,7 +332,7 @@ class JobConfig(Table):
         description="name of the task: an installed entry point, a file beside this one, or module:Class"
     )
     name: Name | None = Field(None, description="name of the job; default: the task's")
-    rounds: int = Field(10, ge=0, lt=1 << 32, description="rounds to run")
+    rounds: int = Field(10, ge=1, lt=1 << 32, description="rounds to run")
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
         0, description="of initial weights, batches and simulated chance"
     )

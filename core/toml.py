@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -100,10 +100,14 @@ def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> s
     path = tuple(part for part in mistake["loc"] if not _PYDANTIC_STEP.search(str(part)))
     place = document.place_of(path)
     key = ".".join(str(part) for part in path)
+    table = _table_at(model, path[:-1])
+    hints: Mapping[str, str] = getattr(table, "hints", {})
     if mistake["type"] == "extra_forbidden":
-        known = list(_table_at(model, path[:-1]).model_fields)
+        known = list(table.model_fields)
         close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        hint = hints.get(str(path[-1])) or (
+            f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        )
         return f"{place}: {key}: unknown key; {hint}"
     if mistake["type"] == "missing":
         return f"{place}: {key}: missing; it has no default"
@@ -112,7 +116,8 @@ def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> s
         close = difflib.get_close_matches(
             str(mistake["input"]), re.findall(r"'([^']*)'", message), n=1, cutoff=0.5
         )
-        message += f"; did you mean {close[0]!r}?" if close else ""
+        hint = hints.get(str(mistake["input"])) or (f"did you mean {close[0]!r}?" if close else "")
+        message += f"; {hint}" if hint else ""
     got = "" if mistake["type"] == "value_error" else f" (got {_short(mistake['input'])})"
     return f"{place}: {key}: {message}{got}" if key else f"{place}: {message}{got}"
 

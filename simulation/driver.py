@@ -200,7 +200,7 @@ class Driver:
             return [0] * len(indices)
         if algorithm.steps is not None:
             return [algorithm.steps * algorithm.batch_size] * len(indices)
-        return [algorithm.epochs * count for count in self._workshop.examples(indices)]
+        return [algorithm.passes * count for count in self._workshop.examples(indices)]
 
     def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
         """When the client will answer that was asked at time `asked`, or how it will not."""

@@ -29,8 +29,18 @@ from roundtable.cli.simulate import simulate
 from roundtable.cli.sweep import compare, sweep
 from roundtable.cli.version import version
 from roundtable.core import extras
-from roundtable.core.errors import ConfigError, RoundtableError
+from roundtable.core.errors import (
+    AggregationError,
+    ConfigError,
+    LayoutError,
+    PrivacyError,
+    RoundtableError,
+    TaskError,
+)
 from roundtable.proto.channel import TLS_1_3_ONLY
+
+_MISTAKES = (ConfigError, TaskError, PrivacyError, AggregationError, LayoutError)
+"""What is wrong in a file of the caller's, or in the command line; in a round these stop the job instead."""
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -89,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except RoundtableError as error:
         click.echo(f"Error: {error}", err=True)
-        return WRONG_USAGE if isinstance(error, ConfigError) else FAILED
+        return WRONG_USAGE if isinstance(error, _MISTAKES) else FAILED
     except ModuleNotFoundError as error:
         found = extras.missing(error, "this command")
         if found is None:

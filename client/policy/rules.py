@@ -209,7 +209,7 @@ class Rules:
             yield "the job counts steps, and this silo bounds epochs ([policy] steps)"
         wishes = [
             ("rounds", job.rounds, policy.rounds),
-            ("epochs", asked.epochs if asked.steps is None else None, policy.epochs),
+            ("epochs", asked.passes if asked.steps is None else None, policy.epochs),
             ("steps", asked.steps, policy.steps),
             ("batch_size", asked.batch_size, policy.batch_size),
         ]

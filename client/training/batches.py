@@ -39,7 +39,7 @@ class Ordering(TypedDict):
 def ordering_of(job: JobConfig, round: int, client: str) -> Ordering:
     """A client's in a round, wherever it trains: by the stream (seed, round, client, "batches")."""
     table, generator = job.algorithm, torch_generator(job.seed, round, client, "batches")
-    return Ordering(batch_size=table.batch_size, generator=generator, epochs=table.epochs, steps=table.steps)
+    return Ordering(batch_size=table.batch_size, generator=generator, epochs=table.passes, steps=table.steps)
 
 
 class NoExamples(TaskError):

@@ -301,7 +301,7 @@ def _total(data: Any, job: JobConfig) -> int:
     table = job.algorithm
     if table.steps is not None:
         return table.steps * table.batch_size
-    return table.epochs * (count_examples(data) or 0)
+    return table.passes * (count_examples(data) or 0)
 
 
 def module_of(model: nn.Module | Mapping[str, Tensor]) -> nn.Module:

@@ -104,7 +104,7 @@ def example_charge(job: JobConfig, examples: int) -> Charge:
 def _steps(job: JobConfig, examples: int) -> tuple[PrivacyConfig, int]:
     privacy = PrivacyConfig.from_table(job.privacy)
     batch = privacy.batch_size or job.algorithm.batch_size
-    steps = privacy.local_steps or job.algorithm.steps or job.algorithm.epochs * math.ceil(examples / batch)
+    steps = privacy.local_steps or job.algorithm.steps or job.algorithm.passes * math.ceil(examples / batch)
     return replace(privacy, batch_size=batch), steps
 
 

@@ -140,7 +140,7 @@ class RankTrainer:
             sharing,
             batch_size=table.batch_size,
             stream=(self.job.seed, round, self.client),
-            epochs=table.epochs,
+            epochs=table.passes,
             steps=table.steps,
         )
 

@@ -96,7 +96,7 @@ def test_resolved_shows_every_default_and_is_itself_a_job(roundtable: Command, j
 @pytest.mark.parametrize(
     "values",
     [
-        'simulation.data = {path = "a \\"quoted\\" é"}\nrounds = 0',
+        'simulation.data = {path = "a \\"quoted\\" é"}\nrounds = 1',
         'privacy = {level = "client", epsilon = 8, delta = 1e-5, clip_norm = 1.0}',
         'aggregation.rule = "trimmed_mean"\naggregation.parameters = {f = 1}',
         'simulation.partition = {name = "dirichlet", alpha = 1e-3}',
@@ -136,6 +136,9 @@ def test_set_takes_toml_values_and_bare_words(roundtable: Command, job_file: Pat
         ("[simulation]\npartition = { name = 'dirichlt' }", "simulation.partition: name is 'dirichlt'"),
         ("[simulation.attack]\nname = 'alie'", "simulation.attack: say how many attack"),
         ("[model]\nlocal = ['haed.*']", "model.local: the pattern 'haed.*' fits none"),
+        ("rounds = 0", "job.toml:3: rounds: Input should be greater than or equal to 1"),
+        ("[privacy]\nlevel = 'client'\nclip_nrom = 1.0", "clip_nrom"),
+        ("[aggregation]\nrule = 'trimmed_mean'\nparameters = { f = -1 }", "f counts byzantine silos"),
     ],
 )
 def test_a_wrong_job_file_is_one_message(
@@ -175,7 +178,8 @@ def test_a_task_that_cannot_be_imported(
 ) -> None:
     (tmp_path / "broken.py").write_text("import no_such_library\n")
     said = roundtable("job", "check", job_file, "--set", f"task={task}")
-    assert said.code == 1
+    assert said.code == 2
+    assert roundtable("simulate", job_file, "--set", f"task={task}").code == 2
     assert message in said.err
     assert "Traceback" not in said.err
 

@@ -78,7 +78,7 @@ def plain_loop(task: Task, job: JobConfig, data: tuple[Tensor, Tensor], round: i
         weight_decay=table.weight_decay,
     )
     order = torch_generator(job.seed, round, client, "batches")
-    for _ in range(table.epochs):
+    for _ in range(table.passes):
         permutation = torch.randperm(len(data[0]), generator=order)
         for start in range(0, len(permutation), table.batch_size):
             rows = permutation[start : start + table.batch_size]
@@ -129,7 +129,7 @@ def test_equals_a_plain_loop(algorithm: dict[str, object]) -> None:
     else:
         assert torch.equal(update.delta, expected)
     assert update.examples == 10
-    assert update.steps == 3 * job.algorithm.epochs
+    assert update.steps == 3 * job.algorithm.passes
 
 
 def test_the_proximal_term_has_its_closed_form() -> None:

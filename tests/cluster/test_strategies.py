@@ -16,7 +16,7 @@ TWO = [
     case("zero2", plan("zero2", fsdp=2)),
     case("zero3", plan("zero3", fsdp=2)),
     case("zero3 tied", plan("zero3", fsdp=2), tied=True),
-    case("ddp ragged", plan("ddp", dp=2), {"batch_size": 7, "epochs": 1, "steps": 10}),
+    case("ddp ragged", plan("ddp", dp=2), {"batch_size": 7, "steps": 10}),
     case("zero3 fedprox", plan("zero3", fsdp=2), {"name": "fedprox", "mu": 0.1}),
     case("zero3 checkpointed", plan("zero3", fsdp=2, checkpointing="every")),
     case("zero3 selective", plan("zero3", fsdp=2, checkpointing="selective")),

@@ -132,7 +132,7 @@ def test_every_key_is_explained_and_every_default_is_valid(table: type[BaseModel
         ("task = 'd'\nrounds = 2.5", "job.toml:2: rounds: Input should be a valid integer (got 2.5)"),
         (
             "task = 'd'\nrounds = -1",
-            "job.toml:2: rounds: Input should be greater than or equal to 0 (got -1)",
+            "job.toml:2: rounds: Input should be greater than or equal to 1 (got -1)",
         ),
         ("task = 3", "job.toml:1: task: Input should be a valid string (got 3)"),
         (
@@ -216,6 +216,12 @@ def test_cohorts_that_make_sense(cohort: str) -> None:
     ("table", "message"),
     [
         ("[algorithm]\nname = 'fedprox'", "mu belongs to name"),
+        ("[algorithm]\nepochs = 1\nsteps = 5", "epochs = 1 and steps = 5: a round is measured by one"),
+        (
+            "[algorithm]\nname = 'fedadam'",
+            'server optimizer: [aggregation.server_optimizer] name = "fedadam"',
+        ),
+        ("[algorithm]\noptimizer = 'adam'", "unknown key; silos train by SGD"),
         ("[algorithm]\nmu = 0.1", "mu belongs to name"),
         ("[stop]\ntarget = 0.9", "target and patience need a metric"),
         ("[stop]\npatience = 3", "target and patience need a metric"),

@@ -43,10 +43,6 @@ def test_a_whole_job_in_order() -> None:
     assert driver.engine.view().model == "model-2"
 
 
-def test_no_rounds_are_done_at_once() -> None:
-    assert started(rounds=0).statuses == [m.StatusChanged("finished", "all 0 rounds are done")]
-
-
 def test_it_waits_for_the_cohort_and_says_for_how_many() -> None:
     driver = started(clients="a")
     assert driver.instructions == []

@@ -40,7 +40,7 @@ def diloco(
     nesterov = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, nesterov=momentum > 0)
     generator = torch_generator(job.seed, 1, client, "batches")
     size, limit = job.algorithm.batch_size, job.algorithm.max_gradient_norm
-    total = job.algorithm.steps or job.algorithm.epochs * -(-len(data[0]) // size)
+    total = job.algorithm.steps or job.algorithm.passes * -(-len(data[0]) // size)
     batches: list[Tensor] = []
     while len(batches) < total:
         batches += torch.split(torch.randperm(len(data[0]), generator=generator), size)

@@ -124,8 +124,9 @@ ALGORITHMS = {
 
 
 def world(task: Task | ArrayTask, algorithm: str = "", model: str = "") -> World:
+    length = "" if "steps" in algorithm else "epochs = 2"
     job = parse_job(
-        f'task = "t"\n[algorithm]\nepochs = 2\nbatch_size = 4\nlearning_rate = 0.1\n{algorithm}\n'
+        f'task = "t"\n[algorithm]\n{length}\nbatch_size = 4\nlearning_rate = 0.1\n{algorithm}\n'
         f"[model]\n{model}\n[simulation]\nclients = {len(SIZES)}"
     )
     state = initial_state(task, job.seed)

@@ -119,7 +119,7 @@ def test_correlated_noise_keeps_a_client_from_rounds_too_close_together(run):
 
 
 OWN = {"clip_norm": 1.0, "delta": 1e-3, "noise_multiplier": 1.0}
-ONE_STEP = {"algorithm__epochs": 1, "algorithm__steps": 2, "algorithm__batch_size": 4}
+ONE_STEP = {"algorithm__epochs": None, "algorithm__steps": 2, "algorithm__batch_size": 4}
 
 
 @pytest.mark.parametrize("level", ["example", "client_local"])
