@@ -8,58 +8,19 @@ name the file, the line, the key, what was expected and the nearest valid name.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from roundtable.core.durations import parse_duration
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import LayoutRules, Rule
 from roundtable.core.paths import AnyPath
+from roundtable.core.tables import Finite, Name, Names, Open, Seconds, Table, as_tuple
 from roundtable.core.toml import TomlDocument, read_toml, validate
-
-Seconds = Annotated[float, BeforeValidator(parse_duration)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class Table(BaseModel):
-    """A table of a TOML file: unknown keys are refused, values are frozen.
-
-    `hints` says what to write instead of a key or a choice that people look for in this table, but that
-    stands elsewhere.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    hints: ClassVar[Mapping[str, str]] = {}
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _plain(value: Any, key: str = "") -> Any:
-    """Refuses what JSON cannot say, as the job travels as JSON."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            _plain(inner, f"{name}: ")
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            _plain(inner, key)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{key}{value} is no number that can be used here")
-    elif not isinstance(value, (str, int, float, type(None))):
-        raise ValueError(f"{key}{value} is a {type(value).__name__}; write it as text in quotes")
-    return value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
-Open = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class ModelTable(Table):
@@ -230,7 +191,7 @@ class AggregationTable(Table):
 
     rule: str = Field("mean", description="name of the rule: mean, median, trimmed_mean, krum, ...")
     parameters: Open = Field(default_factory=dict, description="the rule's own parameters")
-    pre: Annotated[tuple[Open, ...], BeforeValidator(_tuple)] = Field(
+    pre: Annotated[tuple[Open, ...], BeforeValidator(as_tuple)] = Field(
         (), description="pre-aggregations in order, each a table with a name and its parameters"
     )
     weighting: Literal["examples", "uniform", "inverse_loss", "custom"] = Field(

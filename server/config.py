@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from roundtable.core.config import Seconds, Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.observability.logs import LogFormat
+from roundtable.core.tables import Seconds, Table
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.server.auth.oidc import OidcTable
 from roundtable.server.operations.alerts import AlertTable

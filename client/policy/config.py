@@ -35,10 +35,10 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.rules import PolicyTable, Rules, TaskTable
-from roundtable.core.config import Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.identity.handshake import split_address
 from roundtable.core.observability.logs import LogFormat
+from roundtable.core.tables import Table
 from roundtable.core.toml import TomlDocument, read_toml, validate
 
 

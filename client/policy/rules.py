@@ -17,9 +17,10 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from roundtable.client.policy.task_hash import hash_of_task
-from roundtable.core.config import JobConfig, Seconds, Table
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError, TaskError
 from roundtable.core.identity.signing import VOUCHED_FOR
+from roundtable.core.tables import Seconds, Table
 from roundtable.privacy import PrivacyConfig
 from roundtable.privacy.secagg import MINIMUM_COHORT
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from roundtable.core.config import Finite, JobConfig, Seconds, Table
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
+from roundtable.core.tables import Finite, Seconds, Table
 from roundtable.core.toml import TomlDocument, validate
 
 AnyTable = TypeVar("AnyTable", bound=Table)

@@ -16,9 +16,9 @@ import numpy as np
 from blake3 import blake3
 from pydantic import Field
 
-from roundtable.core.config import Finite, Table
 from roundtable.core.errors import ConfigError
 from roundtable.core.seeds import numpy_generator
+from roundtable.core.tables import Finite, Table
 from roundtable.core.toml import TomlDocument, validate
 
 _REDRAWS = 50

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from roundtable.core import JobConfig, LayoutRules, job_from_json, load_job, parse_job
-from roundtable.core.config import Table
 from roundtable.core.errors import ConfigError
+from roundtable.core.tables import Table
 
 FULL = """\
 task = "digits"
