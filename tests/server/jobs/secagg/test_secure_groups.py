@@ -93,7 +93,7 @@ async def test_a_silo_that_submits_noise_costs_its_group_and_is_counted(
 ) -> None:
     """It masks whatever it likes: the group's sum is no sum of honest silos, and is left out by name."""
     federation = Federation.make(tmp_path, *NINE)
-    honest = client_secure.SecureAttempt.mask
+    honest = client_secure.MaskingAttempt.mask
 
     def mask(attempt: Any, *given: Any) -> Any:
         if attempt.client.name == "silo-7":
@@ -102,7 +102,7 @@ async def test_a_silo_that_submits_noise_costs_its_group_and_is_counted(
             attempt._round = type("Malicious", (), {"encode": lambda *_: noise})()
         return honest(attempt, *given)
 
-    monkeypatch.setattr(client_secure.SecureAttempt, "mask", mask)
+    monkeypatch.setattr(client_secure.MaskingAttempt, "mask", mask)
     async with (
         federation.coordinator(),
         federation.agents(trainers(federation)),
