@@ -14,10 +14,10 @@ from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError, LayoutError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.models import Model, open_model
+from roundtable.core.privacy_table import ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, load_task
 from roundtable.engine.validation.feasibility import check_rule
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
-from roundtable.privacy import PrivacyConfig
 from roundtable.simulation.world.config import check_population
 from roundtable.simulation.world.tables_check import check_tables
 
@@ -56,8 +56,7 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
 
 def likely_population(job: JobConfig) -> int:
     """The silos that a job will have, as far as its file tells: what it states, else what it simulates."""
-    privacy = PrivacyConfig.from_table(job.privacy)
-    stated = privacy.population if privacy.unit == "client" else None
+    stated = None if isinstance(job.privacy, NoPrivacy | ExampleLevel) else job.privacy.population
     return stated or max(job.cohort.size or 1, job.simulation.clients)
 
 

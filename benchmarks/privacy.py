@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.privacy import (
     CentralDP,
     DistributedDP,
-    PrivacyConfig,
     SecureNoise,
     add_gaussian,
     encode,
@@ -196,7 +196,7 @@ def _steps(
         optimizer.step()
 
     works: dict[str, Callable[[], object]] = {"without privacy": step}
-    config = PrivacyConfig(level="example", noise_multiplier=1.0, delta=1e-6, clip_norm=1.0, batch_size=batch)
+    config = ExampleLevel(level="example", noise_multiplier=1.0, delta=1e-6, clip_norm=1.0, batch_size=batch)
     for mode in ("auto", "bookkeeping"):
         model = make()
         training = make_private(

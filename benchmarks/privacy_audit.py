@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roundtable.privacy import NoiseSource, PrivacyConfig, compose, gaussian_charge, solve_noise
+from roundtable.core.privacy_table import ExampleLevel
+from roundtable.privacy import NoiseSource, compose, gaussian_charge, solve_noise
 from roundtable.privacy.canary_audit import Audit, one_run_audit
 from roundtable.privacy.example_level import make_private
 from roundtable.privacy.example_level.dp_sgd import secure_sources
@@ -79,7 +80,7 @@ def run(
     size = len(data[0])
     sampling = {"sampling": "poisson", "rate": rate}
     charge = solve_noise(gaussian_charge("example", sampling, 1.0, steps=steps), epsilon, DELTA)
-    config = PrivacyConfig(
+    config = ExampleLevel(
         level="example",
         noise_multiplier=charge.noise_multiplier * noise_scale,
         delta=DELTA,

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roundtable.privacy import CentralDP, PrivacyConfig, SecureNoise, gaussian_charge, solve_noise
+from roundtable.core.privacy_table import ExampleLevel
+from roundtable.privacy import CentralDP, SecureNoise, gaussian_charge, solve_noise
 from roundtable.privacy.example_level import make_private
 
 DELTA, HIDDEN, PIXELS = 1e-5, 32, 196
@@ -168,7 +169,7 @@ def train_silo(
             loss(model, torch.randperm(len(x))[:batch]).backward()
             optimizer.step()
         return
-    config = PrivacyConfig(
+    config = ExampleLevel(
         level="example", noise_multiplier=noise, delta=DELTA, clip_norm=0.5, batch_size=batch
     )
     with make_private(

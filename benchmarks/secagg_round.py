@@ -26,7 +26,7 @@ from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.operator import OperatorClient
 
 AGENTS = ("alder", "birch", "cedar")
-SECURE = "[privacy]\nsecure_aggregation = true\nclip_norm = 2.0\n"
+SECURE = "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 2.0\n"
 TARGET = 2.0
 
 

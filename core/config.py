@@ -19,6 +19,7 @@ from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import LayoutRules, Rule
 from roundtable.core.paths import AnyPath
+from roundtable.core.privacy_table import NoPrivacy, Privacy
 from roundtable.core.tables import Finite, Name, Names, Open, Seconds, Table, as_tuple
 from roundtable.core.toml import TomlDocument, read_toml, validate
 
@@ -302,7 +303,7 @@ class JobConfig(Table):
     round: RoundTable = Field(default_factory=RoundTable)
     algorithm: AlgorithmTable = Field(default_factory=AlgorithmTable)
     aggregation: AggregationTable = Field(default_factory=AggregationTable)
-    privacy: Open = Field(default_factory=dict, description="see docs/privacy.md; empty for none")
+    privacy: Privacy = Field(default_factory=NoPrivacy, description="who is protected, and how")
     evaluation: EvaluationTable = Field(default_factory=EvaluationTable)
     stop: StopTable = Field(default_factory=StopTable)
     transfer: TransferTable = Field(default_factory=TransferTable)

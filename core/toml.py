@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -19,6 +19,7 @@ Model = TypeVar("Model", bound=BaseModel)
 _PYDANTIC_STEP = re.compile(r"^(function-\w+|tagged-union|union)\[")
 _PLAINER = {
     "model_type": "should be a table",
+    "model_attributes_type": "should be a table",
     "dict_type": "should be a table",
     "tuple_type": "should be a list, in brackets",
 }
@@ -97,29 +98,41 @@ def validate(model: type[Model], document: TomlDocument) -> Model:
 
 
 def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> str:
-    path = tuple(part for part in mistake["loc"] if not _PYDANTIC_STEP.search(str(part)))
-    place = document.place_of(path)
-    key = ".".join(str(part) for part in path)
-    table = _table_at(model, path[:-1])
-    hints: Mapping[str, str] = getattr(table, "hints", {})
-    if mistake["type"] == "extra_forbidden":
-        known = list(table.model_fields)
-        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
-        hint = hints.get(str(path[-1])) or (
-            f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        )
-        return f"{place}: {key}: unknown key; {hint}"
-    if mistake["type"] == "missing":
-        return f"{place}: {key}: missing; it has no default"
-    message = _PLAINER.get(mistake["type"], mistake["msg"].removeprefix("Value error, "))
-    if mistake["type"] == "literal_error":
-        close = difflib.get_close_matches(
-            str(mistake["input"]), re.findall(r"'([^']*)'", message), n=1, cutoff=0.5
-        )
-        hint = hints.get(str(mistake["input"])) or (f"did you mean {close[0]!r}?" if close else "")
-        message += f"; {hint}" if hint else ""
-    got = "" if mistake["type"] == "value_error" else f" (got {_short(mistake['input'])})"
+    at = _WrittenAt.of(model, mistake["loc"])
+    place = document.place_of(at.path)
+    key = ".".join(str(part) for part in at.path)
+    kind = mistake["type"]
+    if kind == "extra_forbidden":
+        return f"{place}: {key}: {_why_unknown(at)}"
+    if kind == "missing":
+        purpose = at.table.model_fields[str(at.path[-1])].description if at.path else None
+        return f"{place}: {key}: missing; it has no default" + (f" ({purpose})" if purpose else "")
+    if kind == "union_tag_not_found":
+        return f"{place}: {key}.{at.tag}: missing; choose one of {', '.join(at.members)}"
+    if kind == "union_tag_invalid":
+        wrong = mistake["ctx"]["tag"]
+        place = document.place_of((*at.path, at.tag))
+        choices = f"choose one of {', '.join(at.members)} (got {_short(wrong)}){_nearest(wrong, at.members)}"
+        return f"{place}: {key}.{at.tag}: {choices}"
+    message = _PLAINER.get(kind, mistake["msg"].removeprefix("Value error, "))
+    if kind == "literal_error":
+        wrong = str(mistake["input"])
+        message += at.hint_for(wrong) or _nearest(wrong, re.findall(r"'([^']*)'", message))
+    got = "" if kind == "value_error" else f" (got {_short(mistake['input'])})"
     return f"{place}: {key}: {message}{got}" if key else f"{place}: {message}{got}"
+
+
+def _why_unknown(at: _WrittenAt) -> str:
+    name, known = str(at.path[-1]), list(at.table.model_fields)
+    owners = [repr(tag) for tag, member in at.members.items() if name in member.model_fields]
+    if owners:
+        return f"belongs to {at.tag} = {' or '.join(owners)}, and this table has {at.tag} = {at.chosen!r}"
+    return "unknown key" + (at.hint_for(name) or _nearest(name, known) or f"; known here: {', '.join(known)}")
+
+
+def _nearest(value: str, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(value, list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _short(value: Any) -> str:
@@ -127,12 +140,49 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _table_at(model: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
-    """The innermost table on the way along `path`, seen through `| None`, lists and dicts of tables."""
-    for part in path:
-        known = model.model_fields.get(str(part))
-        model = next(_tables_in(known.annotation), model) if known else model
-    return model
+@dataclass
+class _WrittenAt:
+    """Where a mistake is: the keys that somebody wrote on the way to it, and the innermost table there.
+
+    Where that table is one of several told apart by the key `tag`, `members` are all of them by its value,
+    and `chosen` is the value of this one.
+    """
+
+    path: tuple[str | int, ...]
+    table: type[BaseModel]
+    tag: str = ""
+    members: dict[str, type[BaseModel]] = field(default_factory=dict)
+    chosen: str = ""
+
+    def hint_for(self, word: str) -> str:
+        """What the innermost table says to write in the place of a key or a choice, after a semicolon."""
+        hints: Mapping[str, str] = getattr(self.table, "hints", {})
+        return f"; {hints[word]}" if word in hints else ""
+
+    @classmethod
+    def of(cls, model: type[BaseModel], location: tuple[str | int, ...]) -> _WrittenAt:
+        """Follows pydantic's path, seen through `| None`, lists, dicts and unions of tables."""
+        at = cls((), model)
+        for step in location:
+            if _PYDANTIC_STEP.search(str(step)):
+                continue
+            if at.members and not at.chosen and step in at.members:
+                at.chosen, at.table = str(step), at.members[str(step)]
+                continue
+            at.path = (*at.path, step)
+            known = at.table.model_fields.get(str(step))
+            tables = list(_tables_in(known.annotation)) if known else []
+            if known and tables:
+                at.table, at.tag, at.members, at.chosen = tables[0], "", {}, ""
+                if isinstance(known.discriminator, str):
+                    at.tag = known.discriminator
+                    at.members = {tag: table for table in tables for tag in _tags(table, at.tag)}
+        return at
+
+
+def _tags(table: type[BaseModel], key: str) -> tuple[str, ...]:
+    values: tuple[str, ...] = get_args(table.model_fields[key].annotation)
+    return values
 
 
 def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:

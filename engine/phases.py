@@ -5,6 +5,7 @@ How training goes, from the choice of clients to the last update, is the job's `
 
 from __future__ import annotations
 
+from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
 from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp, TrainingPolicy
@@ -37,7 +38,7 @@ class Phases:
 
     def begin_attempt(self, number: int, attempt: int, now: float) -> None:
         """Begins an attempt at a round; the ledger authorises it first, where there is a privacy budget."""
-        phase = m.AUTHORIZE if self._job.privacy else m.SELECT
+        phase = m.SELECT if isinstance(self._job.privacy, NoPrivacy) else m.AUTHORIZE
         self._state.attempt = Attempt(number, attempt, phase, now)
         self._context.status(
             "running" if self._state.chronicle.done or attempt > 1 else "waiting", "selecting clients"
@@ -115,7 +116,7 @@ class Phases:
 
     def commit(self, now: float) -> None:
         """Writes the round's record and asks for it to be made durable."""
-        private = bool(self._job.privacy.get("level", "none") != "none")
+        private = not isinstance(self._job.privacy, NoPrivacy)
         record = record_of(self._context.attempt(), now, private)
         self._state.model, self._state.optimizer = record.model, record.optimizer
         self._close(record)

@@ -7,10 +7,10 @@ by the functions that need them.
 from roundtable.privacy.accounting.accountants import compose, merged, relation_of
 from roundtable.privacy.accounting.calibration import solve_noise, solve_steps
 from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
+from roundtable.privacy.accounting.delta import check_delta
 from roundtable.privacy.accounting.ledger import Budget, Entry, Spent, check, hold, reserved, spent
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
 from roundtable.privacy.canary_audit import Audit, one_run_audit
-from roundtable.privacy.config import PrivacyConfig, check_delta
 from roundtable.privacy.levels import charges, ftrl_plan, noise_for
 from roundtable.privacy.mechanisms.central_noise import CentralDP, CentralResult, RowMatrix
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
@@ -38,7 +38,6 @@ __all__ = [
     "Entry",
     "NoiseSource",
     "NoisyVector",
-    "PrivacyConfig",
     "PrivacyPlan",
     "RowMatrix",
     "SamplingModel",

@@ -6,11 +6,18 @@ import math
 from collections.abc import Sequence
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import (
+    ClientLevel,
+    ClientLocalLevel,
+    DistributedLevel,
+    ExampleLevel,
+    FtrlLevel,
+    Private,
+)
 from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
 from roundtable.privacy.accounting.sampling import SamplingModel
-from roundtable.privacy.config import PrivacyConfig
 from roundtable.privacy.mechanisms.central_noise import CentralDP
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip
 from roundtable.privacy.mechanisms.distributed import DistributedDP
@@ -20,16 +27,15 @@ _STEP = 1.002
 
 
 def ftrl_plan(
-    config: PrivacyConfig, noise_multiplier: float, sampling: SamplingModel, rounds: int
+    privacy: FtrlLevel, noise_multiplier: float, sampling: SamplingModel, rounds: int
 ) -> BandedFTRL:
     """The noise of a DP-FTRL job; without `separation` a silo waits until all others could have come."""
-    assert config.clip_norm is not None
-    separation = config.separation or max(1, int(sampling.population // sampling.cohort))
-    return BandedFTRL(config.clip_norm, noise_multiplier, rounds, separation, config.bands)
+    separation = privacy.separation or max(1, int(sampling.population // sampling.cohort))
+    return BandedFTRL(privacy.clip_norm, noise_multiplier, rounds, separation, privacy.bands)
 
 
 def charges(
-    config: PrivacyConfig,
+    privacy: Private,
     noise_multiplier: float,
     sampling: SamplingModel,
     dimension: int,
@@ -40,62 +46,69 @@ def charges(
 
     A silo under `client_local` is charged for every round: whether it was chosen is not secret.
     """
-    if config.level == "dp_ftrl":
-        plan = ftrl_plan(config, noise_multiplier, sampling, rounds)
-        return [plan.charge(round) for round in range(1, upto + 1)]
-    return [_round(config, noise_multiplier, sampling, dimension).repeated_by(upto)]
+    match privacy:
+        case FtrlLevel():
+            plan = ftrl_plan(privacy, noise_multiplier, sampling, rounds)
+            return [plan.charge(round) for round in range(1, upto + 1)]
+        case _:
+            return [_round(privacy, noise_multiplier, sampling, dimension).repeated_by(upto)]
 
 
-def noise_for(config: PrivacyConfig, sampling: SamplingModel, dimension: int, rounds: int) -> float:
+def noise_for(privacy: Private, sampling: SamplingModel, dimension: int, rounds: int) -> float:
     """The noise multiplier of a job: as given, or the least that keeps all its rounds within the budget.
 
-    Raises `PrivacyError` for a job without privacy, and where no noise keeps the budget.
+    Raises `PrivacyError` where no noise keeps the budget.
     """
-    if config.noise_multiplier is not None:
-        return config.noise_multiplier
-    if config.epsilon is None or config.delta is None:
-        raise PrivacyError("a job without privacy has no noise")
-    if config.level == "dp_ftrl":
-        whole = gaussian_charge("client", {"sampling": "none"}, 1.0)
-        return solve_noise(whole, config.epsilon, config.delta, config.accountant).noise_multiplier
-    if config.level != "distributed":
-        one = _round(config, 1.0, sampling, dimension)
-        many = one.repeated_by(rounds)
-        solved = solve_noise(many, config.epsilon, config.delta, config.accountant)
-        return dict(solved.parts)[many.parts[0][0]] * (2.0 if many.relation == "replace_one" else 1.0)
-    many = gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds)
-    noise = solve_noise(many, config.epsilon, config.delta, "rdp").noise_multiplier
-    while compose(charges(config, noise, sampling, dimension, rounds, rounds), config.delta) > config.epsilon:
-        noise *= _STEP
-    return noise
+    if privacy.noise_multiplier is not None:
+        return privacy.noise_multiplier
+    assert privacy.epsilon is not None, "a level needs one of the two"
+    budget = (privacy.epsilon, privacy.delta)
+    match privacy:
+        case FtrlLevel():
+            whole = gaussian_charge("client", {"sampling": "none"}, 1.0)
+            return solve_noise(whole, *budget, privacy.accountant).noise_multiplier
+        case DistributedLevel():
+            many = gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds)
+            noise = solve_noise(many, *budget, "rdp").noise_multiplier
+            while (
+                compose(charges(privacy, noise, sampling, dimension, rounds, rounds), privacy.delta)
+                > privacy.epsilon
+            ):
+                noise *= _STEP
+            return noise
+        case _:
+            many = _round(privacy, 1.0, sampling, dimension).repeated_by(rounds)
+            solved = solve_noise(many, *budget, privacy.accountant)
+            return dict(solved.parts)[many.parts[0][0]] * (2.0 if many.relation == "replace_one" else 1.0)
 
 
-def _round(config: PrivacyConfig, noise_multiplier: float, sampling: SamplingModel, dimension: int) -> Charge:
-    assert config.clip_norm is not None
-    if config.level == "client":
-        adaptive = (
-            AdaptiveClip.init(config.clip_norm, sampling.cohort) if config.clipping == "adaptive" else None
-        )
-        central = CentralDP(config.clip_norm, noise_multiplier, sampling.cohort, adaptive=adaptive)
-        return central.charge(sampling.fields())
-    if config.level == "client_local":
-        return local_gaussian_charge(noise_multiplier)
-    if config.level == "distributed":
-        return DistributedDP.from_config(
-            config, noise_multiplier, dimension, math.ceil(sampling.cohort)
-        ).charge
-    if config.level == "example":
-        return _example(config, noise_multiplier)
-    raise PrivacyError(f"privacy.level = {config.level!r} has no charge for a round")
+def _round(
+    privacy: ClientLevel | ClientLocalLevel | DistributedLevel | ExampleLevel,
+    noise_multiplier: float,
+    sampling: SamplingModel,
+    dimension: int,
+) -> Charge:
+    match privacy:
+        case ClientLevel():
+            adaptive = privacy.clipping == "adaptive"
+            clip = AdaptiveClip.init(privacy.clip_norm, sampling.cohort) if adaptive else None
+            central = CentralDP(privacy.clip_norm, noise_multiplier, sampling.cohort, adaptive=clip)
+            return central.charge(sampling.fields())
+        case ClientLocalLevel():
+            return local_gaussian_charge(noise_multiplier)
+        case DistributedLevel():
+            silos = math.ceil(sampling.cohort)
+            return DistributedDP.of_job(privacy, noise_multiplier, dimension, silos).charge
+        case ExampleLevel():
+            return _example(privacy, noise_multiplier)
 
 
-def _example(config: PrivacyConfig, noise_multiplier: float) -> Charge:
-    if config.population is None or config.batch_size is None or config.local_steps is None:
+def _example(privacy: ExampleLevel, noise_multiplier: float) -> Charge:
+    if privacy.population is None or privacy.batch_size is None or privacy.local_steps is None:
         raise PrivacyError(
             "a plan of example-level privacy needs privacy.population (the examples of a silo), "
-            "privacy.batch_size "
-            "and privacy.local_steps"
+            "privacy.batch_size and privacy.local_steps"
         )
-    rate = config.batch_size / config.population
+    rate = privacy.batch_size / privacy.population
     parts = (("gradient", noise_multiplier),)
-    return Charge("gaussian", "example", "poisson", parts, config.local_steps, rate=rate)
+    return Charge("gaussian", "example", "poisson", parts, privacy.local_steps, rate=rate)

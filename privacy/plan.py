@@ -13,11 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import (
+    ClientLevel,
+    ClientLocalLevel,
+    ExampleLevel,
+    FtrlLevel,
+    NoPrivacy,
+    Private,
+)
 from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import gaussian_charge
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
-from roundtable.privacy.config import PrivacyConfig
 from roundtable.privacy.levels import charges, ftrl_plan, noise_for
 from roundtable.privacy.mechanisms.ftrl import BandedFTRL, best_bands, prefix_error
 
@@ -61,34 +68,36 @@ class PrivacyPlan:
 
 
 def privacy_plan(
-    config: PrivacyConfig, *, strategy: str, population: int, cohort: int, rounds: int, dimension: int
+    privacy: NoPrivacy | Private, *, strategy: str, population: int, cohort: int, rounds: int, dimension: int
 ) -> PrivacyPlan:
     """The plan of a job: `dimension` is the length of an update, `strategy` how cohorts are selected.
 
     Raises `PrivacyError` for a job without privacy, and where no noise keeps the budget.
     """
-    if not config.private or config.delta is None or config.clip_norm is None:
+    if isinstance(privacy, NoPrivacy):
         raise PrivacyError("this job has no privacy to plan: set privacy.level")
     sampling = accountant_for(strategy, population, cohort)
-    noise = noise_for(config, sampling, dimension, rounds)
+    noise = noise_for(privacy, sampling, dimension, rounds)
     rows = tuple(
-        _row(config, noise, sampling, dimension, rounds, upto) for upto in sorted({*_points(rounds), rounds})
+        _row(privacy, noise, sampling, dimension, rounds, upto) for upto in sorted({*_points(rounds), rounds})
     )
-    std = _error_at(config, noise, sampling, rounds, 1) * config.clip_norm / _summed(config, cohort)
+    std = _error_at(privacy, noise, sampling, rounds, 1) * privacy.clip_norm / _summed(privacy, cohort)
     epsilon = rows[-1].epsilon
     alternatives: tuple[Alternative, ...] = ()
     if _TINY <= epsilon <= _MEANINGLESS:
-        alternatives = _alternatives(config, epsilon, population, cohort, rounds, dimension)
-    plan = PrivacyPlan(noise, std, epsilon, config.delta, _sentence(config, sampling), rows, alternatives, ())
-    return replace(plan, warnings=_warnings(plan, config, sampling))
+        alternatives = _alternatives(privacy, epsilon, population, cohort, rounds, dimension)
+    plan = PrivacyPlan(
+        noise, std, epsilon, privacy.delta, _sentence(privacy, sampling), rows, alternatives, ()
+    )
+    return replace(plan, warnings=_warnings(plan, privacy, sampling))
 
 
 def weak_signal(
-    config: PrivacyConfig, noise_multiplier: float, sampling: SamplingModel, dimension: int, rounds: int
+    privacy: Private, noise_multiplier: float, sampling: SamplingModel, dimension: int, rounds: int
 ) -> str | None:
     """A warning with the greatest signal-to-noise where a job's noise leaves little or nothing; else None."""
-    error = _error_at(config, noise_multiplier, sampling, rounds, rounds)
-    return _signal(rounds * _summed(config, sampling.cohort) / (error * math.sqrt(dimension)), rounds)
+    error = _error_at(privacy, noise_multiplier, sampling, rounds, rounds)
+    return _signal(rounds * _summed(privacy, sampling.cohort) / (error * math.sqrt(dimension)), rounds)
 
 
 def _signal(ratio: float, rounds: int) -> str | None:
@@ -110,53 +119,58 @@ def _points(rounds: int) -> Sequence[int]:
 
 
 def _row(
-    config: PrivacyConfig, noise: float, sampling: SamplingModel, dimension: int, rounds: int, upto: int
+    privacy: Private, noise: float, sampling: SamplingModel, dimension: int, rounds: int, upto: int
 ) -> Row:
-    assert config.delta is not None
     epsilon = compose(
-        charges(config, noise, sampling, dimension, rounds, upto), config.delta, config.accountant
+        charges(privacy, noise, sampling, dimension, rounds, upto), privacy.delta, privacy.accountant
     )
-    error = _error_at(config, noise, sampling, rounds, upto)
-    return Row(upto, epsilon, upto * _summed(config, sampling.cohort) / (error * math.sqrt(dimension)))
+    error = _error_at(privacy, noise, sampling, rounds, upto)
+    return Row(upto, epsilon, upto * _summed(privacy, sampling.cohort) / (error * math.sqrt(dimension)))
 
 
-def _summed(config: PrivacyConfig, cohort: float) -> float:
+def _summed(privacy: Private, cohort: float) -> float:
     """How many contributions of norm C a round adds before the noise that `_error_at` counts."""
-    if config.level == "example":
-        return float((config.batch_size or 1) * (config.local_steps or 1) * cohort)
-    return float(cohort)
+    match privacy:
+        case ExampleLevel():
+            return float((privacy.batch_size or 1) * (privacy.local_steps or 1) * cohort)
+        case _:
+            return float(cohort)
 
 
-def _error_at(config: PrivacyConfig, noise: float, sampling: SamplingModel, rounds: int, upto: int) -> float:
+def _error_at(privacy: Private, noise: float, sampling: SamplingModel, rounds: int, upto: int) -> float:
     """The noise on one coordinate of the sum of the first `upto` rounds, in units of C."""
-    if config.level == "dp_ftrl":
-        plan = ftrl_plan(config, noise, sampling, rounds)
-        return prefix_error(plan, upto) / plan.clip_norm
-    if config.level == "client_local":
-        return noise * math.sqrt(upto * sampling.cohort)
-    if config.level == "example":
-        return noise * math.sqrt(upto * (config.local_steps or 1) * sampling.cohort)
-    return noise * math.sqrt(upto)
+    match privacy:
+        case FtrlLevel():
+            plan = ftrl_plan(privacy, noise, sampling, rounds)
+            return prefix_error(plan, upto) / plan.clip_norm
+        case ClientLocalLevel():
+            return noise * math.sqrt(upto * sampling.cohort)
+        case ExampleLevel():
+            return noise * math.sqrt(upto * (privacy.local_steps or 1) * sampling.cohort)
+        case _:
+            return noise * math.sqrt(upto)
 
 
-def _sentence(config: PrivacyConfig, sampling: SamplingModel) -> str:
-    if config.level == "client":
-        return sampling.sentence
-    if config.level == "example":
-        return (
-            "Inside each silo every example joins a step by its own coin: amplification by Poisson sampling."
-        )
-    return "No amplification by sampling is claimed."
+def _sentence(privacy: Private, sampling: SamplingModel) -> str:
+    match privacy:
+        case ClientLevel():
+            return sampling.sentence
+        case ExampleLevel():
+            return (
+                "Inside each silo every example joins a step by its own coin: amplification by Poisson "
+                "sampling."
+            )
+        case _:
+            return "No amplification by sampling is claimed."
 
 
 def _alternatives(
-    config: PrivacyConfig, epsilon: float, population: int, cohort: int, rounds: int, dimension: int
+    privacy: Private, epsilon: float, population: int, cohort: int, rounds: int, dimension: int
 ) -> tuple[Alternative, ...]:
     def alternative(name: str, noise: float, error: float, remark: str) -> Alternative:
         return Alternative(name, noise, error, rounds * cohort / (error * math.sqrt(dimension)), remark)
 
-    assert config.delta is not None
-    spend = (epsilon, config.delta, config.accountant)
+    spend = (epsilon, privacy.delta, privacy.accountant)
     sampled = accountant_for("poisson", population, cohort)
     poisson = solve_noise(gaussian_charge("client", sampled.fields(), 1.0, steps=rounds), *spend)
     plain = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds), *spend)
@@ -186,18 +200,18 @@ def _alternatives(
     )
 
 
-def _warnings(plan: PrivacyPlan, config: PrivacyConfig, sampling: SamplingModel) -> tuple[str, ...]:
+def _warnings(plan: PrivacyPlan, privacy: Private, sampling: SamplingModel) -> tuple[str, ...]:
     weak = _signal(plan.rows[-1].signal_to_noise, plan.rows[-1].round)
     found = [weak] if weak else []
-    if config.epsilon is not None and plan.epsilon > config.epsilon:
+    if privacy.epsilon is not None and plan.epsilon > privacy.epsilon:
         found.append(
             f"The given noise spends epsilon = {plan.epsilon:.3g}, above the budget of "
-            f"{config.epsilon:g}: the job will stop early."
+            f"{privacy.epsilon:g}: the job will stop early."
         )
-    if config.level == "client" and sampling.kind == "none":
+    if isinstance(privacy, ClientLevel) and sampling.kind == "none":
         found.append(sampling.sentence)
     best = min(plan.alternatives, key=lambda each: each.prefix_error, default=None)
-    if config.level == "client" and best is not None and best.name.startswith("DP-FTRL"):
+    if isinstance(privacy, ClientLevel) and best is not None and best.name.startswith("DP-FTRL"):
         found.append(
             f"{best.name} would have {best.prefix_error:.3g} C of noise on the model at the same epsilon, "
             "without relying on secret sampling."

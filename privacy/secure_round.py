@@ -20,9 +20,9 @@ from torch import Tensor
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError
+from roundtable.core.privacy_table import DistributedLevel, Masking, masking_of
 from roundtable.core.seeds import derive_seed
 from roundtable.privacy.accounting.sampling import accountant_for
-from roundtable.privacy.config import PrivacyConfig
 from roundtable.privacy.levels import noise_for
 from roundtable.privacy.mechanisms.distributed import DistributedDP, decode, encode
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise
@@ -76,20 +76,21 @@ class SecureRound:
     @classmethod
     def of(cls, job: JobConfig, columns: int, invited: int, round: int) -> SecureRound:
         """For a model of `columns` values and so many silos. PrivacyError where they are too few."""
-        privacy = PrivacyConfig.from_table(job.privacy)
-        assert privacy.clip_norm is not None, "a plan without clip_norm is refused"
+        masking = masking_of(job.privacy)
+        if masking is None:
+            raise PrivacyError("this job asks for no secure aggregation: its updates travel one by one")
         uniform = job.aggregation.weighting == "uniform"
-        if privacy.level == "distributed":
+        if isinstance(job.privacy, DistributedLevel):
             noise = distributed_noise(job, columns)
             size = job.cohort.size or 0
             if invited > size:
                 raise PrivacyError(f"{invited} silos where noise for {size} was agreed on")
-            parameters = _parameters(size, job, privacy, noise.bits, 1)
+            parameters = _parameters(size, job, masking, noise.bits, 1)
             rotation = derive_seed(job.seed, round, "rotation").to_bytes(8, "little")
             return cls(parameters, columns, True, None, noise, rotation)
-        room = invited if privacy.group_size is None else largest_group(privacy.group_size, invited)
+        room = invited if masking.group_size is None else largest_group(masking.group_size, invited)
         bound = 1 if uniform else largest_weight(room)
-        parameters = _parameters(invited, job, privacy, RING_BITS, bound)
+        parameters = _parameters(invited, job, masking, RING_BITS, bound)
         metrics = (("loss", LOSS_BOUND * bound), ("reported", float(bound)))
         return cls(parameters, columns, uniform, Tally.of(parameters, metrics), None, b"")
 
@@ -178,8 +179,9 @@ def largest_weight(invited: int) -> int:
 
 def distributed_noise(job: JobConfig, columns: int) -> DistributedDP:
     """The shares of noise of a job of level `distributed`, for a cohort of exactly `cohort.size`."""
-    privacy = PrivacyConfig.from_table(job.privacy)
-    size = job.cohort.size
+    privacy, size = job.privacy, job.cohort.size
+    if not isinstance(privacy, DistributedLevel):
+        raise PrivacyError(f"privacy.level = {privacy.level!r} has no noise in shares")
     if size is None:
         raise PrivacyError(
             "cohort.size is missing: under level 'distributed' each silo's share of the noise depends on it"
@@ -187,15 +189,14 @@ def distributed_noise(job: JobConfig, columns: int) -> DistributedDP:
     # Nobody's part in a round is hidden from the coordinator, so that no population amplifies anything.
     sampling = accountant_for(job.cohort.strategy, size, size)
     multiplier = noise_for(privacy, sampling, columns, job.rounds)
-    return DistributedDP.from_config(privacy, multiplier, columns, size)
+    return DistributedDP.of_job(privacy, multiplier, columns, size)
 
 
 def _parameters(
-    invited: int, job: JobConfig, privacy: PrivacyConfig, ring_bits: int, weight_bound: int
+    invited: int, job: JobConfig, masking: Masking, ring_bits: int, weight_bound: int
 ) -> SecAggParameters:
     """For as many dropouts as the job allows for, or as many as a cohort of this size can bear."""
-    assert privacy.clip_norm is not None
-    hidden_among = privacy.group_size or invited
+    hidden_among = masking.group_size or invited
     if invited < hidden_among or hidden_among < MINIMUM_COHORT:
         raise PrivacyError(
             f"secure aggregation takes at least {max(hidden_among, MINIMUM_COHORT)} silos, or it hides "
@@ -203,28 +204,28 @@ def _parameters(
         )
     ring: dict[str, Any] = {
         "ring_bits": ring_bits,
-        "clip_norm": privacy.clip_norm,
+        "clip_norm": masking.clip_norm,
         "weight_bound": weight_bound,
     }
-    corruption = _corruption(hidden_among, job, privacy)
+    corruption = _corruption(hidden_among, job, masking)
     chosen = None
-    for dropped in range(math.floor(privacy.dropout_tolerance * hidden_among), 0, -1):
+    for dropped in range(math.floor(masking.dropout_tolerance * hidden_among), 0, -1):
         try:
             chosen = choose_parameters(hidden_among, dropped / hidden_among, corruption, **ring)
             break
         except PrivacyError:
             continue
     chosen = chosen or choose_parameters(hidden_among, 0.0, corruption, **ring)
-    if privacy.group_size is None:
+    if masking.group_size is None:
         return chosen
-    return replace(chosen, group_size=privacy.group_size, capacity=largest_group(privacy.group_size, invited))
+    return replace(chosen, group_size=masking.group_size, capacity=largest_group(masking.group_size, invited))
 
 
-def _corruption(silos: int, job: JobConfig, privacy: PrivacyConfig) -> float:
+def _corruption(silos: int, job: JobConfig, masking: Masking) -> float:
     """The share that may collude. The hostile silos that a rule over groups withstands may all be in one."""
     share = CORRUPTION_OF_FEW if silos <= FULL_GRAPH_UP_TO else CORRUPTION_OF_MANY
-    share = share if privacy.corruption is None else privacy.corruption
-    hostile = int(job.aggregation.parameters.get("f", 0)) if privacy.group_size else 0
+    share = share if masking.corruption is None else masking.corruption
+    hostile = int(job.aggregation.parameters.get("f", 0)) if masking.group_size else 0
     if hostile > silos - 2:
         raise PrivacyError(
             f"privacy.group_size = {silos} with f = {hostile}: all hostile silos could be in one group, and "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from roundtable.core.privacy_table import ClientLevel, DistributedLevel, Private
 from roundtable.privacy.accounting.charge import Charge
 from roundtable.privacy.accounting.ledger import Spent
-from roundtable.privacy.config import PrivacyConfig
 
 _UNIT = {
     "client": "all data of any one participating organisation (silo)",
@@ -62,23 +62,23 @@ _SAMPLED = {
 }
 
 
-def statement(config: PrivacyConfig, spent: Spent, sampling: str = "", guarantee: bool = True) -> str:
+def statement(privacy: Private, spent: Spent, sampling: str = "", guarantee: bool = True) -> str:
     """A paragraph in plain words. `sampling` is `SamplingModel.sentence`.
 
     `guarantee` is False where the noise could be repeated (simulation): the text then begins by saying
     that nothing is guaranteed.
     """
-    if not config.private:
-        return (
-            "No differential privacy was used: this model carries no mathematical guarantee about any "
-            "person or silo."
-        )
     parts = [] if guarantee else [_NO_GUARANTEE]
-    parts += [*_figures(spent, _UNIT[config.unit]), _TRUST[config.level]]
-    if sampling and config.level == "client":
-        parts.append(sampling)
-    elif config.level == "distributed":
-        parts.append("No amplification by sampling is claimed, since the coordinator knows who takes part.")
+    parts += [*_figures(spent, _UNIT[privacy.unit]), _TRUST[privacy.level]]
+    match privacy:
+        case ClientLevel() if sampling:
+            parts.append(sampling)
+        case DistributedLevel():
+            parts.append(
+                "No amplification by sampling is claimed, since the coordinator knows who takes part."
+            )
+        case _:
+            pass
     return " ".join([*parts, _NOT_COVERED])
 
 

@@ -235,8 +235,8 @@ def _account(book: Books) -> tuple[float, float, float]:
     if book.limit is not None:
         budget = book.limit.budget.epsilon
     else:
-        budgets = [table["epsilon"] for table in book.jobs.values() if table.get("epsilon") is not None]
-        budget = max(map(float, budgets), default=math.inf)
+        budgets = (privacy.epsilon for privacy in book.jobs.values())
+        budget = max((epsilon for epsilon in budgets if epsilon is not None), default=math.inf)
     accounts = book.messages(0.0)
     spent = max((account.epsilon for account in accounts), default=0.0)
     held = max((max(account.epsilon, account.reserved_epsilon) for account in accounts), default=0.0)

@@ -12,6 +12,7 @@ from torch import Tensor
 from roundtable.core.config import JobConfig
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
+from roundtable.core.privacy_table import hides_figures
 from roundtable.core.task import AnyTask
 from roundtable.engine import NumberedNames
 
@@ -147,7 +148,7 @@ def can_sum(job: JobConfig) -> bool:
         and not table.pre
         and table.weighting in ("examples", "uniform")
         and table.validation.max_norm is None
-        and not job.privacy
+        and not hides_figures(job.privacy)
         and job.round.mode == "synchronous"
         and attack.get("name", "label_flip") == "label_flip"
     )

@@ -12,6 +12,7 @@ from typing import Any
 from roundtable.client.training.private_training import example_charge
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded
+from roundtable.core.privacy_table import NoPrivacy, OwnNoise, Private
 from roundtable.engine import messages as m
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import Budget, Charge, Spent, compose, hold, merged, relation_of, statement
@@ -32,7 +33,7 @@ class SimulatedLedger:
     @property
     def keeps_own(self) -> bool:
         """Whether each client pays for what it sends."""
-        return self._privacy.level in ("client_local", "example")
+        return isinstance(self._privacy, OwnNoise)
 
     def authorize(self, step: m.Step) -> m.Authorized | m.Denied:
         """The coordinator's answer before a round."""
@@ -64,10 +65,10 @@ class SimulatedLedger:
 
     def told(self, step: m.Step) -> Mapping[str, Any]:
         """What a round's record says beside its charge: ε so far, and what a resumed run needs."""
-        if not self._privacy.private:
+        if isinstance(self._privacy, NoPrivacy):
             return {}
         self.release(step)
-        spent = self._spent()
+        spent = self._spent(self._privacy)
         told: dict[str, Any] = {"epsilon": spent.epsilon, "delta": spent.delta, "guarantee": False}
         if self.keeps_own:
             return {**told, "paid": dict(self._paid)}
@@ -79,8 +80,10 @@ class SimulatedLedger:
 
     def statement(self) -> str:
         """The guarantee that a real run would have, in words that begin by saying that this has none."""
+        privacy = self._privacy
+        assert not isinstance(privacy, NoPrivacy), "without a guarantee there is nothing to state"
         sampling = self._plan.central.sampling if self._plan.central else ""
-        return statement(self._privacy, self._spent(), sampling, guarantee=False)
+        return statement(privacy, self._spent(privacy), sampling, guarantee=False)
 
     def resume(self, history: Sequence[m.RoundRecord]) -> None:
         """The accounts after these rounds."""
@@ -96,10 +99,9 @@ class SimulatedLedger:
         self._own[client] = merged([*self._own.get(client, ()), charge])
         self._rounds[client] = self._rounds.get(client, 0) + 1
 
-    def _spent(self) -> Spent:
+    def _spent(self, privacy: Private) -> Spent:
         """The account of the client that has spent most."""
-        assert self._privacy.delta is not None
-        delta, accountant = self._privacy.delta, self._privacy.accountant
+        delta, accountant = privacy.delta, privacy.accountant
         accounts = {self._shared, *self._own.values()}
         most = max(accounts, key=lambda charges: compose(charges, delta, accountant))
         rounds = [self._rounds[client] for client, charges in self._own.items() if charges == most]
@@ -109,6 +111,6 @@ class SimulatedLedger:
         return Spent(self._job.title, epsilon, delta, relation_of(most), releases, jobs)
 
     def _budget(self, whose: str) -> Budget | None:
-        if self._privacy.epsilon is None or self._privacy.delta is None:
+        if isinstance(self._privacy, NoPrivacy) or self._privacy.epsilon is None:
             return None
         return Budget(whose, self._privacy.epsilon, self._privacy.delta, self._privacy.accountant)

@@ -16,11 +16,12 @@ from torch import Tensor
 from roundtable.aggregation import TensorMatrix
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError
+from roundtable.core.privacy_table import masking_of
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import GroupMeans, Mean
 from roundtable.engine.messages import Step, Update
 from roundtable.engine.validation.secure_feasibility import least_of_groups
-from roundtable.privacy import PrivacyConfig, SecureMean, SecureRound, SeededNoise
+from roundtable.privacy import SecureMean, SecureRound, SeededNoise
 from roundtable.privacy.secagg import (
     SecureSum,
     ServerPhase,
@@ -42,7 +43,7 @@ class SecureAggregation:
     @classmethod
     def of(cls, job: JobConfig, columns: int) -> SecureAggregation | None:
         """The job's secure aggregation; None where it asks for none."""
-        return cls(job, columns) if PrivacyConfig.from_table(job.privacy).secure_aggregation else None
+        return None if masking_of(job.privacy) is None else cls(job, columns)
 
     @property
     def label(self) -> str:

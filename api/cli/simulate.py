@@ -155,7 +155,7 @@ def _report(result: Result) -> None:
     click.echo("")
     click.echo(f"{result.job.title}: {result.status}, {result.reason}")
     click.echo(f"Ran {result.backend}")
-    if result.job.privacy.get("level", "none") != "none":
+    if result.job.privacy.level != "none":
         click.echo(
             "Differential privacy: no guarantee. The noise of a simulation can be repeated; epsilon is "
             "what a real run with these settings would spend."

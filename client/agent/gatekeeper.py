@@ -23,7 +23,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity.credentials import CA_CERTIFICATE
 from roundtable.core.identity.signing import check_submission, job_digest, verify
-from roundtable.privacy import PrivacyConfig
+from roundtable.core.privacy_table import hides_figures
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
 
@@ -85,9 +85,7 @@ class Gatekeeper:
 
     def is_quiet(self, job: JobConfig) -> bool:
         """Whether the progress of training stays here: it holds counts and the loss in the clear."""
-        privacy = PrivacyConfig.from_table(job.privacy)
-        hidden = privacy.secure_aggregation or privacy.level != "none"
-        return hidden or self._config.policy.metrics == "none"
+        return hides_figures(job.privacy) or self._config.policy.metrics == "none"
 
     def received(self, finished: Finished, receipt: agent_pb2.UploadReceipt) -> None:
         """Keeps a receipt; a signature that does not hold is noted, and the coordinator named."""

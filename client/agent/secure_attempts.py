@@ -39,7 +39,8 @@ from roundtable.core.identity.credentials import (
     load_silo_identity,
     verify_identity,
 )
-from roundtable.privacy import PrivacyConfig, SecureRound
+from roundtable.core.privacy_table import masking_of
+from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import ClientPhase, Ed25519Signer, SecAggClient
 from roundtable.privacy.secagg.framing import Kind, unseal
 
@@ -53,7 +54,7 @@ _DIGEST_BYTES = 32
 
 def is_secure(job: JobConfig) -> bool:
     """Whether the job's updates travel masked."""
-    return PrivacyConfig.from_table(job.privacy).secure_aggregation
+    return masking_of(job.privacy) is not None
 
 
 def certificate_of(folder: Path) -> bytes:
@@ -158,7 +159,8 @@ class SecureAttempts:
             raise WorkFailed(
                 "refused", "the coordinator announces another identity for this silo than its own"
             )
-        among = PrivacyConfig.from_table(job.privacy).group_size or len(directory)
+        masking = masking_of(job.privacy)
+        among = (masking.group_size if masking else None) or len(directory)
         if min(among, len(directory)) < least:
             raise WorkFailed(
                 "refused",

@@ -18,16 +18,15 @@ from pydantic import Field, field_validator
 
 from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import PrivacyError, TaskError
+from roundtable.core.errors import TaskError
 from roundtable.core.identity.signing import VOUCHED_FOR
+from roundtable.core.privacy_table import NoPrivacy, levels_of, masking_of
 from roundtable.core.tables import Seconds, Table
-from roundtable.privacy import PrivacyConfig
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB)")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _HOURS = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
-_SILO_LEVELS = ("client", "client_local", "distributed", "dp_ftrl")
 
 Metrics = Mapping[str, tuple[float, int]]
 
@@ -219,26 +218,20 @@ class Rules:
                 yield f"the job asks for {name} = {wanted}, and this silo allows {most} ([policy] {name})"
 
     def _to_privacy(self, job: JobConfig) -> Iterator[str]:
-        policy = self.policy
-        try:
-            privacy = PrivacyConfig.from_table(job.privacy)
-        except PrivacyError as error:
-            yield str(error)
-            return
-        if policy.secure_aggregation and not privacy.secure_aggregation:
+        policy, masked = self.policy, masking_of(job.privacy) is not None
+        if policy.secure_aggregation and not masked:
             yield (
                 "this silo takes part only with secure aggregation ([policy] secure_aggregation = true); "
                 "set privacy.secure_aggregation = true in the job"
             )
         known, least = job.cohort.size, policy.minimum_cohort
-        masked = privacy.secure_aggregation
         if known is not None and known < least and (masked or "minimum_cohort" in policy.model_fields_set):
             yield (
                 f"the job's cohort is {known} silos, and this one {'hides only' if masked else 'takes part'} "
                 f"among at least {least} ([policy] minimum_cohort)"
             )
-        yield from _to_level(privacy, "client_level_epsilon", policy.client_level_epsilon, _SILO_LEVELS)
-        yield from _to_level(privacy, "example_level_epsilon", policy.example_level_epsilon, ("example",))
+        yield from _to_level(job, "client_level_epsilon", policy.client_level_epsilon, "client")
+        yield from _to_level(job, "example_level_epsilon", policy.example_level_epsilon, "example")
 
     def _to_time(self, now: datetime) -> Iterator[str]:
         if self.policy.hours is None:
@@ -250,15 +243,14 @@ class Rules:
             yield f"this silo works from {first:%H:%M} to {last:%H:%M} ([policy] hours)"
 
 
-def _to_level(
-    privacy: PrivacyConfig, rule: str, most: float | None, levels: tuple[str, ...]
-) -> Iterator[str]:
+def _to_level(job: JobConfig, rule: str, most: float | None, unit: str) -> Iterator[str]:
+    privacy = job.privacy
     if most is None:
         return
-    if privacy.level not in levels:
+    if isinstance(privacy, NoPrivacy) or privacy.unit != unit:
         yield (
             f"the job's privacy.level is {privacy.level!r}, and [policy] {rule} asks for "
-            f"{' or '.join(map(repr, levels))}"
+            f"{' or '.join(map(repr, levels_of(unit)))}"
         )
     elif privacy.epsilon is None:
         yield f"the job states no privacy.epsilon, and this silo allows {most:g} ([policy] {rule})"

@@ -28,6 +28,7 @@ from roundtable.client.training.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
+from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy, OwnNoise
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import AnyTask, ArrayTask, Site, Task
 
@@ -35,9 +36,6 @@ Progress = Callable[[int, int, float], None]
 
 # Reading a loss back waits for the device, so losses are looked at so many at a time.
 _CHECK_EVERY = 16
-
-# Levels at which the silo itself makes its update private.
-SILO_LEVELS = ("example", "client_local")
 
 
 @dataclass(frozen=True)
@@ -101,14 +99,15 @@ def train(
     asked of the silo and not there, CannotSplit where parts of batches would train another model, and
     whatever the task raises.
     """
-    level = check_privacy(job, protection is not None)
+    check_privacy(job, protection is not None)
+    by_example = isinstance(job.privacy, ExampleLevel)
     device = torch.device(device)
     seed = derive_seed(job.seed, round, client, "training")
     with isolated_randomness(seed, device):
-        if micro_batch is not None and (isinstance(task, ArrayTask) or level == "example"):
+        if micro_batch is not None and (isinstance(task, ArrayTask) or by_example):
             raise CannotSplit("this training takes no batches that could be split")
         if isinstance(task, ArrayTask):
-            if level == "example":
+            if by_example:
                 raise PrivacyError(
                     'privacy.level = "example" bounds the gradient of every example, and an ArrayTask gives '
                     'none: write a Task with a model and a loss, or use level "client_local"'
@@ -117,20 +116,20 @@ def train(
                 raise TaskError("optimizer_state = 'keep': an ArrayTask has no optimizer here; set 'drop'")
             local = {**local_of(model, layout), **(local or {})}
             update = _fit_arrays(task, data, job, layout, vector, round, seed, local, out)
-            return _protected(update, job, level, protection)
+            return _protected(update, job, protection)
         module = module_of(model).to(device)
         with borrowed(module, layout, vector, local):
             start = vector if _is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
             parameters = [p for p in module.parameters() if p.requires_grad]
             correction = make_algorithm(job.algorithm).begin(parameters)
             # A loss on its way is as exact as one that arrives.
-            told = progress if level == "none" else None
+            told = progress if isinstance(job.privacy, NoPrivacy) else None
             run = _Run(task, module, parameters, job, round, told, micro_batch)
             keep = job.algorithm.optimizer_state == "keep"
             if keep:
                 restore_state(run.optimizer, module, local or {})
             module.train()
-            if protection is not None and level == "example":
+            if protection is not None and by_example:
                 run.steps = fit_privately(
                     task, module, run.optimizer, data, job, correction, device, protection
                 )
@@ -139,21 +138,21 @@ def train(
                 run.fit(batches, correction, _total(data, job))
             delta = torch.empty(layout.size) if out is None else out
             layout.flatten(module, delta).sub_(start)
-            if level == "example":
+            if by_example:
                 only_parameters(delta, module, layout)
             mine = outside(module, layout, "local")
             if keep:
                 mine |= state_tensors(run.optimizer, module)
     _check_finite(delta, job)
-    if level == "example":
+    if by_example:
         return LocalUpdate(delta, 1, run.steps, math.nan, {}, mine)
     update = LocalUpdate(delta, run.examples(data), run.steps, run.loss, run.metrics(), mine)
-    return _protected(update, job, level, protection)
+    return _protected(update, job, protection)
 
 
-def _protected(update: LocalUpdate, job: JobConfig, level: str, protection: Protection | None) -> LocalUpdate:
+def _protected(update: LocalUpdate, job: JobConfig, protection: Protection | None) -> LocalUpdate:
     """With the silo's own noise where the job asks for it, and then without anything exact beside it."""
-    if level != "client_local" or protection is None:
+    if not isinstance(job.privacy, ClientLocalLevel) or protection is None:
         return update
     update.delta.copy_(add_own_noise(update.delta, job, protection))
     return LocalUpdate(update.delta, 1, update.steps, math.nan, {}, update.local)
@@ -311,26 +310,22 @@ def module_of(model: nn.Module | Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def check_privacy(job: JobConfig, protected: bool = False) -> str:
-    """The job's level. Raises PrivacyError where the silo must keep the guarantee and nobody here does.
+def check_privacy(job: JobConfig, protected: bool = False) -> None:
+    """Raises PrivacyError where the silo must keep the guarantee and nobody here does.
 
     `protected` says that there is a silo's own protection, with an account to charge.
     Client-level privacy is kept where updates are combined, which bounds each of them and adds the noise.
     """
-    level = str(job.privacy.get("level", "none"))
-    if level == "distributed" and job.privacy.get("secure_aggregation"):
-        return level  # The agent adds the silo's share of the noise when it masks.
-    if level not in ("none", "client", "dp_ftrl", *(SILO_LEVELS if protected else ())):
+    if isinstance(job.privacy, OwnNoise) and not protected:
         raise PrivacyError(
-            f"privacy.level = {level!r} is work of the silo's agent, and nobody does it here: "
+            f"privacy.level = {job.privacy.level!r} is work of the silo's agent, and nobody does it here: "
             "nothing leaves without the protection that the job promises"
         )
-    return level
 
 
 def check_evaluation(job: JobConfig) -> None:
     """Raises PrivacyError where metrics would tell exactly what the job promises to blur."""
-    if job.privacy.get("level", "none") != "none" and not job.privacy.get("public_evaluation"):
+    if not isinstance(job.privacy, NoPrivacy) and not job.privacy.public_evaluation:
         raise PrivacyError(
             "evaluation: metrics on private test data leave no silo under differential privacy; where the "
             "test data are public, the job says so by privacy.public_evaluation = true"

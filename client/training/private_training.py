@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from roundtable.client.training.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.layout import Layout
+from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, ArrayTask, Task, lacks
 from roundtable.privacy import (
     Charge,
-    PrivacyConfig,
     accountant_for,
     local_gaussian,
     local_gaussian_charge,
@@ -101,11 +100,13 @@ def example_charge(job: JobConfig, examples: int) -> Charge:
     return step_charge(config, examples, steps * job.rounds).repeated(steps)
 
 
-def _steps(job: JobConfig, examples: int) -> tuple[PrivacyConfig, int]:
-    privacy = PrivacyConfig.from_table(job.privacy)
+def _steps(job: JobConfig, examples: int) -> tuple[ExampleLevel, int]:
+    privacy = job.privacy
+    if not isinstance(privacy, ExampleLevel):
+        raise PrivacyError(f"privacy.level = {privacy.level!r} clips no gradients of single examples")
     batch = privacy.batch_size or job.algorithm.batch_size
     steps = privacy.local_steps or job.algorithm.steps or job.algorithm.passes * math.ceil(examples / batch)
-    return replace(privacy, batch_size=batch), steps
+    return privacy.model_copy(update={"batch_size": batch}), steps
 
 
 def check_task(task: AnyTask, job: JobConfig, layout: Layout) -> None:
@@ -113,11 +114,16 @@ def check_task(task: AnyTask, job: JobConfig, layout: Layout) -> None:
 
     What needs data (whether a loss is the mean over its examples) is found at the silo before its first step.
     """
-    privacy = PrivacyConfig.from_table(job.privacy)
-    if privacy.private and privacy.unit == "client":
-        _check_buffers(layout, privacy.level)
-    if privacy.level != "example":
-        return
+    match job.privacy:
+        case NoPrivacy():
+            pass
+        case ExampleLevel():
+            _check_gradients(task)
+        case privacy:
+            _check_buffers(layout, privacy.level)
+
+
+def _check_gradients(task: AnyTask) -> None:
     if isinstance(task, ArrayTask) or lacks(task):
         raise PrivacyError(
             'privacy.level = "example" bounds the gradient of every example: it needs a Task with a model, '
@@ -153,10 +159,11 @@ def add_own_noise(delta: Tensor, job: JobConfig, protection: Protection) -> Tens
     return local_gaussian(delta, clip_norm, noise, protection.sources("noise")).vector
 
 
-def own_noise(job: JobConfig) -> tuple[PrivacyConfig, float, float]:
+def own_noise(job: JobConfig) -> tuple[ClientLocalLevel, float, float]:
     """(privacy, C, z) of level client_local: updates are clipped to C and get noise of σ = z · C."""
-    privacy = PrivacyConfig.from_table(job.privacy)
-    assert privacy.clip_norm is not None
+    privacy = job.privacy
+    if not isinstance(privacy, ClientLocalLevel):
+        raise PrivacyError(f"privacy.level = {privacy.level!r} has no noise of a silo's own on its update")
     # How cohorts are drawn makes no difference to noise that hides the silo from everybody.
     return privacy, privacy.clip_norm, noise_for(privacy, accountant_for("none", 1, 1), 1, job.rounds)
 

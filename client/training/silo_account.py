@@ -13,10 +13,11 @@ from pathlib import Path
 
 from roundtable.client.durable_files import replace_synced
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy import Budget, Charge, PrivacyConfig
+from roundtable.core.privacy_table import Private
+from roundtable.privacy import Budget, Charge
 from roundtable.privacy.example_level import SiloAccount, Sources, secure_sources
 
-Payment = Callable[[PrivacyConfig, Charge], None]
+Payment = Callable[[Private, Charge], None]
 
 
 @dataclass
@@ -43,7 +44,7 @@ def payment(
     What it gives raises BudgetExceeded where the job's budget or the silo's own does not hold the charge.
     """
 
-    def pay(privacy: PrivacyConfig, charge: Charge) -> None:
+    def pay(privacy: Private, charge: Charge) -> None:
         path = folder / f"{charge.unit}.json"
         account = _within(path, privacy, charge, epsilon, delta)
         name = job
@@ -59,7 +60,7 @@ def payment(
 def affordable(folder: Path, epsilon: float | None, delta: float | None) -> Payment:
     """As `payment`, but nothing is charged: whether a charge would be refused, before work for it begins."""
 
-    def check(privacy: PrivacyConfig, charge: Charge) -> None:
+    def check(privacy: Private, charge: Charge) -> None:
         path = folder / f"{charge.unit}.json"
         _within(path, privacy, charge, epsilon, delta).check(charge)
 
@@ -67,10 +68,9 @@ def affordable(folder: Path, epsilon: float | None, delta: float | None) -> Paym
 
 
 def _within(
-    path: Path, privacy: PrivacyConfig, charge: Charge, epsilon: float | None, delta: float | None
+    path: Path, privacy: Private, charge: Charge, epsilon: float | None, delta: float | None
 ) -> SiloAccount:
     """The account under the job's budget, once the silo's own limit holds the charge."""
-    assert privacy.delta is not None
     budget = Budget(_WHOSE, privacy.epsilon or math.inf, privacy.delta, privacy.accountant)
     account = _read(path, budget)
     if epsilon is not None:

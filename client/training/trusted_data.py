@@ -11,6 +11,7 @@ from roundtable.client.training.local_training import split_data, train
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import TaskError
 from roundtable.core.layout import Layout
+from roundtable.core.privacy_table import NoPrivacy
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import AnyTask, ArrayTask, Site, initial_state
 
@@ -34,7 +35,7 @@ class RootData:
         Nothing of it is private: the job's protection is for what leaves a silo. Raises what
         `roundtable.client.training.local_training.train` raises.
         """
-        open_job = job.model_copy(update={"privacy": {}})
+        open_job = job.model_copy(update={"privacy": NoPrivacy()})
         model = initial_state(self._task, job.seed)
         return train(self._task, model, self._data, open_job, layout, vector, round=round, client=NAME).delta
 

@@ -25,6 +25,7 @@ from roundtable.client.worker.silo_state import SiloState
 from roundtable.core.errors import InvalidUpdate, LayoutError, PrivacyError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
+from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel
 
 Weights = nn.Module | Mapping[str, Tensor] | Mapping[str, np.ndarray]
 Evaluator = Callable[["Round"], Mapping[str, tuple[float, int]]]
@@ -128,8 +129,8 @@ class ScriptTrainer:
 
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer: waits until the script has submitted."""
-        level = check_privacy(work.job, protected=True)
-        if level == "example":
+        check_privacy(work.job, protected=True)
+        if isinstance(work.job.privacy, ExampleLevel):
             raise PrivacyError(
                 'privacy.level = "example" bounds the gradient of every example, and a script submits '
                 'weights: write a Task with a model and a loss, or use level "client_local"'
@@ -138,7 +139,7 @@ class ScriptTrainer:
         round = Round(work, local)
         self.rounds.put(round)
         delta, mine, examples, metrics = await round._answer
-        if level == "client_local":
+        if isinstance(work.job.privacy, ClientLocalLevel):
             pay = payment(self._accounts, *work.step[:3], *self._limit)
             delta = await asyncio.to_thread(add_own_noise, delta, work.job, Protection(pay))
             examples, metrics = 1, {}

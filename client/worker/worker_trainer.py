@@ -21,6 +21,7 @@ from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Order, Settings, part_of_batch
 from roundtable.core.identity.certificates import SECRET_VARIABLES
+from roundtable.core.privacy_table import ExampleLevel
 
 _log = logging.getLogger("roundtable.agent")
 _LINE_LIMIT = 16 << 20
@@ -107,7 +108,7 @@ class WorkerTrainer:
         """Of a batch, until it is one example; none where parts of a batch are not the same training."""
         batch = part_of_batch(work.job, 0, evaluation=verb == "evaluate")
         # The silo has paid for a round of DP-SGD when it begins, and DP-SGD takes parts of batches anyway.
-        paid = verb == "train" and work.job.privacy.get("level") == "example"
+        paid = verb == "train" and isinstance(work.job.privacy, ExampleLevel)
         if paid or (work.step.job, verb) in self._whole:
             return 0
         return min(_MOST_HALVINGS, batch.bit_length() - 1)

@@ -9,6 +9,7 @@ from roundtable.cluster.plan.memory_estimate import Estimate
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import ExampleLevel
 
 _PARTS = (
     "per-example clipping needs the norm of each example's whole gradient before anything is summed, and a "
@@ -26,7 +27,7 @@ _PLAIN = {"checkpointing": "none", "offload": False, "reduction": "exact", "loca
 
 def is_example_level(job: JobConfig) -> bool:
     """Whether each example's gradient is clipped (DP-SGD)."""
-    return job.privacy.get("level") == "example"
+    return isinstance(job.privacy, ExampleLevel)
 
 
 def narrowed(job: JobConfig, resources: Resources, table: ClusterTable) -> ClusterTable:

@@ -43,6 +43,7 @@ from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, St
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 from roundtable.core.models import Model, open_model
+from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, hides_figures
 from roundtable.core.task import ArrayTask, Site, Task, load_task
 
 Watch = Callable[[StepReport], None]
@@ -77,11 +78,11 @@ class GroupExecutor:
     def train(self, order: Order, watch: Watch) -> TrainedUpdate:
         """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
         trainer, start, digest = self._prepare(order)
-        level = check_privacy(trainer.job, protected=True)
+        check_privacy(trainer.job, protected=True)
         trainer.load(start.vector, self._others(order, start, before=order.round))
         checkpoints = self._checkpoints(order.job)
         self._begin(trainer, checkpoints, order)
-        if level == "example":
+        if isinstance(trainer.job.privacy, ExampleLevel):
             return self._train_on_noise(trainer, checkpoints, order, start, digest, watch)
         done, batches = RoundProgress(), trainer.batches(self._data[0], order.round)
         saved = self._resume(trainer, checkpoints, order, digest, done, batches)
@@ -103,7 +104,7 @@ class GroupExecutor:
             checkpoints.finish()
             raise InvalidUpdate(error.reason, f"{error}; {_last_sound(saved)}") from error
         self._end(trainer, checkpoints, order, Position(order.round, digest, batches.position, 0, 0.0, True))
-        if level == "client_local":
+        if isinstance(trainer.job.privacy, ClientLocalLevel):
             round_charge = self._round_charge(order)
             noise = noise_on_parts(trainer, start.vector, round_charge)
             return self._deliver_privately(trainer, order, start, round_charge, noise)
@@ -321,7 +322,7 @@ def _check_weights(trainer: RankTrainer) -> None:
 def _metrics(trainer: RankTrainer, done: RoundProgress) -> Metrics:
     """The loss, and what the cluster was worth; under privacy the loss alone, as from any silo."""
     found: Metrics = {"loss": (done.loss_sum, done.seen)}
-    if not trainer.job.privacy and done.steps:
+    if not hides_figures(trainer.job.privacy) and done.steps:
         found["gradient_norm"] = (done.norm_sum, done.steps)
         found["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
     return found

@@ -21,8 +21,9 @@ from roundtable.client.training.silo_account import Payment, Protection
 from roundtable.cluster.parallel.shards import deltas
 from roundtable.cluster.train.rank_trainer import RankTrainer, StepReport, Watch
 from roundtable.cluster.train.sharded_optimizer import make_correction
+from roundtable.core.privacy_table import Private
 from roundtable.core.seeds import derive_seed
-from roundtable.privacy import Charge, PrivacyConfig, add_gaussian, local_gaussian_charge
+from roundtable.privacy import Charge, add_gaussian, local_gaussian_charge
 from roundtable.privacy.example_level import Sources, secure_sources
 from roundtable.privacy.mechanisms.clipping import clip_factor
 
@@ -32,9 +33,9 @@ class RoundCharge:
 
     def __init__(self, check: Payment, pay: Payment) -> None:
         self._check, self._pay = check, pay
-        self._due: tuple[PrivacyConfig, Charge] | None = None
+        self._due: tuple[Private, Charge] | None = None
 
-    def note(self, privacy: PrivacyConfig, charge: Charge) -> None:
+    def note(self, privacy: Private, charge: Charge) -> None:
         """A `Payment`: raises BudgetExceeded, on rank 0, for what the account does not hold."""
         if dist.get_rank() == 0:
             self._check(privacy, charge)

@@ -16,6 +16,7 @@ from torch import Tensor
 from roundtable.aggregation import Aggregate, ClientRow, Context, TensorMatrix, aggregate
 from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.core.errors import AggregationError
+from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
 from roundtable.engine.combining.server_state import ServerState
@@ -255,7 +256,7 @@ def _correlated(ftrl: BandedFTRL, state: ServerState, round: int, columns: int) 
 def _noise_of_silos(plan: Plan, noise: NoiseSource) -> Mapping[str, Any]:
     """What the record says where each silo adds its noise itself; its cost is in the silo's own account."""
     privacy = plan.privacy
-    if privacy.level not in ("client_local", "example"):
+    if not isinstance(privacy, OwnNoise):
         return {}
     account: dict[str, Any] = {
         "level": privacy.level,

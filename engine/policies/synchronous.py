@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from roundtable.core.errors import SiteFailure
+from roundtable.core.privacy_table import ClientLevel
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
@@ -147,7 +148,7 @@ class SynchronousTraining:
     @property
     def _amplified(self) -> bool:
         """Whether an accountant relies on the draw being from the whole population, whoever is there."""
-        return bool(self._job.privacy.get("level") == "client") and self._job.cohort.strategy == "uniform"
+        return isinstance(self._job.privacy, ClientLevel) and self._job.cohort.strategy == "uniform"
 
     def _begin_training(self, now: float) -> Decision:
         attempt = self._context.attempt()

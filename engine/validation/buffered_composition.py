@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.privacy import PrivacyConfig
+from roundtable.core.privacy_table import ClientLevel, DistributedLevel, FtrlLevel, masking_of
 
-_OWN_ACCOUNT = ("none", "client_local", "example")
 _OVERLAPPING = ("fedavg", "fedprox")
 
 
-def check_buffered(job: JobConfig, privacy: PrivacyConfig) -> None:
+def check_buffered(job: JobConfig) -> None:
     """Raises ConfigError or PrivacyError, naming the key, for what needs rounds that do not overlap."""
     cohort, size = job.cohort, job.round.buffer or 0
     said = 'round.mode = "buffered"'
-    if privacy.secure_aggregation:
+    if masking_of(job.privacy) is not None:
         raise PrivacyError(
             f"privacy.secure_aggregation: masks cancel among silos that work on one round together, and with "
             f"{said} there is no such round; choose one of the two"
         )
-    if privacy.level not in _OWN_ACCOUNT:
+    if isinstance(job.privacy, ClientLevel | FtrlLevel | DistributedLevel):
         raise PrivacyError(
-            f"privacy.level = {privacy.level!r}: with {said} who answers first, and with that who else "
+            f"privacy.level = {job.privacy.level!r}: with {said} who answers first, and with that who else "
             "is asked, depends on the silos' data, which the accountant of a noisy sum does not allow; use "
             '"client_local" or "example", where each silo keeps an account of its own'
         )

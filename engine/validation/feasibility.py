@@ -10,6 +10,7 @@ from roundtable.aggregation import ClientRow, TensorMatrix, aggregate
 from roundtable.aggregation.registry import RULES
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.privacy_table import ClientLevel, masking_of
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import compose
 
@@ -29,7 +30,7 @@ def check_rule(job: JobConfig, plan: Plan, clients: int) -> None:
     wanted = job.round.buffer if job.round.mode == "buffered" else job.cohort.size
     count = min(wanted or clients, clients)
     more = config.takes("history") or config.takes("root_update") or "pivot" in config.parameters
-    if config.rule not in RULES or more or plan.privacy.secure_aggregation:
+    if config.rule not in RULES or more or masking_of(job.privacy) is not None:
         return
     if job.cohort.strategy == "poisson" or count > _MOST:
         return
@@ -46,10 +47,12 @@ def check_budget(plan: Plan) -> None:
 
     Left to the ledger are jobs whose silos account for themselves, and what earlier jobs have spent.
     """
-    privacy, noise = plan.privacy, plan.privacy.noise_multiplier
-    if plan.central is None or privacy.level != "client" or noise is None or privacy.epsilon is None:
+    privacy = plan.privacy
+    if not isinstance(privacy, ClientLevel) or plan.central is None:
         return
-    assert privacy.delta is not None
+    noise = privacy.noise_multiplier
+    if noise is None or privacy.epsilon is None:
+        return
     first = compose([plan.central.charge], privacy.delta, privacy.accountant)
     if first > privacy.epsilon:
         raise ConfigError(

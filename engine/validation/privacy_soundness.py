@@ -5,12 +5,13 @@ from __future__ import annotations
 from roundtable.aggregation import AggregationConfig
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy import PrivacyConfig
+from roundtable.core.privacy_table import ExampleLevel, FtrlLevel, NoPrivacy, Private, masking_of
 
 
-def check_soundness(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
+def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
     """Raises PrivacyError, naming the key, for a job that would break the guarantee that it asks for."""
-    if not privacy.private:
+    privacy = job.privacy
+    if isinstance(privacy, NoPrivacy):
         return
     if aggregation.weighting != "uniform":
         raise PrivacyError(
@@ -29,20 +30,22 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig, privacy: Pri
             "evaluation.every = 0 and leave out stop.metric, or state that the silos' test data are public "
             "by privacy.public_evaluation = true"
         )
-    if privacy.unit == "client":
-        _check_client_level(job, aggregation, privacy)
-    else:
+    if isinstance(privacy, ExampleLevel):
         _check_example_level(job)
+    else:
+        _check_client_level(job, aggregation, privacy)
 
 
-def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
+def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy: Private) -> None:
     if privacy.population is not None and (job.cohort.size or 0) > privacy.population:
         raise PrivacyError(
             f"privacy.population = {privacy.population}: so many silos cannot give a cohort.size = "
             f"{job.cohort.size}; lower one or raise the other"
         )
+    masking = masking_of(privacy)
     # Over groups, noise is in each group's sum, and whatever is done with the sums costs nothing more.
-    if privacy.group_size is None and (aggregation.rule != "mean" or aggregation.pre):
+    grouped = masking is not None and masking.group_size is not None
+    if not grouped and (aggregation.rule != "mean" or aggregation.pre):
         raise PrivacyError(
             f"aggregation.rule: noise is calibrated to the bounded mean; {aggregation.rule!r} with "
             f'{len(aggregation.pre)} pre-aggregations has another sensitivity. Use rule = "mean" without pre'
@@ -55,7 +58,7 @@ def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy:
         raise PrivacyError(
             "cohort.over_selection: who answers first is not chance; leave it at 1 under privacy"
         )
-    if privacy.level == "dp_ftrl" and job.cohort.strategy == "poisson":
+    if isinstance(privacy, FtrlLevel) and job.cohort.strategy == "poisson":
         raise PrivacyError(
             'cohort.strategy = "poisson": level dp_ftrl relies on how far apart a silo takes part, not on '
             'chance, and needs cohorts of a fixed size; choose "uniform" or "round_robin"'

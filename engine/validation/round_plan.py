@@ -12,6 +12,15 @@ from typing import Any
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
 from roundtable.core.config import AggregationTable, CohortTable, JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.privacy_table import (
+    ClientLevel,
+    ClientLocalLevel,
+    DistributedLevel,
+    ExampleLevel,
+    FtrlLevel,
+    NoPrivacy,
+    Private,
+)
 from roundtable.engine.validation.buffered_composition import check_buffered
 from roundtable.engine.validation.privacy_soundness import check_soundness
 from roundtable.engine.validation.secure_feasibility import check_secure
@@ -20,7 +29,6 @@ from roundtable.privacy import (
     BandedFTRL,
     CentralDP,
     Charge,
-    PrivacyConfig,
     accountant_for,
     check_delta,
     distributed_noise,
@@ -69,7 +77,7 @@ class Plan:
 
     aggregation: AggregationConfig
     optimizer: ServerOptimizer
-    privacy: PrivacyConfig
+    privacy: NoPrivacy | Private
     central: PrivacyPlan | None
     silo_noise: float | None = None
     shares: Charge | None = None
@@ -93,20 +101,22 @@ class Plan:
 def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) -> str | None:
     """A warning with the ratio where noise leaves little of any signal; `dimension` is the layout's size."""
     privacy = plan.privacy
+    if isinstance(privacy, NoPrivacy) or dimension == 0:
+        return None
     noise = privacy.noise_multiplier or plan.silo_noise
     if plan.central is not None:
         noise = plan.central.noise_multiplier
-    if not privacy.private or dimension == 0 or noise is None:
+    if noise is None:
         return None
     cohort = _expected_cohort(job.cohort, population)
-    if privacy.level == "example":
+    if isinstance(privacy, ExampleLevel):
         batch, steps = (
             privacy.batch_size or job.algorithm.batch_size,
             privacy.local_steps or job.algorithm.steps,
         )
         if steps is None:
             return None  # How many steps an epoch has, only the silos know.
-        privacy = replace(privacy, batch_size=batch, local_steps=steps)
+        privacy = privacy.model_copy(update={"batch_size": batch, "local_steps": steps})
     sampling = accountant_for(job.cohort.strategy, population, cohort)
     return weak_signal(privacy, noise, sampling, dimension, max(1, job.rounds))
 
@@ -123,22 +133,22 @@ def make_plan(
     """
     aggregation = aggregation_config(job.aggregation)
     optimizer = server_optimizer(job.aggregation)
-    privacy = PrivacyConfig.from_table(job.privacy)
     if job.round.mode == "buffered":
-        check_buffered(job, privacy)
-    check_soundness(job, aggregation, privacy)
-    if privacy.secure_aggregation:
-        check_secure(job, aggregation, privacy)
-    central, silo_noise = None, None
-    if privacy.level == "client":
-        central = _central(job, privacy, population, slices, spent)
-    elif privacy.level == "dp_ftrl":
-        central = _correlated(job, privacy, population, spent)
-    elif privacy.level == "client_local":
-        silo_noise = _local(job, privacy, population)
-    shares = None
-    if privacy.level == "distributed" and slices:
-        shares = distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
+        check_buffered(job)
+    check_soundness(job, aggregation)
+    check_secure(job, aggregation)
+    central, silo_noise, shares = None, None, None
+    match privacy := job.privacy:
+        case ClientLevel():
+            central = _central(job, privacy, population, slices, spent)
+        case FtrlLevel():
+            central = _correlated(job, privacy, population, spent)
+        case ClientLocalLevel():
+            silo_noise = _local(job, privacy, population)
+        case DistributedLevel() if slices:
+            shares = distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
+        case _:
+            pass
     exponent = job.round.staleness_exponent if job.round.mode == "buffered" else 0.0
     return Plan(aggregation, optimizer, privacy, central, silo_noise, shares, exponent)
 
@@ -174,13 +184,11 @@ def _named(table: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]]:
 
 def _central(
     job: JobConfig,
-    privacy: PrivacyConfig,
+    privacy: ClientLevel,
     population: int,
     slices: tuple[slice, ...],
     spent: Sequence[Charge],
 ) -> PrivacyPlan:
-    assert privacy.clip_norm is not None
-    assert privacy.delta is not None
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
     cohort = _expected_cohort(job.cohort, population)
@@ -200,11 +208,7 @@ def _central(
     return PrivacyPlan(mechanism, charge, sampling.sentence)
 
 
-def _correlated(
-    job: JobConfig, privacy: PrivacyConfig, population: int, spent: Sequence[Charge]
-) -> PrivacyPlan:
-    assert privacy.clip_norm is not None
-    assert privacy.delta is not None
+def _correlated(job: JobConfig, privacy: FtrlLevel, population: int, spent: Sequence[Charge]) -> PrivacyPlan:
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
     cohort = _expected_cohort(job.cohort, population)
@@ -228,17 +232,15 @@ def _correlated(
     return PrivacyPlan(ftrl.central(cohort), ftrl.charge(1), sentence, ftrl)
 
 
-def _local(job: JobConfig, privacy: PrivacyConfig, population: int) -> float:
-    assert privacy.delta is not None
+def _local(job: JobConfig, privacy: ClientLocalLevel, population: int) -> float:
     check_delta(privacy.delta, max(population, privacy.population or 0))
     # Each silo computes the same again: the sampling makes no difference to it.
     return noise_for(privacy, accountant_for("none", 1, 1), 1, max(1, job.rounds))
 
 
-def _adaptive(privacy: PrivacyConfig, cohort: float) -> AdaptiveClip | None:
+def _adaptive(privacy: ClientLevel, cohort: float) -> AdaptiveClip | None:
     if privacy.clipping != "adaptive":
         return None
-    assert privacy.clip_norm is not None
     return AdaptiveClip.init(privacy.clip_norm, cohort, privacy.quantile, privacy.clip_learning_rate)
 
 

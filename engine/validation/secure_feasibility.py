@@ -5,29 +5,23 @@ from __future__ import annotations
 from roundtable.aggregation import AggregationConfig, find_rule
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import DistributedLevel, masking_of
 from roundtable.engine.selection import quorum
-from roundtable.privacy import DistributedDP, PrivacyConfig, SecureRound
+from roundtable.privacy import DistributedDP, SecureRound
 from roundtable.privacy.secagg import MINIMUM_COHORT, Least, overrun
 
 FEWEST_GROUPS = 3
 """A rule over two means can outvote nobody."""
 
 
-def check_secure(job: JobConfig, aggregation: AggregationConfig, privacy: PrivacyConfig) -> None:
-    """Raises PrivacyError for what nobody can do to updates that nobody sees."""
+def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
+    """Raises PrivacyError for what nobody can do to updates that nobody sees; nothing where they are seen."""
+    masking = masking_of(job.privacy)
+    if masking is None:
+        return
     hidden = "under secure aggregation nobody sees a single update"
-    if privacy.level not in ("none", "distributed"):
-        raise PrivacyError(
-            f"privacy.level = {privacy.level!r} is not offered with secure aggregation; "
-            'use "none", or "distributed" for noise in shares'
-        )
-    if privacy.clip_norm is None:
-        raise PrivacyError(
-            "privacy.clip_norm is missing: secure aggregation rounds updates of a bounded norm; "
-            "a first guess is the median norm of an update"
-        )
-    if privacy.group_size is not None:
-        _check_groups(job, aggregation, privacy.group_size)
+    if masking.group_size is not None:
+        _check_groups(job, aggregation, masking.group_size)
     elif aggregation.rule != "mean" or aggregation.pre:
         raise PrivacyError(
             f"aggregation.rule = {aggregation.rule!r} with {len(aggregation.pre)} pre-aggregations: "
@@ -44,7 +38,7 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig, privacy: Privac
         raise PrivacyError(
             f"aggregation.validation: {hidden}; silos clip to clip_norm, so leave policy and max_norm out"
         )
-    if not privacy.public_evaluation and (job.evaluation.every != 0 or job.stop.metric is not None):
+    if not job.privacy.public_evaluation and (job.evaluation.every != 0 or job.stop.metric is not None):
         raise PrivacyError(
             "evaluation and stop: test metrics of single silos would leave them in the clear, beside the "
             "secure sum; set evaluation.every = 0 and leave out stop.metric (the training loss is summed "
@@ -55,23 +49,24 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig, privacy: Privac
 
 def fewest(job: JobConfig) -> int:
     """The clients below which a round need not begin: fewer hide nothing from each other."""
-    if not job.privacy.get("secure_aggregation"):
-        return 0
-    return max(MINIMUM_COHORT, fewest_groups(job) * int(job.privacy.get("group_size") or 0))
+    masking = masking_of(job.privacy)
+    return 0 if masking is None else max(MINIMUM_COHORT, fewest_groups(job) * (masking.group_size or 0))
 
 
 def fewest_updates(job: JobConfig, size: int) -> int:
     """The updates below which a cohort of `size` cannot be unmasked: so many must answer to the end."""
-    if not job.privacy.get("secure_aggregation"):
+    masking = masking_of(job.privacy)
+    if masking is None:
         return 0
-    if job.privacy.get("group_size"):
+    if masking.group_size is not None:
         return fewest_groups(job) * MINIMUM_COHORT
     return max(MINIMUM_COHORT, 2 * size // 3 + 1, _fewest_shares(job))
 
 
 def fewest_groups(job: JobConfig) -> int:
     """The groups without which a rule has no answer: more than two a hostile silo; 0 without groups."""
-    if not job.privacy.get("group_size"):
+    masking = masking_of(job.privacy)
+    if masking is None or masking.group_size is None:
         return 0
     return max(FEWEST_GROUPS, 2 * int(job.aggregation.parameters.get("f", 0)) + 1)
 
@@ -86,17 +81,17 @@ def secure_summary(job: JobConfig, columns: int) -> str:
 
     For `cohort.size` silos, or as many as are simulated where the job names no size.
     """
-    privacy = PrivacyConfig.from_table(job.privacy)
-    if not privacy.secure_aggregation:
+    masking = masking_of(job.privacy)
+    if masking is None:
         return ""
     silos = job.cohort.size or job.simulation.clients
     parameters = SecureRound.of(job, columns, silos, 1).parameters
     text = parameters.summary()
-    if privacy.group_size is None:
+    if masking.group_size is None:
         return text
-    count = silos // privacy.group_size
-    many = int(silos * (1 / 3 if privacy.corruption is None else privacy.corruption))
-    chance = 2 ** overrun(silos, many, privacy.group_size, parameters.corrupt)
+    count = silos // masking.group_size
+    many = int(silos * (1 / 3 if masking.corruption is None else masking.corruption))
+    chance = 2 ** overrun(silos, many, masking.group_size, parameters.corrupt)
     hostile = job.aggregation.parameters.get("f", (count - 1) // 2)
     return (
         f"{text}; {silos} silos make {count} groups, and the coordinator sees the sum of each: the rule "
@@ -108,10 +103,9 @@ def secure_summary(job: JobConfig, columns: int) -> str:
 
 def _fewest_shares(job: JobConfig) -> int:
     """The shares of noise that make up what is promised; fewer must not be unmasked."""
-    privacy = PrivacyConfig.from_table(job.privacy)
-    if privacy.level != "distributed" or job.cohort.size is None:
+    if not isinstance(job.privacy, DistributedLevel) or job.cohort.size is None:
         return 0
-    return DistributedDP.from_config(privacy, 1.0, 1, job.cohort.size).t_min
+    return DistributedDP.of_job(job.privacy, 1.0, 1, job.cohort.size).t_min
 
 
 def _check_groups(job: JobConfig, aggregation: AggregationConfig, size: int) -> None:

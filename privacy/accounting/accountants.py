@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import ACCOUNTANTS
 from roundtable.privacy.accounting.charge import Charge
 from roundtable.privacy.accounting.renyi import RenyiUnknown, renyi_epsilon
-from roundtable.privacy.config import ACCOUNTANTS
 
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from roundtable.core.errors import BudgetExceeded, PrivacyError
+from roundtable.core.privacy_table import ACCOUNTANTS
 from roundtable.privacy.accounting.accountants import compose, relation_of
 from roundtable.privacy.accounting.charge import Charge
-from roundtable.privacy.config import ACCOUNTANTS, check_delta
+from roundtable.privacy.accounting.delta import check_delta
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """DP-SGD at a silo (Abadi et al. 2016): Poisson batches, clipped sums, noise once, then the optimizer's step.
 
-    with make_private(model, optimizer, loss_fn, fetch, len(data), config) as training:
+    with make_private(model, optimizer, loss_fn, fetch, len(data), privacy) as training:
         account.check(training.charge(steps))
         for indices in training.batches(steps):
             training.step(indices)
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import Charge
-from roundtable.privacy.config import PrivacyConfig, check_delta
+from roundtable.privacy.accounting.delta import check_delta
 from roundtable.privacy.example_level.checks import Fetch, check_model
 from roundtable.privacy.example_level.per_example_clipping import ClippedSum, LossFunction
 from roundtable.privacy.example_level.probe import choose
@@ -45,7 +46,7 @@ def make_private(
     loss_fn: LossFunction,
     fetch: Fetch,
     dataset_size: int,
-    config: PrivacyConfig,
+    privacy: ExampleLevel,
     *,
     total_steps: int | None = None,
     mode: str = "auto",
@@ -56,7 +57,7 @@ def make_private(
     """Prepares training whose every step is differentially private for one example.
 
     `loss_fn(model, batch)` gives the mean over the examples, or one loss for each; `fetch(indices)` gives
-    the batch of these examples of the silo. `config` brings `clip_norm`, `batch_size` (expected, over all
+    the batch of these examples of the silo. `privacy` brings `clip_norm`, `batch_size` (expected, over all
     processes), and `noise_multiplier`, or the `epsilon` that `total_steps` steps over the whole job may
     cost. `physical_batch` bounds how many examples are in memory at once. `mode` is `auto` (a probe of two
     steps decides), `first` (the first of `MODES` that is right, whatever the clock says: a simulation that
@@ -66,45 +67,42 @@ def make_private(
 
     Raises `PrivacyError` for a model or a loss that cannot be made private, with what to do about it.
     """
-    if config.level != "example" or config.clip_norm is None or config.delta is None:
-        raise PrivacyError(f"example-level training needs privacy.level = 'example', not {config.level!r}")
     check_model(model)
     total = _total(dataset_size, group, next(model.parameters()).device)
-    charge = step_charge(config, total, total_steps)
-    assert config.batch_size is not None
-    size = min(physical_batch, max(2, round(config.batch_size)), dataset_size)
-    sums = choose(model, loss_fn, fetch, dataset_size, size, config.clip_norm, mode)
+    charge = step_charge(privacy, total, total_steps)
+    assert privacy.batch_size is not None
+    size = min(physical_batch, max(2, round(privacy.batch_size)), dataset_size)
+    sums = choose(model, loss_fn, fetch, dataset_size, size, privacy.clip_norm, mode)
     return PrivateTraining(
-        model, optimizer, sums, fetch, dataset_size, charge, config, physical_batch, sources, group
+        model, optimizer, sums, fetch, dataset_size, charge, privacy, physical_batch, sources, group
     )
 
 
-def step_charge(config: PrivacyConfig, examples: int, total_steps: int | None = None) -> Charge:
+def step_charge(privacy: ExampleLevel, examples: int, total_steps: int | None = None) -> Charge:
     """What one step over `examples` examples costs: by the noise that is given, or solved for the budget.
 
     Raises `PrivacyError` for a batch or a δ that does not fit so many examples.
     """
-    if config.batch_size is None:
+    if privacy.batch_size is None:
         raise PrivacyError("privacy.batch_size is missing: the expected number of examples in a step")
-    if not 0 < config.batch_size <= examples:
-        raise PrivacyError(f"privacy.batch_size is {config.batch_size}, and the data has fewer examples")
-    assert config.delta is not None
-    check_delta(config.delta, None)
-    if config.delta * examples >= 1.0:
+    if not 0 < privacy.batch_size <= examples:
+        raise PrivacyError(f"privacy.batch_size is {privacy.batch_size}, and the data has fewer examples")
+    check_delta(privacy.delta, None)
+    if privacy.delta * examples >= 1.0:
         raise PrivacyError(
-            f"privacy.delta is {config.delta:g}, not below 1 over the number of the examples (which is "
+            f"privacy.delta is {privacy.delta:g}, not below 1 over the number of the examples (which is "
             "private): publishing one of them in the clear would satisfy it; lower it"
         )
-    parts = (("gradient", config.noise_multiplier or 1.0),)
-    charge = Charge("gaussian", "example", "poisson", parts, rate=config.batch_size / examples)
-    if config.noise_multiplier is not None:
+    parts = (("gradient", privacy.noise_multiplier or 1.0),)
+    charge = Charge("gaussian", "example", "poisson", parts, rate=privacy.batch_size / examples)
+    if privacy.noise_multiplier is not None:
         return charge
-    steps = total_steps or config.local_steps
-    if config.epsilon is None or steps is None:
+    steps = total_steps or privacy.local_steps
+    if privacy.epsilon is None or steps is None:
         raise PrivacyError(
             "privacy.noise_multiplier is missing, and without total_steps epsilon cannot give it"
         )
-    return _solved(charge.repeated(steps), config.epsilon, config.delta, config.accountant).repeated(1)
+    return _solved(charge.repeated(steps), privacy.epsilon, privacy.delta, privacy.accountant).repeated(1)
 
 
 @lru_cache(maxsize=256)
@@ -124,17 +122,16 @@ class PrivateTraining:
         fetch: Fetch,
         dataset_size: int,
         charge: Charge,
-        config: PrivacyConfig,
+        privacy: ExampleLevel,
         physical_batch: int,
         sources: Sources,
         group: dist.ProcessGroup | None,
     ) -> None:
-        assert config.clip_norm is not None
-        assert config.batch_size is not None
+        assert privacy.batch_size is not None
         self._optimizer, self._sums, self._fetch = optimizer, sums, fetch
         self._dataset_size, self._charge = dataset_size, charge
-        self._std = charge.noise_multiplier * config.clip_norm
-        self._expected_batch, self._physical = float(config.batch_size), physical_batch
+        self._std = charge.noise_multiplier * privacy.clip_norm
+        self._expected_batch, self._physical = float(privacy.batch_size), physical_batch
         self._coins = sources("batches")
         self._group = group
         self._parameters = [p for p in model.parameters() if p.requires_grad]

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import DistributedLevel
 from roundtable.privacy.accounting.charge import Charge
-from roundtable.privacy.config import PrivacyConfig
 from roundtable.privacy.mechanisms.clipping import clip
 from roundtable.privacy.mechanisms.discrete import TableSampler, discrete_gaussian, skellam
 from roundtable.privacy.mechanisms.noise import NoiseSource
@@ -73,21 +73,20 @@ class DistributedDP:
             )
 
     @classmethod
-    def from_config(
-        cls, config: PrivacyConfig, noise_multiplier: float, dimension: int, cohort: int
+    def of_job(
+        cls, privacy: DistributedLevel, noise_multiplier: float, dimension: int, cohort: int
     ) -> DistributedDP:
         """The parameters of a job; `t_min` leaves room for its `dropout_tolerance`.
 
         With groups each group's sum is published, and has noise of its own: enough in the smallest
         group that can be drawn, and room for the largest.
         """
-        assert config.clip_norm is not None
         smallest = cohort
-        if config.group_size is not None:
-            smallest, cohort = config.group_size, largest_group(config.group_size, cohort)
-        t_min = max(1, math.floor((1.0 - config.dropout_tolerance) * smallest))
+        if privacy.group_size is not None:
+            smallest, cohort = privacy.group_size, largest_group(privacy.group_size, cohort)
+        t_min = max(1, math.floor((1.0 - privacy.dropout_tolerance) * smallest))
         return cls(
-            config.clip_norm, noise_multiplier, dimension, cohort, t_min, config.bits, config.mechanism
+            privacy.clip_norm, noise_multiplier, dimension, cohort, t_min, privacy.bits, privacy.mechanism
         )
 
     @property

@@ -17,9 +17,9 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.core.observability.tracking import check_inside, check_trackers
+from roundtable.core.privacy_table import NoPrivacy, masking_of
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
-from roundtable.privacy import PrivacyConfig
 from roundtable.proto import common_pb2
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.actions import Effects, Services
@@ -38,7 +38,6 @@ from roundtable.server.store.ledger import Total, totals
 log = logging.getLogger("roundtable.server.jobs.job_registry")
 
 MAX_CONFIG_BYTES = 1 << 20
-LEVELS = ("none", "client", "dp_ftrl", "client_local", "example", "distributed")
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class Jobs:
 
     async def _spent(self, job: JobConfig) -> list[Total]:
         """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
-        if not job.privacy:
+        if isinstance(job.privacy, NoPrivacy):
             return []
         name = population_of(job)
         return await self._services.database.read(lambda connection: totals(connection, name))
@@ -262,11 +261,11 @@ class Jobs:
             if offers(client, job.task):
                 engine.handle(m.ClientJoined(_info(client), online=False), services.clock())
         account = None
-        if plan.privacy.private:
+        if not isinstance(job.privacy, NoPrivacy):
             account = Account(row.id, job, plan, services.database, services.clock, self._reserving)
         combiner = Combiner(job, plan, services.artifacts, services.trusted)
         secure = None
-        if plan.privacy.secure_aggregation:
+        if masking_of(job.privacy) is not None:
             secure = SecureRounds(row.id, job, layout.size, services)
         tracking = JobTracking(row.id, job, services.tracking, history)
         place = (row.id, row.config, layout.fingerprint)
@@ -329,7 +328,7 @@ def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
     """The job with the noise that was solved for it when it came: its own charges change nothing of it."""
     if noise is None:
         return job
-    return job.model_copy(update={"privacy": {**job.privacy, "noise_multiplier": noise}})
+    return job.model_copy(update={"privacy": job.privacy.model_copy(update={"noise_multiplier": noise})})
 
 
 def _submission(row: JobRow) -> common_pb2.Submission:
@@ -350,15 +349,10 @@ def _people(row: JobRow) -> int:
 def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
     """The job's plan; refuses what only other drivers can do, and what a budget does not hold even once."""
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
-    bears = worst_charges(PrivacyConfig.from_table(job.privacy), spent)
+    bears = worst_charges(job.privacy, spent)
     plan = make_plan(job, population, slices, bears)
     if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
-        check_all(budgets_of(plan.privacy, population_of(job)), spent, charge)
-    if plan.privacy.level not in LEVELS:
-        raise ConfigError(
-            f"privacy: level = {plan.privacy.level!r} is not offered by this coordinator; "
-            f"it offers {' or '.join(map(repr, LEVELS))}"
-        )
+        check_all(budgets_of(job.privacy, population_of(job)), spent, charge)
     if get_encoding(job.transfer.encoding).dense_dtype is None:
         raise ConfigError(f"transfer.encoding = {job.transfer.encoding!r} is not offered by this coordinator")
     return plan

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import ExampleLevel, NoPrivacy, Private
 from roundtable.engine import Plan
 from roundtable.engine import messages as m
 from roundtable.privacy import (
     Budget,
     Charge,
-    PrivacyConfig,
     Spent,
     compose,
     hold,
@@ -42,8 +42,8 @@ from roundtable.server.store.ledger import (
 
 def population_of(job: JobConfig) -> str:
     """Whose privacy a job spends: `privacy.population_name`, or the task, which stands for its data."""
-    named = job.privacy.get("population_name")
-    return str(named) if named else Path(job.task.partition(":")[0]).stem
+    named = None if isinstance(job.privacy, NoPrivacy) else job.privacy.population_name
+    return named or Path(job.task.partition(":")[0]).stem
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class Account:
         clock: Callable[[], float],
         turn: asyncio.Lock,
     ) -> None:
-        self._job, self._plan, self._privacy = job, plan, plan.privacy
+        if isinstance(config.privacy, NoPrivacy):
+            raise PrivacyError("a job without privacy charges no account")
+        self._job, self._plan, self._privacy = job, plan, config.privacy
         self._database, self._clock, self._turn = database, clock, turn
         self.population = population_of(config)
 
@@ -114,7 +116,7 @@ class Account:
 
     async def guarantee(self, step: m.Step) -> Guarantee:
         """The guarantee of the model that this step publishes; its own charge is counted."""
-        if self._privacy.level == "example":
+        if isinstance(self._privacy, ExampleLevel):
             return Guarantee(silo_statement(self._privacy), {})
         known = await self._database.read(lambda connection: totals(connection, self.population))
         jobs = await self._database.read(lambda connection: jobs_of(connection, self.population))
@@ -126,7 +128,6 @@ class Account:
         return await asyncio.to_thread(self._guarantee, paid, tuple(sorted({*jobs, self._job})))
 
     def _guarantee(self, paid: Sequence[Total], jobs: tuple[str, ...]) -> Guarantee:
-        assert self._privacy.delta is not None
         spent = worst(paid, self.population, self._privacy.delta, self._privacy.accountant, jobs)
         words = statement(self._privacy, spent, self._plan.central.sampling if self._plan.central else "")
         return Guarantee(words, {"epsilon": spent.epsilon, "delta": spent.delta})
@@ -136,9 +137,9 @@ class Account:
         return LedgerRow(self.population, silo, *at, charge.to_json(), released, self._clock())
 
 
-def budgets_of(privacy: PrivacyConfig, population: str) -> list[Budget]:
+def budgets_of(privacy: NoPrivacy | Private, population: str) -> list[Budget]:
     """The budget that a job brings itself: none or one."""
-    if privacy.epsilon is None or privacy.delta is None:
+    if isinstance(privacy, NoPrivacy) or privacy.epsilon is None:
         return []
     return [Budget(population, privacy.epsilon, privacy.delta, privacy.accountant, privacy.population)]
 
@@ -163,9 +164,9 @@ def check_all(budgets: Iterable[Budget], known: Iterable[Total], charge: Charge)
             hold(budget, charges, charge, silo or None)
 
 
-def worst_charges(privacy: PrivacyConfig, known: Iterable[Total]) -> tuple[Charge, ...]:
+def worst_charges(privacy: NoPrivacy | Private, known: Iterable[Total]) -> tuple[Charge, ...]:
     """What the silo bears that has spent most by the job's own measure."""
-    if privacy.delta is None:
+    if isinstance(privacy, NoPrivacy):
         return ()
     measure = (privacy.delta, privacy.accountant)
     return max(accounts(known).values(), key=lambda charges: compose(charges, *measure))
@@ -195,7 +196,7 @@ def _charge(text: str) -> Charge:
     return Charge.from_json(text)
 
 
-def silo_statement(privacy: PrivacyConfig) -> str:
+def silo_statement(privacy: ExampleLevel) -> str:
     """What is known of a guarantee whose account each silo keeps for itself."""
     limit = (
         f"at most epsilon = {privacy.epsilon:g} at delta = {privacy.delta:g} for this job"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import ExampleLevel, Private
 from roundtable.privacy import account_statement, check_delta, compose
 from roundtable.proto import operator_pb2
 from roundtable.server.jobs.privacy_budget import accounts, spent_of
@@ -21,11 +21,11 @@ DEFAULT_DELTA = 1e-6
 
 @dataclass(frozen=True)
 class Books:
-    """What the database says of one population; `jobs` gives each job's `[privacy]` table."""
+    """What the database says of one population; `jobs` gives each job's level."""
 
     population: str
     known: Sequence[Total]
-    jobs: Mapping[str, Mapping[str, Any]]
+    jobs: Mapping[str, Private]
     limit: Limit | None
 
     def delta(self, wanted: float) -> float:
@@ -34,7 +34,7 @@ class Books:
             return wanted
         if self.limit is not None:
             return self.limit.budget.delta
-        return min((float(table["delta"]) for table in self.jobs.values()), default=DEFAULT_DELTA)
+        return min((privacy.delta for privacy in self.jobs.values()), default=DEFAULT_DELTA)
 
     def messages(self, wanted: float) -> list[operator_pb2.PrivacyAccount]:
         """The shared account, and that of each silo which bears more."""
@@ -45,7 +45,7 @@ class Books:
         found = []
         for silo, charges in accounts(paid).items():
             spent = spent_of(paid, silo, self.population, delta, accountant, tuple(self.jobs))
-            levels = [str(table["level"]) for table in self.jobs.values()]
+            levels = [privacy.level for privacy in self.jobs.values()]
             found.append(
                 operator_pb2.PrivacyAccount(
                     population=self.population,
@@ -83,7 +83,7 @@ def books(connection: Connection, population: str) -> tuple[list[Books], list[st
         for name in names
         if population in ("", name)
     ]
-    return found, [job for job, table in jobs.items() if table.get("level") == "example"]
+    return found, [job for job, privacy in jobs.items() if isinstance(privacy, ExampleLevel)]
 
 
 def reply(found: Sequence[Books], delta: float, kept_by_silos: Sequence[str]) -> operator_pb2.PrivacyReply:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from roundtable.core.privacy_table import NoPrivacy, Private, privacy_from
 from roundtable.privacy import Budget
 from roundtable.server.store import tables
 from roundtable.server.store.rows import LedgerRow
@@ -63,11 +63,11 @@ def jobs_of(connection: Connection, population: str) -> list[str]:
     return sorted(connection.execute(query).scalars())
 
 
-def private_jobs(connection: Connection) -> dict[str, dict[str, Any]]:
-    """The `[privacy]` table of each job that has one, by identifier, oldest job first."""
+def private_jobs(connection: Connection) -> dict[str, Private]:
+    """The level of each job with a guarantee, by identifier, oldest job first."""
     query = sa.select(tables.jobs.c.id, tables.jobs.c.config).order_by(tables.jobs.c.submitted)
-    found = {row.id: json.loads(row.config).get("privacy") for row in connection.execute(query)}
-    return {job: table for job, table in found.items() if table}
+    levels = {row.id: privacy_from(json.loads(row.config)["privacy"]) for row in connection.execute(query)}
+    return {job: privacy for job, privacy in levels.items() if not isinstance(privacy, NoPrivacy)}
 
 
 def is_released(connection: Connection, job: str, round: int, attempt: int) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import AnyTask, ArrayTask, Task
 from roundtable.simulation.backend import World
 
@@ -54,7 +55,7 @@ def mixed(world: World) -> bool:
             'simulation.precision = "bf16": an ArrayTask trains with code of its own; '
             'choose the precision there, and "float32" here'
         )
-    if world.job.privacy.get("level") == "example":
+    if isinstance(world.job.privacy, ExampleLevel):
         raise ConfigError(
             'simulation.precision = "bf16": privacy.level = "example" clips the gradient of each example, '
             'which is computed in float32 alone; set simulation.precision = "float32"'

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from roundtable.client.training.batches import count_examples
 from roundtable.client.training.evaluation import evaluation
-from roundtable.client.training.local_training import SILO_LEVELS, train
+from roundtable.client.training.local_training import train
 from roundtable.client.training.silo_account import Protection
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
 from roundtable.core.plugins import described
+from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.task import initial_state
 from roundtable.privacy import NoiseSource, SeededNoise
 from roundtable.simulation.backend import Failed, Measured, Metrics, Trained, Work, World
@@ -94,7 +95,7 @@ class Sequential:
     def _protection(self, round: int, item: Work) -> Protection | None:
         """What a silo does for itself, with noise that can be repeated; the simulation keeps the accounts."""
         job = self.world.job
-        if job.privacy.get("level") not in SILO_LEVELS:
+        if not isinstance(job.privacy, OwnNoise):
             return None
 
         def source(purpose: str) -> NoiseSource:

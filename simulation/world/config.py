@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
+from roundtable.core.privacy_table import hides_figures
 from roundtable.core.tables import Finite, Seconds, Table
 from roundtable.core.toml import TomlDocument, validate
 
@@ -125,7 +126,7 @@ def attack_table(job: JobConfig) -> AttackTable | None:
             f"simulation.attack.count = {table.count} leaves nobody honest among "
             f"simulation.clients = {job.simulation.clients}"
         )
-    if table.tuned and job.privacy:
+    if table.tuned and hides_figures(job.privacy):
         raise ConfigError(
             f"simulation.attack: {table.name} tries the job's rule on single updates, and with [privacy] the "
             f"coordinator has no such rule: use {table.name.removeprefix('tuned_')}"

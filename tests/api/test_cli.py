@@ -81,6 +81,7 @@ def test_resolved_shows_every_default_and_is_itself_a_job(roundtable: Command, j
         "cohort",
         "algorithm",
         "aggregation",
+        "privacy",
         "evaluation",
         "stop",
         "transfer",
@@ -89,7 +90,7 @@ def test_resolved_shows_every_default_and_is_itself_a_job(roundtable: Command, j
         assert f"\n[{table}]\n" in said.out
         for field in type(getattr(job, table)).model_fields:
             assert f"{field} " in said.out or f".{field}]" in said.out
-    assert '# level = "none"' in said.out
+    assert 'level = "none"                            # no differential privacy' in said.out
     assert json.loads(roundtable("job", "show", "--resolved", job_file, "--json").out)["rounds"] == 2
 
 

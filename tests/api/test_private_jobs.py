@@ -37,8 +37,7 @@ def test_running_variances_get_no_noise(
     roundtable: Command, job: Any, level: str, command: tuple[str, ...]
 ) -> None:
     """They would turn negative; a silo may keep them to itself, and a model may do without."""
-    secure = "\nsecure_aggregation = true" if level == "distributed" else ""
-    path = job(task="Normed", level=level, spend=f"noise_multiplier = 1.0{secure}")
+    path = job(task="Normed", level=level)
     said = roundtable(*command, path)
     assert said.code == 1
     assert "2 buffers (1.running_mean, 1.running_var)" in said.err

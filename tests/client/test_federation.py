@@ -54,7 +54,9 @@ async def test_training_processes_give_the_same_model_under_secure_aggregation(
     table = {"task": "toy", "rounds": 2, "cohort": {"size": 3}, "algorithm": settings}
     table["evaluation"] = {"every": 0}
     plain = JobConfig.model_validate(table)
-    secure = JobConfig.model_validate({**table, "privacy": {"secure_aggregation": True, "clip_norm": 10.0}})
+    secure = JobConfig.model_validate(
+        {**table, "privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 10.0}}
+    )
     model = initial_model(plain, load_task("toy.py", folder))
     async with agents(*(silo(federation, name) for name in NAMES)):
         status, _, seen = await asyncio.to_thread(run_job, federation, plain, model)

@@ -18,6 +18,7 @@ from roundtable.client.join import join
 from roundtable.core import JobConfig, LayoutRules, load_task
 from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, TaskError
 from roundtable.core.initial_model import initial_model
+from roundtable.core.privacy_table import privacy_from
 from roundtable.privacy.example_level import SiloAccount
 
 KEY = ("job-1", 1, 1, "train")
@@ -144,7 +145,7 @@ async def test_what_cannot_be_submitted_is_said_to_the_script(silo) -> None:
 
 async def test_what_a_script_submits_leaves_with_the_silos_noise_and_nothing_exact(silo) -> None:
     table = {"level": "client_local", "clip_norm": 1.0, "noise_multiplier": 5.0, "delta": 1e-3}
-    silo.job = silo.job.model_copy(update={"privacy": table})
+    silo.job = silo.job.model_copy(update={"privacy": privacy_from(table)})
 
     def body(rounds: Any) -> None:
         for round in rounds:
@@ -164,7 +165,7 @@ async def test_what_a_script_submits_leaves_with_the_silos_noise_and_nothing_exa
 
 async def test_a_privacy_that_no_script_can_keep_is_refused(silo) -> None:
     table = {"level": "example", "clip_norm": 1.0, "noise_multiplier": 5.0, "delta": 1e-3}
-    silo.job = silo.job.model_copy(update={"privacy": table})
+    silo.job = silo.job.model_copy(update={"privacy": privacy_from(table)})
     seen: list[Any] = []
     running = await scripted(silo, seen.extend)
     silo.coordinator.say(instruction=silo.instruction())

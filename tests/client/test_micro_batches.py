@@ -16,6 +16,7 @@ from roundtable.client.training.batches import Batch
 from roundtable.client.training.local_training import train
 from roundtable.client.training.micro_batches import CannotSplit, check_splittable, parts
 from roundtable.core import JobConfig, Layout
+from roundtable.core.privacy_table import privacy_from
 from roundtable.core.task import Site, Task
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -154,7 +155,7 @@ async def test_where_parts_are_another_training_it_says_so_and_tries_no_more(sil
 
 async def test_dp_sgd_is_not_paid_for_twice(silo) -> None:
     privacy = {"level": "example", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "epsilon": 50.0}
-    silo.job = silo.job.model_copy(update={"privacy": privacy})
+    silo.job = silo.job.model_copy(update={"privacy": privacy_from(privacy)})
     silo.play("memory")
     async with silo.agent():
         assert (await until_done(silo, 1)).kind == "out_of_memory"

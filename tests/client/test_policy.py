@@ -100,7 +100,7 @@ def test_what_the_rules_allow_is_allowed() -> None:
 
 
 def test_secure_aggregation_has_a_least_cohort_of_its_own() -> None:
-    masked = "[cohort]\nsize = 2\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0"
+    masked = "[cohort]\nsize = 2\n[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 1.0"
     assert "hides only among at least 3" in said({}, job(masked))
     assert said({}, job("[cohort]\nsize = 2")) == ""
 

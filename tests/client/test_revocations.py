@@ -187,7 +187,7 @@ async def test_peers_on_the_list_are_no_peers(place: Path, listening: Listening)
     config = AgentConfig(
         "127.0.0.1:1", place / "alder", place / "state", policy=PolicyTable(minimum_cohort=3)
     )
-    job = parse_job('task = "t"\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\n')
+    job = parse_job('task = "t"\n[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0\n')
     step = StepKey("j", 1, 1, "train")
     SecureAttempts(config, "alder").begin(step, job, 8, shown)
     put_on_the_list(place, "cedar/identity.crt", into="alder")

@@ -28,7 +28,7 @@ STEP = StepKey("job-1", 1, 1, "train")
 
 
 def job(text: str = "clip_norm = 1.0") -> JobConfig:
-    return parse_job(f'task = "t"\n[privacy]\nsecure_aggregation = true\n{text}')
+    return parse_job(f'task = "t"\n[privacy]\nlevel = "none"\nsecure_aggregation = true\n{text}')
 
 
 @pytest.fixture

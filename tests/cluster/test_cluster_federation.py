@@ -130,7 +130,10 @@ async def test_two_clusters_and_a_plain_silo_train_one_model(federation: tuple[s
         "evaluation": {"deadline": 300},
     }
     plain = JobConfig.model_validate(table)
-    masked = {"privacy": {"secure_aggregation": True, "clip_norm": 10.0}, "evaluation": {"every": 0}}
+    masked = {
+        "privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 10.0},
+        "evaluation": {"every": 0},
+    }
     secure = JobConfig.model_validate({**table, **masked})
     model = initial_model(plain, load_task("toy.py", folder))
     async with agents(address, folder):

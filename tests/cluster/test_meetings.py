@@ -38,6 +38,10 @@ def links(ratio: float, **changes: Any) -> Links:
     return replace(made, **changes)
 
 
+NONE = {"level": "none"}
+EXAMPLES = {"level": "example", "clip_norm": 1.0, "delta": 1e-5, "noise_multiplier": 1.0}
+
+
 def planned(
     found: Links | None,
     algorithm: dict[str, Any] | None = None,
@@ -46,7 +50,11 @@ def planned(
     **hand: Any,
 ) -> ClusterPlan:
     table = ClusterTable.model_validate({"strategy": hand})
-    values = {"task": "t", "algorithm": {"batch_size": BATCH, **(algorithm or {})}, "privacy": privacy or {}}
+    values = {
+        "task": "t",
+        "algorithm": {"batch_size": BATCH, **(algorithm or {})},
+        "privacy": privacy or {"level": "none"},
+    }
     there = resources or Resources(2, 2, parse_bytes("2GiB"), "cpu")
     return make_plan(FOUND, there, JobConfig.model_validate(values), table, found)
 
@@ -129,7 +137,7 @@ def test_nothing_is_chosen_without_figures_or_in_private_steps() -> None:
     assert [planned(found).strategy.local_steps for found in unknown] == [0, 0, 0]
     one = Resources(1, 4, parse_bytes("2GiB"), "cpu")
     assert planned(links(50.0), resources=one).strategy.local_steps == 0
-    assert planned(links(50.0), privacy={"level": "example"}).strategy.local_steps == 0
+    assert planned(links(50.0), privacy=EXAMPLES).strategy.local_steps == 0
 
 
 def test_a_model_that_no_node_holds_is_spread_over_all() -> None:

@@ -53,11 +53,15 @@ def looked_over(task: Task) -> Any:
 SMALL = looked_over(Small())
 
 
+NONE = {"level": "none"}
+EXAMPLES = {"level": "example", "clip_norm": 1.0, "delta": 1e-5, "noise_multiplier": 1.0}
+
+
 def planned(
     devices: int, memory: str, *, found: Any = SMALL, privacy: Any = None, nodes: int = 1, **hand: Any
 ) -> Any:
     table = ClusterTable.model_validate({"strategy": hand})
-    job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": 8}, "privacy": privacy or {}})
+    job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": 8}, "privacy": privacy or NONE})
     return make_plan(found, Resources(nodes, devices, parse_bytes(memory), "cpu"), job, table)
 
 
@@ -80,12 +84,14 @@ def test_the_plainest_that_fits_is_taken(devices: int, memory: str, mesh: Mesh, 
 
 @pytest.mark.parametrize("memory", ["2GiB", "60MiB"])
 def test_clipped_examples_need_whole_copies_of_a_plain_model(memory: str) -> None:
-    plan = planned(4, memory, privacy={"level": "example"})
+    plan = planned(4, memory, privacy=EXAMPLES)
     assert (plan.strategy.mesh, plan.strategy.data_parallel) == (Mesh(dp=4), "ddp")
     assert (plan.strategy.checkpointing, plan.strategy.reduction) == ("none", "exact")
     plain = planned(4, memory).estimate
     assert plan.estimate.gradients == 2 * plain.gradients
-    assert planned(4, "15MiB", privacy={"level": "client_local"}).strategy.data_parallel == "zero3"
+    assert (
+        planned(4, "15MiB", privacy={**EXAMPLES, "level": "client_local"}).strategy.data_parallel == "zero3"
+    )
 
 
 def test_shards_stay_within_a_node() -> None:
@@ -108,18 +114,18 @@ def test_what_is_set_by_hand_is_kept() -> None:
         ({"devices": 4, "tp": 8}, ConfigError, "mesh of 8 ranks; there are 4 devices"),
         ({"devices": 4, "tp": 3}, ConfigError, "4 devices do not divide by 3; use 3 of them"),
         ({"devices": 4, "nodes": 2, "tp": 8}, ConfigError, "would cross nodes of 4 devices"),
-        ({"devices": 4, "tp": 2, "privacy": {"level": "example"}}, PrivacyError, "per-example clipping"),
+        ({"devices": 4, "tp": 2, "privacy": EXAMPLES}, PrivacyError, "per-example clipping"),
         (
-            {"devices": 4, "data_parallel": "zero3", "privacy": {"level": "example"}},
+            {"devices": 4, "data_parallel": "zero3", "privacy": EXAMPLES},
             PrivacyError,
             "only part",
         ),
-        ({"devices": 4, "data_parallel": "zero1", "privacy": {"level": "example"}}, PrivacyError, "use ddp"),
-        ({"devices": 4, "dp": 2, "privacy": {"level": "example"}}, PrivacyError, "other of 4 devices"),
-        ({"devices": 4, "reduction": "topk", "privacy": {"level": "example"}}, PrivacyError, "exact sum"),
-        ({"devices": 4, "checkpointing": "every", "privacy": {"level": "example"}}, PrivacyError, "norm of"),
+        ({"devices": 4, "data_parallel": "zero1", "privacy": EXAMPLES}, PrivacyError, "use ddp"),
+        ({"devices": 4, "dp": 2, "privacy": EXAMPLES}, PrivacyError, "other of 4 devices"),
+        ({"devices": 4, "reduction": "topk", "privacy": EXAMPLES}, PrivacyError, "exact sum"),
+        ({"devices": 4, "checkpointing": "every", "privacy": EXAMPLES}, PrivacyError, "norm of"),
         (
-            {"devices": 4, "memory": "30MiB", "privacy": {"level": "example"}},
+            {"devices": 4, "memory": "30MiB", "privacy": EXAMPLES},
             ResourceError,
             "needs the whole model on each device",
         ),

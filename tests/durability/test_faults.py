@@ -105,7 +105,7 @@ def test_an_agent_is_killed_while_it_masks(federation: Federation, undisturbed: 
     if VICTIM in federation.processes:
         federation.kill(VICTIM)
     federation.agent(VICTIM, f"1/train/{point}")
-    privacy = {"secure_aggregation": True, "clip_norm": 10.0}
+    privacy = {"level": "none", "secure_aggregation": True, "clip_norm": 10.0}
     wanted = federation.job(rounds=2, evaluation={"every": 0}, privacy=privacy)
     job = federation.submit(wanted, f"secure {point}")
     assert federation.died(VICTIM) == -signal.SIGKILL

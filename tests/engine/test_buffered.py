@@ -270,7 +270,9 @@ class TestWhatDoesNotGoTogether:
         return str(caught.value)
 
     def test_secure_aggregation(self):
-        text = "[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\n[evaluation]\nevery = 0"
+        text = (
+            "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 1.0\n[evaluation]\nevery = 0"
+        )
         assert "masks cancel among silos that work on one round together" in self.refused(text, PrivacyError)
 
     @pytest.mark.parametrize("level", ["client", "dp_ftrl"])

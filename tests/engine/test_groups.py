@@ -37,8 +37,8 @@ rule = "{rule}"
 parameters = {{ {parameters} }}
 weighting = "{weighting}"
 [privacy]
-secure_aggregation = true
 clip_norm = 2.0
+{level}
 {privacy}
 """
 
@@ -49,10 +49,10 @@ def job(
     privacy: str = "group_size = 3",
     cohort: str = "size = 12",
     weighting: str = "examples",
+    level: str = 'level = "none"\nsecure_aggregation = true',
 ) -> JobConfig:
-    return parse_job(
-        TABLE.format(rule=rule, parameters=parameters, privacy=privacy, cohort=cohort, weighting=weighting)
-    )
+    tables = {"rule": rule, "parameters": parameters, "privacy": privacy, "cohort": cohort}
+    return parse_job(TABLE.format(**tables, weighting=weighting, level=level))
 
 
 def means_of(rows: np.ndarray, weights: list[int], spoiled: int | None = None) -> GroupMeans:
@@ -144,7 +144,6 @@ def test_what_a_job_with_groups_cannot_do_without() -> None:
         ({"rule": "mean", "parameters": ""}, "a mean of them withstands nobody"),
         ({"cohort": "size = 8"}, "makes 2 groups of 3 .* Ask at least 9 silos"),
         ({"parameters": "f = 2", "cohort": "size = 15"}, "use groups of at least 4"),
-        ({"privacy": "group_size = 2"}, "a whole number from 3"),
         ({"rule": "foolsgold", "parameters": ""}, "follows single silos"),
     ],
 )
@@ -153,26 +152,17 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, str], words: str) -> 
         make_plan(job(**changes), population=12)
 
 
-def test_groups_without_secure_aggregation_are_refused() -> None:
-    with pytest.raises(PrivacyError, match=r"group_size belongs to secure aggregation"):
-        make_plan(parse_job('task = "t"\n[privacy]\ngroup_size = 3'), population=12)
-
-
-NOISY = """group_size = 4
-level = "distributed"
-delta = 1e-3
-"""
+NOISY = 'level = "distributed"\ndelta = 1e-3\n'
 
 
 def test_noise_is_made_up_within_each_group_and_charged_once() -> None:
     """A silo is in one group only, so that a round costs what the sum of one group does."""
-    config = job(privacy=NOISY + "noise_multiplier = 2.0", cohort="size = 12", weighting="uniform")
+    config = job(privacy="group_size = 4\nnoise_multiplier = 2.0", weighting="uniform", level=NOISY)
     plan = make_plan(config, 12, (slice(0, 50),))
     assert plan.shares is not None
     # 70 % of four silos at least are in a group's sum: two shares make up the noise, not eight of twelve.
     assert plan.shares.shares == 2
-    alone = job(privacy=NOISY.replace("group_size = 4", "") + "noise_multiplier = 2.0", rule="mean",
-                parameters="", cohort="size = 4", weighting="uniform")  # fmt: skip
+    alone = job("mean", "", "noise_multiplier = 2.0", "size = 4", "uniform", NOISY)
     small = make_plan(alone, 4, (slice(0, 50),))
     assert small.shares is not None
     assert small.shares.shares == 2
@@ -180,7 +170,7 @@ def test_noise_is_made_up_within_each_group_and_charged_once() -> None:
 
 
 def test_noise_for_a_budget_is_solved_for_the_group() -> None:
-    config = job(privacy=NOISY + "epsilon = 8.0", weighting="uniform")
+    config = job(privacy="group_size = 4\nepsilon = 8.0", weighting="uniform", level=NOISY)
     plan = make_plan(config, 12, (slice(0, 50),))
     assert plan.shares is not None
     spent = compose([plan.shares.repeated(config.rounds)], 1e-3)
@@ -193,7 +183,7 @@ def test_the_promise_is_put_in_words_with_its_probabilities() -> None:
     assert "12 silos make 4 groups" in text
     assert "withstands 1 hostile silos" in text
     assert "with 4 of 12, some group holds more than that with probability" in text
-    privacy = "[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\ndropout_tolerance = 0.1"
+    privacy = "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 1.0\ndropout_tolerance = 0.1"
     many = parse_job(f'task = "t"\n[cohort]\nsize = 300\n{privacy}')
     assert "privacy fails with probability 2^-4" in secure_summary(many, 50)
     assert secure_summary(parse_job('task = "t"'), 50) == ""

@@ -14,6 +14,8 @@ from roundtable.engine import messages as m
 from roundtable.engine.state import from_plain
 
 THREE = "[cohort]\nsize = 3\ndeadline = 60\n[evaluation]\nevery = 0\n"
+PRIVATE = '[privacy]\nlevel = "client"\nclip_norm = 1.0\ndelta = 1e-5\nnoise_multiplier = 1.0\n'
+MASKED = '[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0\n'
 
 
 def started(text: str = THREE, rounds: int = 2, clients: str = "abc") -> Driver:
@@ -250,7 +252,7 @@ def test_cancel_withdraws_and_ends() -> None:
 
 
 def test_privacy_is_authorised_before_anything_is_asked_and_a_denial_ends_the_job() -> None:
-    text = THREE + '[privacy]\nlevel = "client"\n'
+    text = THREE + PRIVATE
     driver = Driver(job(text), automatic=False)
     driver.join(*"abc")
     driver.send(m.Start())
@@ -285,7 +287,7 @@ def test_poisson_cohorts_come_from_all_that_are_known_and_may_be_empty() -> None
 
 
 def test_amplified_uniform_sampling_draws_from_the_population_not_from_who_is_there() -> None:
-    text = THREE.replace("size = 3", "size = 2") + '[privacy]\nlevel = "client"\n'
+    text = THREE.replace("size = 3", "size = 2") + PRIVATE
     seen: set[str] = set()
     driver = Driver(job(text, rounds=12))
     driver.send(*(m.ClientJoined(m.ClientInfo(n), online=n < "c") for n in "abcd"), m.Start())
@@ -399,7 +401,7 @@ def test_training_metrics_that_only_the_aggregate_tells_are_recorded() -> None:
 
 
 def test_without_noise_nobody_is_drawn_who_is_not_there() -> None:
-    driver = Driver(job("[privacy]\nsecure_aggregation = true\n[cohort]\nsize = 3"))
+    driver = Driver(job(MASKED + "[cohort]\nsize = 3"))
     driver.join("a", "b", "c", "d")
     driver.send(m.ClientLeft("a"))
     driver.send(m.Start())
@@ -407,7 +409,7 @@ def test_without_noise_nobody_is_drawn_who_is_not_there() -> None:
 
 
 def test_a_secure_round_waits_for_three_and_fails_below_its_threshold() -> None:
-    driver = Driver(job("[privacy]\nsecure_aggregation = true\n[cohort]\nwait = 5"))
+    driver = Driver(job(MASKED + "[cohort]\nwait = 5"))
     driver.join("a", "b")
     driver.send(m.Start())
     driver.advance(10.0)

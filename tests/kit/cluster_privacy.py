@@ -19,8 +19,9 @@ from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
 from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
 from roundtable.core import JobConfig, Layout
+from roundtable.core.privacy_table import NoPrivacy, Private
 from roundtable.core.task import Site, initial_state
-from roundtable.privacy import Charge, NoiseSource, PrivacyConfig, SeededNoise
+from roundtable.privacy import Charge, NoiseSource, SeededNoise
 from roundtable.privacy.example_level import secure_sources
 
 
@@ -47,7 +48,7 @@ def one_process(case: PrivateCase, sources: Any = seeded, plain: bool = False) -
     """The update of a single process; `plain`: without privacy."""
     task, job = Language(dtype=torch.float64), case.job()
     if plain:
-        job = job.model_copy(update={"privacy": {}})
+        job = job.model_copy(update={"privacy": NoPrivacy()})
     model = initial_state(task, job.seed)
     layout = Layout.of(model)
     start = layout.flatten(model).clone()
@@ -73,7 +74,7 @@ def private_round(rank: int, case: PrivateCase, folder: Path, same: bool) -> dic
     paid: list[Charge] = []
 
     def note(to: list[Charge]) -> Any:
-        def pay(privacy: PrivacyConfig, charge: Charge) -> None:
+        def pay(privacy: Private, charge: Charge) -> None:
             to.append(charge)
 
         return pay

@@ -49,15 +49,18 @@ delta = {delta}
 """
 
 WRONG_FIGURES: list[tuple[dict[str, Any], str]] = [
-    ({"spend": "epsilon = 0.0"}, "privacy.epsilon is 0.0"),
-    ({"spend": "epsilon = -1.0"}, "privacy.epsilon is -1.0"),
-    ({"spend": "epsilon = nan"}, "nan is no number"),
-    ({"spend": "epsilon = 1.0\nnoise_multiplier = 0.0"}, "privacy.noise_multiplier is 0.0"),
+    ({"spend": "epsilon = 0.0"}, "privacy.epsilon: Input should be greater than 0 (got 0.0)"),
+    ({"spend": "epsilon = -1.0"}, "privacy.epsilon: Input should be greater than 0 (got -1.0)"),
+    ({"spend": "epsilon = nan"}, "privacy.epsilon: Input should be a finite number (got nan)"),
+    (
+        {"spend": "epsilon = 1.0\nnoise_multiplier = 0.0"},
+        "noise_multiplier: Input should be greater than 0",
+    ),
     ({"spend": ""}, "are both missing"),
-    ({"clip_norm": 0.0}, "privacy.clip_norm is 0.0"),
-    ({"delta": 0.0}, "privacy.delta is 0.0"),
-    ({"delta": 1.0}, "privacy.delta is 1.0"),
-    ({"spend": "noise_multiplier = 1.0\nsigma = 2"}, "sigma is not a setting"),
+    ({"clip_norm": 0.0}, "privacy.clip_norm: Input should be greater than 0"),
+    ({"delta": 0.0}, "privacy.delta: 0: it must be above 0"),
+    ({"delta": 1.0}, "privacy.delta: 1: it must be above 0 and below 1"),
+    ({"spend": "noise_multiplier = 1.0\nsigma = 2"}, "privacy.sigma: unknown key"),
 ]
 """What to give `write_job`, and what must be said of it."""
 

@@ -20,7 +20,7 @@ from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.server import Coordinator, ServerConfig
 
 QUIET = "[evaluation]\nevery = 0\n"
-SECURE = QUIET + "[privacy]\nsecure_aggregation = true\nclip_norm = 2.0\n"
+SECURE = QUIET + "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 2.0\n"
 
 
 @dataclass

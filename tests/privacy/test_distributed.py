@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from roundtable.core.errors import InvalidUpdate, PrivacyError
+from roundtable.core.privacy_table import DistributedLevel
 from roundtable.core.seeds import torch_generator
 from roundtable.privacy import (
     DistributedDP,
-    PrivacyConfig,
     SecureNoise,
     SeededNoise,
     compose,
@@ -205,9 +205,8 @@ def test_bad_updates_and_parameters_are_refused() -> None:
 
 
 def test_a_job_leaves_room_for_its_dropouts() -> None:
-    config = PrivacyConfig(
-        level="distributed", noise_multiplier=1.0, delta=1e-5, clip_norm=2.0, secure_aggregation=True,
-        dropout_tolerance=0.25,
-    )  # fmt: skip
-    params = DistributedDP.from_config(config, 1.5, dimension=100, cohort=10)
+    config = DistributedLevel(
+        level="distributed", noise_multiplier=1.0, delta=1e-5, clip_norm=2.0, dropout_tolerance=0.25
+    )
+    params = DistributedDP.of_job(config, 1.5, dimension=100, cohort=10)
     assert (params.t_min, params.clip_norm, params.noise_multiplier) == (7, 2.0, 1.5)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roundtable.core.errors import BudgetExceeded, PrivacyError
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.seeds import torch_generator
-from roundtable.privacy import Budget, NoiseSource, PrivacyConfig, SeededNoise, compose, solve_steps
+from roundtable.privacy import Budget, NoiseSource, SeededNoise, compose, solve_steps
 from roundtable.privacy.example_level import (
     MODES,
     BookKeeping,
@@ -107,9 +108,9 @@ class Data:
         return self.x[indices], self.y[indices]
 
 
-def config(**changes: object) -> PrivacyConfig:
+def config(**changes: object) -> ExampleLevel:
     fields = {"level": "example", "noise_multiplier": 1.0, "delta": 1e-5, "clip_norm": 1.0, "batch_size": 10}
-    return PrivacyConfig(**fields | changes)  # type: ignore[arg-type]
+    return ExampleLevel.model_validate(fields | changes)
 
 
 def private(

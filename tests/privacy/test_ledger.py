@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundtable.core.errors import BudgetExceeded, PrivacyError
+from roundtable.core.privacy_table import NoPrivacy, privacy_from
 from roundtable.privacy import (
     Budget,
     Charge,
     Entry,
-    PrivacyConfig,
     accountant_for,
     check,
     compose,
@@ -121,9 +121,8 @@ def test_budgets_that_promise_nothing_are_refused() -> None:
 
 @pytest.mark.parametrize("level", ["client", "client_local", "distributed", "example", "dp_ftrl"])
 def test_the_statement_names_unit_neighbours_and_trust(level: str) -> None:
-    config = PrivacyConfig(
-        level=level, epsilon=4.0, delta=1e-5, clip_norm=1.0, secure_aggregation=level == "distributed"
-    )
+    config = privacy_from({"level": level, "epsilon": 4.0, "delta": 1e-5, "clip_norm": 1.0})
+    assert not isinstance(config, NoPrivacy)
     charge: Charge = gaussian_charge(config.unit, {"sampling": "none"}, 10.0)
     total = spent([entry(1, charge=charge)], "p", 1e-5)
     text = statement(config, total, accountant_for("poisson", 10, 2).sentence)
@@ -134,7 +133,3 @@ def test_the_statement_names_unit_neighbours_and_trust(level: str) -> None:
     assert ("Poisson" in text) == (level == "client")
     assert "NO GUARANTEE" not in text
     assert statement(config, total, guarantee=False).startswith("NO GUARANTEE")
-
-
-def test_no_privacy_says_so() -> None:
-    assert "no mathematical guarantee" in statement(PrivacyConfig(), spent([], "p", 1e-5))

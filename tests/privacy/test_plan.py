@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import NoPrivacy, Private, privacy_from
 from roundtable.privacy import (
-    PrivacyConfig,
     PrivacyPlan,
     accountant_for,
     charges,
@@ -20,16 +20,17 @@ from roundtable.privacy import (
 )
 
 
-def config(level: str = "client", **changes: object) -> PrivacyConfig:
+def config(level: str = "client", **changes: object) -> Private:
     fields = {"epsilon": 4.0, "delta": 1e-5, "clip_norm": 1.0, "accountant": "rdp"}
     if level == "example":
         fields |= {"population": 2000, "batch_size": 50, "local_steps": 4}
-    secure = level == "distributed"
-    return PrivacyConfig(level=level, secure_aggregation=secure, **fields | changes)  # type: ignore[arg-type]
+    privacy = privacy_from({"level": level, **fields, **changes})
+    assert not isinstance(privacy, NoPrivacy)
+    return privacy
 
 
 def plan(
-    job: PrivacyConfig, strategy: str = "poisson", cohort: int = 100, dimension: int = 10_000
+    job: NoPrivacy | Private, strategy: str = "poisson", cohort: int = 100, dimension: int = 10_000
 ) -> PrivacyPlan:
     return privacy_plan(
         job, strategy=strategy, population=1000, cohort=cohort, rounds=30, dimension=dimension
@@ -112,7 +113,7 @@ def test_noise_under_which_nothing_is_left_is_still_costed(accountant: str) -> N
 
 def test_jobs_that_cannot_be_planned_are_refused() -> None:
     with pytest.raises(PrivacyError, match="no privacy to plan"):
-        plan(PrivacyConfig())
+        plan(NoPrivacy())
     with pytest.raises(PrivacyError, match="batch_size"):
         plan(config("example", batch_size=None))
 

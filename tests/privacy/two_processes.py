@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roundtable.privacy import PrivacyConfig
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.privacy.example_level import make_private
 
 COLUMNS = 4000
@@ -27,7 +27,7 @@ def main(rank: int, meeting: Path) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).mean()  # type: ignore[no-any-return]
 
-    config = PrivacyConfig(level="example", noise_multiplier=0.5, delta=1e-3, clip_norm=1.0, batch_size=10)
+    config = ExampleLevel(level="example", noise_multiplier=0.5, delta=1e-3, clip_norm=1.0, batch_size=10)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     group = dist.group.WORLD
     with make_private(

@@ -11,6 +11,7 @@ from simulated_tasks import Attention, Base, Convolution, Perceptron, Tokens, ru
 
 from roundtable.core import ArrayTask, Model
 from roundtable.core.errors import ConfigError
+from roundtable.core.privacy_table import privacy_from
 from roundtable.simulation.backend import Backend, Trained, World
 from roundtable.simulation.backends.sequential import Sequential
 from roundtable.simulation.backends.stacked import Stacked
@@ -105,6 +106,7 @@ def test_what_does_not_train_by_a_loss_alone_refuses() -> None:
     like = mixed(Perceptron())
     with pytest.raises(ConfigError, match="ArrayTask trains with code of its own"):
         make_backend(World(like.job, task, Model.__new__(Model)))
-    private = like.job.model_copy(update={"privacy": {"level": "example"}})
+    example = {"level": "example", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
+    private = like.job.model_copy(update={"privacy": privacy_from(example)})
     with pytest.raises(ConfigError, match="clips the gradient of each example"):
         make_backend(World(private, like.task, like.initial))

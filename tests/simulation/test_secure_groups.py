@@ -17,7 +17,7 @@ GROUPED = {
     "rounds": 2,
     "aggregation__rule": "trimmed_mean",
     "aggregation__parameters": {"f": 1},
-    "privacy": {"secure_aggregation": True, "clip_norm": 50.0, "group_size": 3},
+    "privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 50.0, "group_size": 3},
 }
 HOSTILE = {"simulation__attack": {"name": "sign_flip", "count": 1, "scale": 30.0}}
 
@@ -46,7 +46,7 @@ def test_the_groups_are_those_that_the_nonces_draw(run):
 def test_a_poisoner_is_outvoted_in_its_group(run):
     honest, attacked = run(**GROUPED), run(**GROUPED, **HOSTILE)
     naive = {**GROUPED, "aggregation__rule": "mean", "aggregation__parameters": {}}
-    naive["privacy"] = {"secure_aggregation": True, "clip_norm": 50.0}
+    naive["privacy"] = {"level": "none", "secure_aggregation": True, "clip_norm": 50.0}
     spoiled = run(**naive, **HOSTILE)
     safe = (attacked.model.vector - honest.model.vector).norm()
     harm = (spoiled.model.vector - honest.model.vector).norm()
@@ -65,8 +65,8 @@ def test_too_few_groups_fail_the_attempt(run, masking):
 
 
 def test_noise_of_each_group(run):
-    privacy = {**GROUPED["privacy"], "level": "distributed", "delta": 1e-3, "noise_multiplier": 1.0}
-    privacy |= {"clip_norm": 1.0}
+    privacy = {"level": "distributed", "delta": 1e-3, "noise_multiplier": 1.0, "clip_norm": 1.0}
+    privacy |= {"group_size": 3}
     settings = {**GROUPED, "privacy": privacy, "aggregation__weighting": "uniform", "rounds": 1}
     settings |= {"aggregation__rule": "median", "aggregation__parameters": {}}
     private, real = run(**settings, simulation__masking="fast"), run(**settings)

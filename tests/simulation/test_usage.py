@@ -42,7 +42,7 @@ def test_each_round_says_it_and_how_long_it_still_takes(run):
 
 
 def test_a_sum_without_masks_is_labelled_wherever_a_result_is_shown(run):
-    secure = {"secure_aggregation": True, "clip_norm": 2.0}
+    secure = {"level": "none", "secure_aggregation": True, "clip_norm": 2.0}
     table = {"privacy": secure, "evaluation__every": 0, "rounds": 1}
     fast = run(simulation__masking="fast", **table)
     real = run(**table)

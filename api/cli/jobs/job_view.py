@@ -44,7 +44,7 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
             "rounds": job.rounds,
             "algorithm": job.algorithm.name,
             "aggregation": job.aggregation.rule,
-            "privacy": job.privacy.get("level", "none"),
+            "privacy": job.privacy.level,
             "parameters": layout.size,
             "bytes a round and silo": 4 * layout.size,
             "tensors that do not travel": staying,

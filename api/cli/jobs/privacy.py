@@ -35,17 +35,16 @@ for _command in (show, budget, export):
 def plan(file: Path, overrides: dict[str, Any], image: Path | None, as_json: bool) -> None:
     """Show the noise, epsilon over the rounds, and other mechanisms for the job that FILE describes."""
     from roundtable.preparation import likely_population, prepare
-    from roundtable.privacy import PrivacyConfig, plot, privacy_plan, render
+    from roundtable.privacy import plot, privacy_plan, render
 
     prepared = prepare(file, overrides)
     job = prepared.job
-    config = PrivacyConfig.from_table(job.privacy)
     population = likely_population(job)
     cohort = min(job.cohort.size or population, population)
     if job.cohort.probability is not None:
         cohort = max(1, round(job.cohort.probability * population))
     found = privacy_plan(
-        config,
+        job.privacy,
         strategy=job.cohort.strategy,
         population=population,
         cohort=cohort,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,26 +25,11 @@ def _table(config: BaseModel, path: str) -> Iterator[str]:
         yield ""
         yield f"[{path}]"
     for name, value in values.items():
-        if not isinstance(value, BaseModel) and name != "privacy":
+        if not isinstance(value, BaseModel):
             yield _line(name, value, type(config).model_fields[name].description or "")
-    if "privacy" in values:
-        yield from _privacy(values["privacy"])
     for name, value in values.items():
         if isinstance(value, BaseModel):
             yield from _table(value, f"{path}.{name}" if path else name)
-
-
-def _privacy(given: dict[str, Any]) -> Iterator[str]:
-    """What the job says of privacy, and in comments what holds for the rest."""
-    from roundtable.privacy import PrivacyConfig
-
-    yield ""
-    yield "[privacy]"
-    for name, value in asdict(PrivacyConfig.from_table(given)).items():
-        if name in given:
-            yield f"{name} = {_value(value)}"
-        else:
-            yield f"# {name} is not set" if value is None else f"# {name} = {_value(value)}"
 
 
 def _line(name: str, value: Any, description: str) -> str:

@@ -26,9 +26,9 @@ from roundtable.client.training.batches import (
     ordering_of,
     training_batches,
 )
-from roundtable.client.training.local_training import SILO_LEVELS
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.core.errors import InvalidUpdate
+from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import ArrayTask, Task, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
@@ -54,8 +54,8 @@ def why_not(world: World) -> str | None:
     task = world.task
     if isinstance(task, ArrayTask):
         return "an ArrayTask trains with code of its own, not with torch"
-    if (level := world.job.privacy.get("level")) in SILO_LEVELS:
-        return f"at privacy.level = {level!r} each client makes its update private itself"
+    if isinstance(world.job.privacy, OwnNoise):
+        return f"at privacy.level = {world.job.privacy.level!r} each client makes its update private itself"
     if world.job.algorithm.optimizer_state == "keep":
         return "each client's optimizer keeps its state between rounds"
     if getattr(type(task), "optimizer", Task.optimizer) is not Task.optimizer:

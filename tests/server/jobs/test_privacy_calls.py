@@ -195,7 +195,7 @@ async def test_what_cannot_be_asked_or_set_is_refused(
     ):
         for wish, complaint in (
             ({"population": "t", "epsilon": 0.0, "delta": 1e-5}, "it must be above 0"),
-            ({"population": "t", "epsilon": 1.0, "delta": 0.0}, "delta is 0.0"),
+            ({"population": "t", "epsilon": 1.0, "delta": 0.0}, "delta is 0: "),
             ({"population": "t", "epsilon": 1.0, "delta": 1e-5, "accountant": "gdp"}, "unknown accountant"),
             ({"epsilon": 1.0, "delta": 1e-5}, "needs the name of its population"),
         ):

@@ -430,7 +430,6 @@ size = 3
 weighting = "uniform"
 [privacy]
 level = "distributed"
-secure_aggregation = true
 clip_norm = 2.0
 noise_multiplier = 0.5
 epsilon = 60.0

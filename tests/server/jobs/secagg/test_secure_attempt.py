@@ -22,11 +22,11 @@ from roundtable.server.jobs.sessions import Identity
 NAMES = ("alder", "birch", "cedar", "dogwood")
 COLUMNS = 60
 STEP = Step(2, 1, "train")
-JOB = parse_job('task = "t"\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0')
+JOB = parse_job('task = "t"\n[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0')
 TWELVE = tuple(f"silo-{place:02d}" for place in range(12))
 GROUPED = parse_job(
     'task = "t"\n[aggregation]\nrule = "median"\n'
-    "[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\ngroup_size = 3"
+    "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 1.0\ngroup_size = 3"
 )
 
 

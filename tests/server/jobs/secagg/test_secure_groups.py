@@ -26,6 +26,7 @@ GROUPED = (
 rule = "minimum_diameter_averaging"
 parameters = { f = 1 }
 [privacy]
+level = "none"
 secure_aggregation = true
 clip_norm = 2.0
 group_size = 3

@@ -34,7 +34,6 @@ NOISY = (
 weighting = "uniform"
 [privacy]
 level = "distributed"
-secure_aggregation = true
 clip_norm = 2.0
 noise_multiplier = 0.5
 delta = 1e-3

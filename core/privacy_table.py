@@ -1,0 +1,262 @@
+"""`[privacy]`: one table for each level, told apart by `level`; a key of another level is an error.
+
+`level` says whose presence is hidden and who adds the noise. Code that treats levels differently matches
+on these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from roundtable.core.tables import Finite, Table
+from roundtable.core.toml import TomlDocument, validate
+
+Accountant = Literal["pld", "rdp", "prv"]
+ACCOUNTANTS: tuple[str, ...] = get_args(Accountant)
+MOST_NOISE = 1e6
+LEAST_DELTA = 1e-13
+DROPOUT_TOLERANCE = 0.3
+QUANTILE, CLIP_LEARNING_RATE = 0.5, 0.2
+
+
+def delta_fault(delta: float, population: int | None = None) -> str:
+    """Why `delta` is none for so many units, as the end of a sentence that begins with it; "" if it is one.
+
+    At 1 / population or above, publishing one unit in the clear would satisfy the definition.
+    """
+    if not 0.0 < delta < 1.0:
+        return "it must be above 0 and below 1"
+    if delta < LEAST_DELTA:
+        return (
+            f"below {LEAST_DELTA:g} the rounding of the accountants is larger than what they are asked for; "
+            "choose a larger one"
+        )
+    if population is not None and delta * population >= 1.0:
+        return (
+            f"not below 1 / {population} = {1 / population:g}: publishing one unit in the clear would "
+            f"satisfy it; choose at most {0.1 / population:.1g}"
+        )
+    return ""
+
+
+def _bearable(noise_multiplier: float) -> float:
+    if noise_multiplier > MOST_NOISE:
+        raise ValueError(
+            f"{noise_multiplier:g}: no model is left under so much noise, and no accountant can tell its "
+            f"epsilon from 0; give at most {MOST_NOISE:g}"
+        )
+    return noise_multiplier
+
+
+Positive = Annotated[Finite, Field(gt=0)]
+Share = Annotated[Finite, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, le=1 << 53)]
+GroupSize = Annotated[int, Field(ge=3, le=1 << 16)]
+Noise = Annotated[Positive, AfterValidator(_bearable)]
+
+_GROUP_SIZE = "split the cohort into groups of at least so many silos, whose means a robust rule then sees"
+_CORRUPTION = (
+    "share of silos that may collude with the coordinator; default: 1/3 of up to 50 silos, 0.2 of more"
+)
+_DROPOUTS = "share of a cohort that may be lost"
+_PUBLIC = "the silos' test data are public, so that metrics on them may leave"
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How updates are masked so that the coordinator sees sums alone (secure aggregation)."""
+
+    clip_norm: float
+    group_size: int | None
+    corruption: float | None
+    dropout_tolerance: float
+
+
+class NoPrivacy(Table):
+    """`[privacy]` without a guarantee; updates may still be hidden in securely aggregated sums."""
+
+    level: Literal["none"] = Field("none", description="no differential privacy")
+    secure_aggregation: bool = Field(
+        False, description="mask updates, so that the coordinator sees their sum alone"
+    )
+    clip_norm: Positive | None = Field(
+        None, description="largest L2 norm of a masked update; a first guess is the median norm of an update"
+    )
+    group_size: GroupSize | None = Field(None, description=_GROUP_SIZE)
+    corruption: Share | None = Field(None, description=_CORRUPTION)
+    dropout_tolerance: Share = Field(DROPOUT_TOLERANCE, description=_DROPOUTS)
+    public_evaluation: bool = Field(False, description=_PUBLIC)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> NoPrivacy:
+        if self.secure_aggregation and self.clip_norm is None:
+            raise ValueError(
+                "clip_norm is missing: secure aggregation rounds updates of a bounded norm; a first guess is "
+                "the median norm of an update"
+            )
+        plain = NoPrivacy.model_construct()
+        for key in ("clip_norm", "group_size", "corruption", "dropout_tolerance"):
+            if not self.secure_aggregation and getattr(self, key) != getattr(plain, key):
+                raise ValueError(
+                    f"{key} belongs to secure aggregation: set secure_aggregation = true, or leave it out; "
+                    "a guarantee needs a level other than none"
+                )
+        return self
+
+
+class NoisyLevel(Table):
+    """What every level with a guarantee says. `unit` is what is hidden: a client or an example."""
+
+    unit: ClassVar[Literal["client", "example"]] = "client"
+
+    level: str = Field(description="what is hidden, and by whom")
+    epsilon: Positive | None = Field(
+        None, description="budget of the whole job; the noise is solved from it where that is not given"
+    )
+    delta: float = Field(
+        description="probability with which epsilon may fail: well below 1 / population, as 1e-5 for 1,000"
+    )
+    noise_multiplier: Noise | None = Field(
+        None, description="standard deviation of the noise over clip_norm; instead of, or beside, epsilon"
+    )
+    clip_norm: Positive = Field(
+        description="the most that one contribution counts (L2); a first guess is the median norm of an "
+        "update, or of an example's gradient"
+    )
+    accountant: Accountant = Field("pld", description="how epsilon is computed: prv checks, rdp is looser")
+    population: Count | None = Field(
+        None, description="silos that delta protects, if more than there are; amplifies nothing"
+    )
+    population_name: str | None = Field(
+        None,
+        min_length=1,
+        description="whose privacy is spent: jobs of one name share an account; default: task",
+    )
+    public_evaluation: bool = Field(False, description=_PUBLIC)
+
+    @field_validator("delta")
+    @classmethod
+    def _is_delta(cls, delta: float) -> float:
+        if fault := delta_fault(delta):
+            raise ValueError(f"{delta:g}: {fault}")
+        return delta
+
+    @model_validator(mode="after")
+    def _bounded(self) -> NoisyLevel:
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError(
+                "epsilon and noise_multiplier are both missing: give the budget, the noise, or both"
+            )
+        if fault := delta_fault(self.delta, self.population):
+            raise ValueError(f"delta = {self.delta:g}: {fault}")
+        return self
+
+
+class ClientLevel(NoisyLevel):
+    """A whole silo is hidden; the coordinator adds Gaussian noise to the clipped sum (DP-FedAvg)."""
+
+    level: Literal["client"] = Field(description="hides a silo; the coordinator adds the noise")
+    clipping: Literal["flat", "adaptive", "per_layer"] = Field(
+        "flat", description="one norm, one that follows a quantile, or one for each layer"
+    )
+    quantile: Annotated[Finite, Field(gt=0, lt=1)] = Field(
+        QUANTILE, description="adaptive: of the updates' norms, which the clip norm follows"
+    )
+    clip_learning_rate: Positive = Field(
+        CLIP_LEARNING_RATE, description="adaptive: how fast it follows (Andrew et al. 2021)"
+    )
+
+    @model_validator(mode="after")
+    def _adaptive_keys(self) -> ClientLevel:
+        changed = (self.quantile, self.clip_learning_rate) != (QUANTILE, CLIP_LEARNING_RATE)
+        if changed and self.clipping != "adaptive":
+            raise ValueError('quantile and clip_learning_rate belong to clipping = "adaptive"')
+        return self
+
+
+class ClientLocalLevel(NoisyLevel):
+    """A whole silo is hidden from everybody; each silo adds its own Gaussian noise."""
+
+    level: Literal["client_local"] = Field(description="hides a silo; each adds all of its noise itself")
+
+
+class ExampleLevel(NoisyLevel):
+    """One record inside a silo is hidden (DP-SGD at the silo)."""
+
+    unit: ClassVar[Literal["client", "example"]] = "example"
+
+    level: Literal["example"] = Field(description="hides a record; each silo trains by DP-SGD")
+    population: Count | None = Field(None, description="examples of one silo, for `privacy plan`")
+    batch_size: Count | None = Field(
+        None, description="expected examples of a step; default: [algorithm] batch_size"
+    )
+    local_steps: Count | None = Field(None, description="steps a round; default: as [algorithm] says")
+
+
+class DistributedLevel(NoisyLevel):
+    """A whole silo is hidden; each adds a share of discrete noise, and only the secure sum is private."""
+
+    level: Literal["distributed"] = Field(
+        description="hides a silo; each adds a share of the noise under secure aggregation"
+    )
+    mechanism: Literal["skellam", "discrete_gaussian"] = Field("skellam", description="the discrete noise")
+    bits: Annotated[int, Field(ge=8, le=32)] = Field(24, description="of a masked number; 20 to 24 as a rule")
+    group_size: GroupSize | None = Field(None, description=_GROUP_SIZE)
+    corruption: Share | None = Field(None, description=_CORRUPTION)
+    dropout_tolerance: Share = Field(DROPOUT_TOLERANCE, description=_DROPOUTS)
+
+
+class FtrlLevel(NoisyLevel):
+    """A whole silo is hidden by noise correlated over rounds; no trust in the sampling (DP-FTRL)."""
+
+    level: Literal["dp_ftrl"] = Field(description="hides a silo by noise correlated over rounds")
+    bands: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        16, description="rounds whose noise is correlated: the coordinator keeps one fewer"
+    )
+    separation: Count | None = Field(
+        None, description="rounds from one contribution of a silo to its next; default: population / cohort"
+    )
+
+
+Private = ClientLevel | ClientLocalLevel | ExampleLevel | DistributedLevel | FtrlLevel
+Privacy = Annotated[NoPrivacy | Private, Field(discriminator="level")]
+OwnNoise = ExampleLevel | ClientLocalLevel
+"""Levels at which the silo makes its update private itself, and keeps the account."""
+
+
+def masking_of(privacy: NoPrivacy | Private) -> Masking | None:
+    """The job's secure aggregation; None where updates travel in the clear, or with noise of their own."""
+    match privacy:
+        case DistributedLevel(clip_norm=norm) | NoPrivacy(secure_aggregation=True, clip_norm=float(norm)):
+            return Masking(norm, privacy.group_size, privacy.corruption, privacy.dropout_tolerance)
+        case _:
+            return None
+
+
+def hides_figures(privacy: NoPrivacy | Private) -> bool:
+    """Whether a silo's own losses and counts must not be seen beside what it sends."""
+    return not isinstance(privacy, NoPrivacy) or privacy.secure_aggregation
+
+
+def levels_of(unit: str) -> tuple[str, ...]:
+    """The levels that hide a `client`, or an `example`."""
+    tables: tuple[type[Private], ...] = get_args(Private)
+    return tuple(level for table in tables if table.unit == unit for level in _names(table))
+
+
+def privacy_from(table: Mapping[str, Any], source: str = "job") -> NoPrivacy | Private:
+    """The `[privacy]` table that these values make. Raises ConfigError, naming the key."""
+    return validate(_Whole, TomlDocument({"privacy": dict(table)}, source, "")).privacy
+
+
+class _Whole(Table):
+    privacy: Privacy
+
+
+def _names(table: type[Table]) -> tuple[str, ...]:
+    names: tuple[str, ...] = get_args(table.model_fields["level"].annotation)
+    return names
