@@ -32,8 +32,8 @@ class StepWork:
 
     `config` is the job as it came, canonical JSON, and `job` the same, checked; `task` is the silo's own
     reference for it; `model` a verified artifact; `layout` the fingerprint that the update must have;
-    `output` the file for the encoded update. `trouble` hears of a fault that does not end the work: its kind
-    (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
+    `output` the file for the encoded update. `trouble` hears of an incident that does not end the work: its
+    kind (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
     """
 
     step: StepKey

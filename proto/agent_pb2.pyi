@@ -354,7 +354,7 @@ global___Failure = Failure
 
 @typing.final
 class Trouble(google.protobuf.message.Message):
-    """A fault that the silo deals with itself."""
+    """An incident that the silo deals with itself."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -306,7 +306,7 @@ class JobDetail(google.protobuf.message.Message):
     WAITING_FOR_FIELD_NUMBER: builtins.int
     CLIENTS_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
-    FAULTS_FIELD_NUMBER: builtins.int
+    INCIDENTS_FIELD_NUMBER: builtins.int
     job_config: builtins.str
     round: builtins.int
     attempt: builtins.int
@@ -324,8 +324,8 @@ class JobDetail(google.protobuf.message.Message):
         """Committed rounds as JSON objects, oldest first."""
 
     @property
-    def faults(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Event]:
-        """The newest faults, oldest first: events whose detail says what to do and what was done."""
+    def incidents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Event]:
+        """The newest incidents, oldest first: events whose detail says what to do and what was done."""
 
     def __init__(
         self,
@@ -339,10 +339,10 @@ class JobDetail(google.protobuf.message.Message):
         waiting_for: builtins.str = ...,
         clients: collections.abc.Iterable[global___ClientActivity] | None = ...,
         history: collections.abc.Iterable[builtins.str] | None = ...,
-        faults: collections.abc.Iterable[roundtable.proto.common_pb2.Event] | None = ...,
+        incidents: collections.abc.Iterable[roundtable.proto.common_pb2.Event] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "clients", b"clients", "deadline", b"deadline", "faults", b"faults", "history", b"history", "job", b"job", "job_config", b"job_config", "phase", b"phase", "round", b"round", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "clients", b"clients", "deadline", b"deadline", "history", b"history", "incidents", b"incidents", "job", b"job", "job_config", b"job_config", "phase", b"phase", "round", b"round", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___JobDetail = JobDetail
 

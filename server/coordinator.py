@@ -27,14 +27,14 @@ from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.config import ServerConfig
-from roundtable.server.jobs.actions import Services
-from roundtable.server.jobs.combiner import Trusted
+from roundtable.server.jobs.combiner import NoTrustedTraining, TrustedTraining
 from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.leadership.election import Leadership
 from roundtable.server.metrics_page import CoordinatorPage, DatabaseAway
 from roundtable.server.operations.alerts import Alerts
-from roundtable.server.operations.coordinator_observer import Observer
+from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.services.agents import AgentService
 from roundtable.server.services.operators import OperatorService
 from roundtable.server.services.security import Security
@@ -63,11 +63,11 @@ class Coordinator:
         self,
         config: ServerConfig,
         clock: Callable[[], float] = steady_time,
-        trusted: Trusted | None = None,
+        trusted: TrustedTraining | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.config, self.clock, self.trusted = config, clock, trusted
-        self.observer = Observer(tracer or open_tracer(config.traces, "coordinator"), clock)
+        self.observer = CoordinatorObserver(tracer or open_tracer(config.traces, "coordinator"), clock)
         self.port = self.metrics_port = 0
         self.jobs: Jobs
         self.security: Security
@@ -132,7 +132,7 @@ class Coordinator:
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
         self._together = GroupedWrites(self._database)
         keep, copies = Keep(config.keep_models, config.keep_every), Copies(config.copies, artifacts)
-        services = Services(
+        services = JobServices(
             database=self._database,
             artifacts=artifacts,
             sessions=self._sessions,
@@ -143,7 +143,7 @@ class Coordinator:
             alerts=Alerts(config.alerts),
             together=self._together,
             tracking=Path(config.state) / "tracking",
-            trusted=self.trusted,
+            trusted=self.trusted or NoTrustedTraining(),
             observer=self.observer,
         )
         self.jobs = Jobs(services)
@@ -193,7 +193,7 @@ class Coordinator:
         finally:
             copying.cancel()
 
-    def _serve(self, services: Services, credentials: Credentials) -> grpc.aio.Server:
+    def _serve(self, services: JobServices, credentials: Credentials) -> grpc.aio.Server:
         assert self._leadership is not None
         security = self.security
         server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS)
@@ -234,7 +234,7 @@ class Coordinator:
             log.warning("%s was last seen now, which could not be stored: %s", name, error)
 
 
-def run_server(config: ServerConfig, trusted: Trusted | None = None) -> None:
+def run_server(config: ServerConfig, trusted: TrustedTraining | None = None) -> None:
     """Runs until SIGTERM or SIGINT. Raises RoundtableError for what a person must mend.
 
     `trusted` trains on data of the coordinator's own, for rules that measure updates by them.
@@ -243,7 +243,7 @@ def run_server(config: ServerConfig, trusted: Trusted | None = None) -> None:
     asyncio.run(_until_signal(config, trusted))
 
 
-async def _until_signal(config: ServerConfig, trusted: Trusted | None) -> None:
+async def _until_signal(config: ServerConfig, trusted: TrustedTraining | None) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -281,7 +281,9 @@ def _answers(address: str) -> bool:
     return True
 
 
-async def _one_term(config: ServerConfig, stopping: asyncio.Task[bool], trusted: Trusted | None) -> bool:
+async def _one_term(
+    config: ServerConfig, stopping: asyncio.Task[bool], trusted: TrustedTraining | None
+) -> bool:
     """From standing by, over being active, to the signal to stop or another coordinator's turn."""
     coordinator = Coordinator(config, trusted=trusted)
     starting = asyncio.get_running_loop().create_task(coordinator.start())

@@ -24,7 +24,7 @@ from roundtable.server.jobs.job_registry import Jobs, offers
 from roundtable.server.jobs.privacy_report import Books, books
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Sessions
-from roundtable.server.operations.coordinator_observer import Observer
+from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.store import ClientRow, Database
 from roundtable.server.store.client_rows import all_clients
 from roundtable.server.store.trust_rows import revoked_names
@@ -40,7 +40,11 @@ class CoordinatorPage:
     """What is watched of a coordinator. Until `opened` it stands by, or waits for its database."""
 
     def __init__(
-        self, config: ServerConfig, credentials: Credentials, observer: Observer, clock: Callable[[], float]
+        self,
+        config: ServerConfig,
+        credentials: Credentials,
+        observer: CoordinatorObserver,
+        clock: Callable[[], float],
     ) -> None:
         self._config, self._credentials = config, credentials
         self._observer, self._clock = observer, clock
@@ -88,7 +92,7 @@ class CoordinatorPage:
             self._silo_states(page, sessions)
             self._privacy(page)
             waiting = {("database",): float(database.waiting)}
-            waiting["events",] = float(sum(runner.waiting for runner in jobs.runners()))
+            waiting["events",] = float(sum(runner.inbox.waiting for runner in jobs.runners()))
             page.gauge("roundtable_queue_length", "what waits to be done", waiting, ("queue",))
             answers = {(): float(self._answers)}
             page.gauge("roundtable_database_up", "whether the database answered when asked last", answers)
@@ -100,7 +104,7 @@ class CoordinatorPage:
             ("rounds", "attempts at rounds that have ended", ("outcome",)),
             ("updates", "uploads by how they were answered", ("result",)),
             ("refused", "updates that no model holds, by reason", ("reason",)),
-            ("faults", "faults in the histories of jobs", ("kind", "severity")),
+            ("incidents", "incidents in the histories of jobs", ("kind", "severity")),
         ):
             shown = "updates_refused" if name == "refused" else name
             found = {key: float(count) for key, count in tally.of(name).items()}
@@ -219,7 +223,7 @@ def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:
     told = {
         (job, silo): figures
         for (job, _), runner in live.items()
-        for silo, figures in runner.effects.figures().items()
+        for silo, figures in runner.instructions.figures().items()
     }
     for name, text in STEP_GAUGES.items():
         found = {key: float(figures[name]) for key, figures in told.items() if name in figures}

@@ -51,7 +51,7 @@ class StepReporter:
         self._link.send(agent_pb2.FromAgent(progress=progress))
 
     def trouble(self, step: StepKey, kind: str, detail: str, action: str) -> None:
-        """Tells of a fault that the silo deals with itself."""
+        """Tells of an incident that the silo deals with itself."""
         _log.warning("%s: %s (%s); %s", step, detail, kind, action)
         trouble = agent_pb2.Trouble(step=step.message(), kind=kind, detail=detail, action=action)
         self._link.send(agent_pb2.FromAgent(trouble=trouble))

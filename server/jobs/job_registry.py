@@ -22,10 +22,18 @@ from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.proto import common_pb2
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.actions import Effects, Services
+from roundtable.server.jobs.actions import JobActions
+from roundtable.server.jobs.aggregate_action import AggregateAction
+from roundtable.server.jobs.background import BackgroundTasks
 from roundtable.server.jobs.combiner import Combiner
+from roundtable.server.jobs.inbox import Inbox
+from roundtable.server.jobs.instructions import Instructions
+from roundtable.server.jobs.job_account import JobAccount, NoAccount
+from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.job_tracking import JobTracking
+from roundtable.server.jobs.plain_rounds import PlainRounds
 from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all, population_of, worst_charges
+from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
 from roundtable.server.storage.artifact_store import DamagedArtifact
@@ -55,7 +63,7 @@ class Submission:
 class Jobs:
     """Starts, finds and ends jobs, and passes on to each what concerns it."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: JobServices) -> None:
         self._services = services
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -90,12 +98,12 @@ class Jobs:
         """Lets those go who follow a job."""
         self.stopping = True
         for runner in self._runners.values():
-            runner.notify()
+            runner.inbox.notify()
 
     async def stop(self) -> None:
         """Stops driving; every job can be taken up again."""
         for runner in self._runners.values():
-            runner.effects.stop()
+            runner.stop()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -137,21 +145,21 @@ class Jobs:
     async def change(self, row: JobRow, event: m.Cancel | m.Pause | m.Resume) -> JobRow:
         """Cancels, pauses or resumes a job that is not over; returns it as it is afterwards."""
         runner = self._runners.get(row.id) or await self._take_up(row)
-        await runner.tell(event)
+        await runner.inbox.tell(event)
         return runner.row
 
     def joined(self, client: ClientRow) -> None:
         """An agent has connected."""
         for runner in self._runners.values():
             if offers(client, runner.job.task):
-                runner.post(m.ClientJoined(_info(client)))
-                runner.effects.rejoined(client.name)
+                runner.inbox.post(m.ClientJoined(_info(client)))
+                runner.collection.rejoined(client.name)
 
     def left(self, client: ClientRow) -> None:
         """An agent's connection has ended."""
         for runner in self._runners.values():
             if offers(client, runner.job.task):
-                runner.post(m.ClientLeft(client.name))
+                runner.inbox.post(m.ClientLeft(client.name))
 
     def may_read(self, client: str, digest: str) -> bool:
         """Whether an instruction in force names this artifact to this agent."""
@@ -161,7 +169,7 @@ class Jobs:
         """An artifact is lost: jobs that need it wait for somebody to bring it back."""
         for runner in self._runners.values():
             if runner.needs(error.digest):
-                runner.post(m.Pause(str(error)))
+                runner.inbox.post(m.Pause(str(error)))
 
     def _newest(self, row: JobRow) -> JobRow:
         runner = self._runners.get(row.id)
@@ -195,8 +203,7 @@ class Jobs:
         check_inside(job.tracking)
         check_trackers(job.tracking)
         plan = _plan(job, layout, population, spent)
-        trusted = self._services.trusted
-        if plan.aggregation.takes("root_update") and not (trusted and trusted.offers(job.task)):
+        if plan.aggregation.takes("root_update") and not self._services.trusted.offers(job.task):
             raise ConfigError(
                 f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
                 f"and this coordinator has none for the task {job.task!r}: give its coordinator.toml a table "
@@ -239,15 +246,14 @@ class Jobs:
         records = await database.read(lambda connection: store.history(connection, row.id))
         known = await database.read(all_clients)
         runner = await asyncio.to_thread(self._restore, row, records, known, sequence)
-        runner.effects.submission = _submission(row)
         self._runners[row.id] = runner
         task = asyncio.get_running_loop().create_task(runner.run(), name=f"job {row.id}")
         self._tasks[row.id] = task
         task.add_done_callback(lambda ended: self._ended(row.id, ended))
         for client in self._services.sessions.clients():
             if offers(client, runner.job.task):
-                runner.post(m.ClientJoined(_info(client)))
-        runner.post(m.Start())
+                runner.inbox.post(m.ClientJoined(_info(client)))
+        runner.inbox.post(m.Start())
         return runner
 
     def _restore(self, row: JobRow, records: list[str], known: list[ClientRow], sequence: int) -> JobRunner:
@@ -260,17 +266,35 @@ class Jobs:
         for client in known:
             if offers(client, job.task):
                 engine.handle(m.ClientJoined(_info(client), online=False), services.clock())
-        account = None
+        inbox = Inbox()
+        tasks = BackgroundTasks(row.id)
+        account: JobAccount = NoAccount()
         if not isinstance(job.privacy, NoPrivacy):
             account = Account(row.id, job, plan, services.database, services.clock, self._reserving)
-        combiner = Combiner(job, plan, services.artifacts, services.trusted)
-        secure = None
+        collection: RoundCollection = PlainRounds(job, layout.size, services)
         if masking_of(job.privacy) is not None:
-            secure = SecureRounds(row.id, job, layout.size, services)
+            collection = SecureRounds(row.id, job, layout.size, services, inbox, tasks)
+        combiner = Combiner(job, plan, services.artifacts, services.trusted)
+        aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox)
+        instructions = Instructions(row.id, row.config, layout.fingerprint, _submission(row), services)
         tracking = JobTracking(row.id, job, services.tracking, history)
-        place = (row.id, row.config, layout.fingerprint)
-        effects = Effects(*place, combiner, account, services, secure, tracking)
-        return JobRunner(row, job, layout, engine, effects, services, sequence)
+        actions = JobActions(
+            row.id, instructions, collection, aggregate, account, tracking, services, inbox, tasks
+        )
+        return JobRunner(
+            row,
+            job,
+            layout,
+            engine,
+            inbox,
+            instructions,
+            collection,
+            account,
+            aggregate,
+            actions,
+            services,
+            sequence,
+        )
 
     def _ended(self, job: str, task: asyncio.Task[None]) -> None:
         """Over, or broken: then the job stands still as it is stored, and can be resumed."""
@@ -282,14 +306,14 @@ class Jobs:
             self._tell_agents(runner)
         elif isinstance(error, LeaseLost):
             log.error("job %s is another coordinator's now", job, extra={"job": job})
-            runner.effects.stop()
+            runner.stop()
         else:
             log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
-            runner.effects.stop()
+            runner.stop()
             reason = "the coordinator failed at this job; its log says why. Resume it to try again"
             work = self._stand_still(job, reason)
             self._background = asyncio.get_running_loop().create_task(work)
-            self._background.add_done_callback(lambda _: runner.notify())
+            self._background.add_done_callback(lambda _: runner.inbox.notify())
 
     def _tell_agents(self, runner: JobRunner) -> None:
         """Agents forget a job that is over."""

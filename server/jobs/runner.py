@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy.engine import Connection
 
@@ -23,8 +23,14 @@ from roundtable.core.layout import Layout
 from roundtable.core.observability.logs import belongs_to
 from roundtable.engine import EngineView, RoundEngine, record_to_plain
 from roundtable.engine import messages as m
-from roundtable.server.jobs.actions import Effects, Services
-from roundtable.server.operations.incidents import fault_of, storage_fault
+from roundtable.server.jobs.actions import JobActions
+from roundtable.server.jobs.aggregate_action import AggregateAction
+from roundtable.server.jobs.inbox import Arrival, Inbox, Verdict
+from roundtable.server.jobs.instructions import Instructions
+from roundtable.server.jobs.job_account import JobAccount
+from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.round_collection import RoundCollection
+from roundtable.server.operations.incidents import incident_of, storage_incident
 from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.jobs import apply
@@ -35,34 +41,25 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 # Lost with a crash, these are said again: evaluations are asked for once more.
 _QUIET = (m.WorkStarted, m.ClientJoined, m.ClientLeft, m.Evaluated)
 
-Verdict = Literal["wanted", "duplicate", "stale"]
-
 
 @dataclass
-class Arrival:
-    """Something that happened, the rows that belong to it, and who waits to hear that it is durable."""
-
-    event: m.Event
-    update: UpdateRow | None = None
-    artifacts: tuple[ArtifactRow, ...] = ()
-    done: asyncio.Future[Verdict] | None = None
-    verdict: Verdict = "wanted"
-
-
-@dataclass
-class Batch:
-    """What one transaction has to hold, and what is to be done after it."""
+class PendingTransition:
+    """What one transaction has to hold, and the actions that are performed after it."""
 
     events: list[EventRow] = field(default_factory=list)
     updates: list[UpdateRow] = field(default_factory=list)
     artifacts: list[ArtifactRow] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
-    effects: list[m.Action] = field(default_factory=list)
+    actions: list[m.Action] = field(default_factory=list)
     worth_writing: bool = False
 
 
 class JobRunner:
-    """Drives one job's engine until the job ends."""
+    """Drives one job's engine until the job ends.
+
+    `inbox` is where events for it go, `instructions` what its agents were asked, `collection` how updates
+    come in.
+    """
 
     def __init__(
         self,
@@ -70,42 +67,42 @@ class JobRunner:
         job: JobConfig,
         layout: Layout,
         engine: RoundEngine,
-        effects: Effects,
-        services: Services,
+        inbox: Inbox,
+        instructions: Instructions,
+        collection: RoundCollection,
+        account: JobAccount,
+        aggregate: AggregateAction,
+        actions: JobActions,
+        services: JobServices,
         sequence: int,
     ) -> None:
-        self.row, self.job, self.layout = row, job, layout
-        self.effects = effects
-        self._engine, self._services, self._sequence = engine, services, sequence
-        self._queue: asyncio.Queue[Arrival] = asyncio.Queue()
-        self._changed = asyncio.Event()
+        self.row = row
+        self.job = job
+        self.layout = layout
+        self.inbox = inbox
+        self.instructions = instructions
+        self.collection = collection
+        self._account = account
+        self._aggregate = aggregate
+        self._actions = actions
+        self._engine = engine
+        self._services = services
+        self._sequence = sequence
         self._trouble = ""
-        self._over = False
-        effects.connect(self.tell, self.notify)
 
     @property
     def final(self) -> bool:
         """Whether the job has ended for good, durably."""
         return self.row.status in FINAL
 
-    def post(self, event: m.Event) -> None:
-        """Something has happened; nobody waits for the outcome."""
-        self._queue.put_nowait(Arrival(event))
-
     def give_up_on(self, step: m.Step, failure: SiteFailure) -> None:
-        """A silo will not answer."""
-        self.post(m.ClientFailed(step, failure))
-        self.effects.failed(failure)
+        """Tells engine and protocol that a silo will not answer."""
+        self.inbox.post(m.ClientFailed(step, failure))
+        self.collection.failed(failure)
 
-    async def tell(
-        self, event: m.Event, artifacts: tuple[ArtifactRow, ...] = (), update: UpdateRow | None = None
-    ) -> Verdict:
-        """Something has happened; returns once it is durable. The verdict is about an update that arrived."""
-        if self._over:
-            return "stale"
-        done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(Arrival(event, update, artifacts, done))
-        return await done
+    def stop(self) -> None:
+        """Drops what is under way; the job can be taken up again."""
+        self._actions.stop()
 
     def wants(self, client: str, step: m.Step) -> Verdict:
         """What an upload would be: asked before a byte of it is accepted."""
@@ -113,8 +110,8 @@ class JobRunner:
 
     def lost(self, client: str, step: m.Step) -> str:
         """The digest of the update that was accepted for this step, is damaged and wanted again; or ""."""
-        found = self._engine.lost(client, step)
-        return found.digest if found is not None else ""
+        update = self._engine.lost(client, step)
+        return update.digest if update is not None else ""
 
     def refusal(self, client: str, step: m.Step) -> str:
         """Why an update is stale."""
@@ -127,7 +124,7 @@ class JobRunner:
             return True
         if attempt is not None and client in attempt.awaited and self.needs(digest):
             return True
-        return self.effects.may_read(client, digest)
+        return self.instructions.may_read(client, digest)
 
     def needs(self, digest: str) -> bool:
         """Whether it is the model that silos are asked to work with now."""
@@ -138,56 +135,37 @@ class JobRunner:
     def view(self) -> EngineView:
         """Where the job stands; a database or bucket that is away shows as what the job waits for."""
         view = self._engine.view()
-        if secure := self.effects.protocol():
-            waiting = f"secure aggregation, {secure}"
-            view = replace(
-                view, waiting_for=f"{waiting}; {view.waiting_for}" if view.waiting_for else waiting
-            )
-        trouble = self._trouble or self.effects.trouble
-        return replace(view, waiting_for=trouble) if trouble else view
-
-    def next_change(self) -> asyncio.Event:
-        """Set at the next change of anything that people can see."""
-        return self._changed
-
-    def notify(self) -> None:
-        """Something has changed that people can see."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    @property
-    def waiting(self) -> int:
-        """Events that nobody has looked at yet."""
-        return self._queue.qsize()
+        waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for)))
+        return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
 
     def where(self) -> dict[str, Any]:
         """The place that log lines of this job carry."""
         attempt = self._engine.state.attempt
-        found: dict[str, Any] = {"job": self.row.id}
+        place: dict[str, Any] = {"job": self.row.id}
         if attempt is not None:
-            found |= {"round": attempt.round, "attempt": attempt.number, "phase": attempt.phase}
-        return found
+            place |= {"round": attempt.round, "attempt": attempt.number, "phase": attempt.phase}
+        return place
 
     async def run(self) -> None:
         """Takes events until the job has ended, beginning with what was outstanding after a restart."""
         belongs_to(self.where)
         if self._engine.state.attempt is not None:
-            self.effects.take_up(self._engine.state.attempt.step)
-        batch = Batch()
+            self.collection.take_up(self._engine.state.attempt.step)
+        batch = PendingTransition()
         self._collect(self._engine.outstanding(self._services.clock()), batch)
         await self._finish(batch)
         while not self.final:
-            arrivals = [await self._queue.get()]
-            while not self._queue.empty():
-                arrivals.append(self._queue.get_nowait())
-            batch = Batch()
+            arrivals = await self.inbox.arrivals()
+            batch = PendingTransition()
             for arrival in arrivals:
                 self._take(arrival, batch)
             await self._finish(batch)
-            _answer(arrivals)
-        self._close()
+            self.inbox.answer(arrivals)
+        self.inbox.close()
+        self._actions.close()
+        self.inbox.notify()
 
-    def _take(self, arrival: Arrival, batch: Batch) -> None:
+    def _take(self, arrival: Arrival, batch: PendingTransition) -> None:
         event = arrival.event
         if arrival.update is not None and isinstance(event, (m.UpdateArrived, m.ClientFailed)):
             arrival.verdict = self._engine.wants(arrival.update.client, event.step)
@@ -200,7 +178,7 @@ class JobRunner:
         batch.worth_writing |= not isinstance(event, _QUIET)
         self._collect(self._engine.handle(event, self._services.clock()), batch)
 
-    def _collect(self, actions: list[m.Action], batch: Batch) -> None:
+    def _collect(self, actions: list[m.Action], batch: PendingTransition) -> None:
         """Sorts actions into what the transaction holds and what follows it.
 
         A `Commit` is answered at once: its record and the state after it become durable together, so
@@ -215,32 +193,32 @@ class JobRunner:
                     self._add_event(batch, m.Note("job_running", f"the job is running: {reason}"))
                 case m.StatusChanged():
                     # Why a job has ended or is paused the engine has noted itself.
-                    batch.effects.append(action)
+                    batch.actions.append(action)
                 case m.Commit(record):
                     batch.records.append(record_to_plain(record))
-                    batch.effects.append(action)
+                    batch.actions.append(action)
                     now = self._services.clock()
                     self._collect(self._engine.handle(m.Committed(record.round), now), batch)
                 case _:
-                    batch.effects.append(action)
+                    batch.actions.append(action)
 
-    def _add_event(self, batch: Batch, note: m.Note) -> None:
+    def _add_event(self, batch: PendingTransition, note: m.Note) -> None:
         self._sequence += 1
         now = self._services.clock()
         where = (note.round, note.attempt, note.client)
         detail = dict(note.detail)
-        fault = fault_of(note)
-        self._services.observer.noted(note, fault)
-        if fault is not None:
-            detail["fault"] = fault.plain()
-            self._services.alerts.tell(fault, note.message, now, self.row.id, self.row.name)
+        incident = incident_of(note)
+        self._services.observer.noted(note, incident)
+        if incident is not None:
+            detail["incident"] = incident.plain()
+            self._services.alerts.tell(incident, note.message, now, self.row.id, self.row.name)
         batch.events.append(EventRow(self._sequence, now, note.kind, note.message, *where, detail))
         extra = dict(zip(("round", "attempt", "site"), where, strict=True))
         log.info(
             "%s: %s", self.row.name, note.message, extra={"job": self.row.id, "kind": note.kind, **extra}
         )
 
-    async def _finish(self, batch: Batch) -> None:
+    async def _finish(self, batch: PendingTransition) -> None:
         """Durable, then visible."""
         began = time.monotonic()
         if batch.worth_writing:
@@ -248,19 +226,19 @@ class JobRunner:
         attempt = self._engine.state.attempt
         step = attempt.step if attempt else None
         self._services.observer.moved(self.row.id, step, batch.records, time.monotonic() - began)
-        for action in batch.effects:
-            self.effects.perform(action)
+        for action in batch.actions:
+            self._actions.perform(action)
         failpoint("transition_done", *self._place(batch))
-        self.notify()
+        self.inbox.notify()
 
-    def _place(self, batch: Batch) -> tuple[int, str]:
-        """Where this batch leads, for faults that are injected: the commit of a round, or a phase."""
+    def _place(self, batch: PendingTransition) -> tuple[int, str]:
+        """Where this batch leads, for failpoints: the commit of a round, or a phase."""
         if batch.records:
             return batch.records[-1]["round"], m.COMMIT
         attempt = self._engine.state.attempt
         return (attempt.round, attempt.phase) if attempt else (0, "")
 
-    async def _persist(self, batch: Batch) -> None:
+    async def _persist(self, batch: PendingTransition) -> None:
         state, now = self._engine.state, self._services.clock()
         place = self._place(batch)
         failpoint("transition_due", *place)
@@ -276,8 +254,8 @@ class JobRunner:
             updates=batch.updates,
             artifacts=batch.artifacts,
             records=batch.records,
-            released=_released(batch.effects),
-            charges=self.effects.charges(batch.updates),
+            released=_released(batch.actions),
+            charges=self._account.of_updates(batch.updates),
         )
         await self._until_written(step, place)
         failpoint("transition_stored", *place)
@@ -302,36 +280,18 @@ class JobRunner:
             except StorageError as error:
                 if not self._trouble:
                     told = (str(error), step.time, self.row.id, self.row.name)
-                    self._services.alerts.tell(storage_fault(str(error)), *told)
+                    self._services.alerts.tell(storage_incident(str(error)), *told)
                 self._trouble = f"the job's state cannot be stored: {error}; trying again"
                 log.error("%s: %s", self.row.name, self._trouble, extra={"job": self.row.id})
-                self.notify()
+                self.inbox.notify()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             else:
                 self._trouble = ""
                 return
 
-    def _close(self) -> None:
-        """The job is over: whoever still waits, or comes later, is told that it came too late."""
-        self._over = True
-        rest = []
-        while not self._queue.empty():
-            rest.append(self._queue.get_nowait())
-        for arrival in rest:
-            arrival.verdict = "stale"
-        _answer(rest)
-        self.effects.close()
-        self.notify()
 
-
-def _released(effects: list[m.Action]) -> list[tuple[int, int]]:
+def _released(actions: list[m.Action]) -> list[tuple[int, int]]:
     """(round, attempt) of new models that leave the coordinator before their round is committed."""
-    steps = {action.step for action in effects if isinstance(action, m.Instruct)}
+    steps = {action.step for action in actions if isinstance(action, m.Instruct)}
     return [(step.round, step.attempt) for step in steps if step.phase == m.EVALUATE]
-
-
-def _answer(arrivals: list[Arrival]) -> None:
-    for arrival in arrivals:
-        if arrival.done is not None and not arrival.done.done():
-            arrival.done.set_result(arrival.verdict)

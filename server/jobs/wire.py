@@ -47,7 +47,7 @@ def failure_of(site: str, message: agent_pb2.Failure) -> SiteFailure:
 
 
 def trouble_of(site: str, message: agent_pb2.Trouble) -> m.Troubled:
-    """A fault that the silo deals with, as it tells it."""
+    """An incident that the silo deals with, as it tells it."""
     step = message.step
     failure = failure_of(site, agent_pb2.Failure(step=step, kind=message.kind, detail=message.detail))
     return m.Troubled(step_of(step), failure, " ".join(message.action.split())[:_MAX_TEXT])

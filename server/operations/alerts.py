@@ -1,4 +1,4 @@
-"""Telling people of faults: a webhook, a command, or both; without holding anything up."""
+"""Telling people of incidents: a webhook, a command, or both; without holding anything up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.error import URLError
 from pydantic import Field, field_validator
 
 from roundtable.core.tables import Table
-from roundtable.server.operations.incidents import SEVERITIES, Fault, Severity
+from roundtable.server.operations.incidents import SEVERITIES, Incident, Severity
 
 log = logging.getLogger("roundtable.server.operations.alerts")
 
@@ -40,19 +40,19 @@ class AlertTable(Table):
 
 
 class Alerts:
-    """Takes faults and passes them on, the oldest first; more than wait already are dropped, and logged."""
+    """Passes incidents on, the oldest first; if too many wait already, a new one is dropped and logged."""
 
     def __init__(self, table: AlertTable) -> None:
         self._table = table
         self._waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue(WAITING)
 
-    def tell(self, fault: Fault, message: str, time: float, job: str = "", name: str = "") -> None:
-        """A fault has happened; returns at once."""
+    def tell(self, incident: Incident, message: str, time: float, job: str = "", name: str = "") -> None:
+        """An incident has happened; returns at once."""
         table = self._table
-        worth = SEVERITIES.index(fault.severity) >= SEVERITIES.index(table.severity)
+        worth = SEVERITIES.index(incident.severity) >= SEVERITIES.index(table.severity)
         if not worth or not (table.webhook or table.command):
             return
-        alert = {"time": time, "job": job, "name": name, "message": message, **fault.plain()}
+        alert = {"time": time, "job": job, "name": name, "message": message, **incident.plain()}
         try:
             self._waiting.put_nowait(alert)
         except asyncio.QueueFull:

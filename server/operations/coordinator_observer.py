@@ -11,7 +11,7 @@ from roundtable.core.observability.histograms import Tally
 from roundtable.core.observability.tracing import Span, Tracer
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
-from roundtable.server.operations.incidents import Fault
+from roundtable.server.operations.incidents import Incident
 
 _RECEIPTS = {
     agent_pb2.UploadReceipt.ACCEPTED: "accepted",
@@ -31,7 +31,7 @@ class _Place:
     round_began: float
 
 
-class Observer:
+class CoordinatorObserver:
     """One for the life of a coordinator. Keeps nothing up: everything here is arithmetic in memory."""
 
     def __init__(self, tracer: Tracer | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -40,12 +40,12 @@ class Observer:
         self._clock = clock
         self._places: dict[str, _Place] = {}
 
-    def noted(self, note: m.Note, fault: Fault | None) -> None:
+    def noted(self, note: m.Note, incident: Incident | None) -> None:
         """An event of a job's history."""
         tally = self.tally
         tally.count("events", note.kind)
-        if fault is not None:
-            tally.count("faults", fault.kind, fault.severity)
+        if incident is not None:
+            tally.count("incidents", incident.kind, incident.severity)
         if note.kind == "client_failed" and (kind := str(note.detail.get("kind", ""))) in _REFUSALS:
             tally.count("refused", kind)
         elif note.kind == "update_excluded":

@@ -1,4 +1,4 @@
-"""Faults as people read them: what kind, how bad, where, what to do about it, and what was done."""
+"""Incidents as people read them: what kind, how bad, where, what to do about it, and what was done."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error", "critical")
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One fault. `kind` is one of FAILURE_KINDS, or quorum_missed, storage or takeover."""
+class Incident:
+    """One incident. `kind` is one of FAILURE_KINDS, or quorum_missed, storage or takeover."""
 
     kind: str
     severity: Severity
@@ -68,41 +68,41 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
 }
 
 
-def fault_of(note: m.Note) -> Fault | None:
-    """The fault that an event of a job tells of; None for events that are none."""
-    found = _fault_of(note)
+def incident_of(note: m.Note) -> Incident | None:
+    """The incident that an event of a job tells of; None for events that are none."""
+    found = _kind_of_incident(note)
     return found and replace(found, site=note.client, round=note.round, attempt=note.attempt)
 
 
-def _fault_of(note: m.Note) -> Fault | None:
+def _kind_of_incident(note: m.Note) -> Incident | None:
     match note.kind:
         case "client_failed":
             kind = str(note.detail.get("kind", "node_failure"))
             severity, advice, action = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
             action, phase = str(note.detail.get("action", action)), str(note.detail.get("phase", ""))
-            return Fault(kind, severity, advice, action, phase=phase)
+            return Incident(kind, severity, advice, action, phase=phase)
         case "client_troubled":
             kind = str(note.detail["kind"])
             _, advice, _ = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
-            return Fault(kind, "warning", advice, note.detail["action"], phase=note.detail["phase"])
+            return Incident(kind, "warning", advice, note.detail["action"], phase=note.detail["phase"])
         case "client_offline":
-            return Fault("network_partition", *_OF_SILOS["network_partition"])
+            return Incident("network_partition", *_OF_SILOS["network_partition"])
         case "update_excluded":
-            return Fault("invalid_update", *_OF_SILOS["invalid_update"], phase=m.AGGREGATE)
+            return Incident("invalid_update", *_OF_SILOS["invalid_update"], phase=m.AGGREGATE)
         case "attempt_failed":
             advice = "the reasons of the silos are in the message; each has an event of its own"
             action = "gave the attempt up; a new cohort is drawn as often as cohort.retries says"
-            return Fault("quorum_missed", "error", advice, action)
+            return Incident("quorum_missed", "error", advice, action)
         case "round_closed":
             advice = "look after the silos that the reason names; a longer deadline may help"
             action = "closed the round without a model, which stays charged, and went on with the next"
-            return Fault("quorum_missed", "error", advice, action)
+            return Incident("quorum_missed", "error", advice, action)
         case "job_failed":
             advice = "mend what the reasons name and submit a new job; this one has spent its rounds"
-            return Fault("quorum_missed", "critical", advice, "ended the job without a model")
+            return Incident("quorum_missed", "critical", advice, "ended the job without a model")
         case "job_paused" if not note.message.startswith("paused by "):
             advice = "mend what the reason names, then `roundtable job resume`"
-            return Fault(_why(note.message), "critical", advice, "paused the job; nothing of it is lost")
+            return Incident(_why(note.message), "critical", advice, "paused the job; nothing of it is lost")
     return None
 
 
@@ -113,9 +113,9 @@ def _why(reason: str) -> str:
     return "storage" if "is full" in reason else "quorum_missed"
 
 
-def storage_fault(detail: str) -> Fault:
+def storage_incident(detail: str) -> Incident:
     """The database or the disk is away."""
-    return Fault(
+    return Incident(
         "storage",
         "critical",
         f"mend it, and the job goes on by itself: {detail}",

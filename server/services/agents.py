@@ -22,8 +22,8 @@ from roundtable.proto.receipts import receipt_values
 from roundtable.server.auth.access import Context, Refusal, caller
 from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.actions import Services
 from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Identity, Session
 from roundtable.server.services import transfer
@@ -52,7 +52,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self,
         jobs: Jobs,
         uploads: Uploads,
-        services: Services,
+        services: JobServices,
         threads: ThreadPoolExecutor,
         version: str,
         authority: bytes,
@@ -215,7 +215,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 self._hand_on_the_list(session)
             case "accepted":
                 self._with(
-                    message.accepted.step, lambda runner, step: runner.post(m.WorkStarted(session.name, step))
+                    message.accepted.step,
+                    lambda runner, step: runner.inbox.post(m.WorkStarted(session.name, step)),
                 )
             case "progress":
                 self._progress(session.name, message.progress)
@@ -224,18 +225,18 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 self._with(message.failure.step, lambda runner, step: runner.give_up_on(step, failure))
             case "trouble":
                 trouble = wire.trouble_of(session.name, message.trouble)
-                self._with(message.trouble.step, lambda runner, step: runner.post(trouble))
+                self._with(message.trouble.step, lambda runner, step: runner.inbox.post(trouble))
             case "reply":
                 payload = message.reply.payload
                 self._with(
                     message.reply.step,
-                    lambda runner, step: runner.effects.exchanged(session.name, step, payload),
+                    lambda runner, step: runner.collection.exchanged(session.name, step, payload),
                 )
             case "evaluated":
                 metrics = wire.metrics_of(message.evaluated.metrics)
                 self._with(
                     message.evaluated.step,
-                    lambda runner, step: runner.post(m.Evaluated(session.name, step, metrics)),
+                    lambda runner, step: runner.inbox.post(m.Evaluated(session.name, step, metrics)),
                 )
             case "goodbye":
                 self._goodbye(session, message.goodbye.reason)
@@ -259,14 +260,14 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     def _progress(self, client: str, message: agent_pb2.Progress) -> None:
         runner = self._jobs.runner(message.step.job)
         if runner is not None:
-            runner.effects.report(client, message)
-            runner.notify()
+            runner.instructions.report(client, message)
+            runner.inbox.notify()
 
     def _goodbye(self, session: Session, reason: str) -> None:
         """It leaves on purpose: nobody needs to wait for what it was asked."""
         detail = f"the agent has left: {' '.join(reason.split())[:500] or 'no reason given'}"
         for runner in self._jobs.runners():
-            step = runner.effects.step_of(session.name)
+            step = runner.instructions.step_of(session.name)
             if step is not None:
                 failure = SiteFailure(
                     session.name, step.round, step.attempt, step.phase, "node_failure", detail

@@ -24,15 +24,15 @@ from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Context, Refusal, caller, principal
 from roundtable.server.jobs import privacy_report as accounts
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.actions import Services
 from roundtable.server.jobs.job_registry import Jobs, Submission
+from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
 from roundtable.server.services.watching import detail_of, updates
 from roundtable.server.storage.artifact_store import DIGEST
 from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, tables
 from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
 from roundtable.server.store.client_rows import all_clients
-from roundtable.server.store.jobs import UnknownJob, newest_faults, newest_history
+from roundtable.server.store.jobs import UnknownJob, newest_history, newest_incidents
 from roundtable.server.store.ledger import Limit, entries, remove_budget, set_budget
 from roundtable.server.store.trust_rows import revoked_names
 
@@ -50,7 +50,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     def __init__(
         self,
         jobs: Jobs,
-        services: Services,
+        services: JobServices,
         threads: ThreadPoolExecutor,
         version: str,
         max_artifact_bytes: int,
@@ -147,8 +147,8 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
         detail.job_config = row.config
         detail.history.extend(records)
-        told = await self._services.database.read(lambda connection: newest_faults(connection, row.id))
-        detail.faults.extend(wire.event_to(event) for event in told)
+        told = await self._services.database.read(lambda connection: newest_incidents(connection, row.id))
+        detail.incidents.extend(wire.event_to(event) for event in told)
         return detail
 
     @override

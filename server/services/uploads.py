@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import grpc
 
-from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import SiteFailure, TransferError
 from roundtable.core.failpoints import failpoint
 from roundtable.engine import messages as m
@@ -19,13 +18,13 @@ from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Refusal
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.actions import Services
 from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.services import transfer
 from roundtable.server.storage.artifact_store import DIGEST
 from roundtable.server.storage.blobs import BlobWriter
-from roundtable.server.storage.finite_check import FiniteCheck
+from roundtable.server.storage.finite_check import ContentCheck
 from roundtable.server.store import ArtifactRow, UpdateRow
 from roundtable.server.store.jobs import receipt_of
 
@@ -58,7 +57,7 @@ class Offer:
 class Uploads:
     """Receives updates for all jobs."""
 
-    def __init__(self, jobs: Jobs, services: Services, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, jobs: Jobs, services: JobServices, threads: ThreadPoolExecutor) -> None:
         self._jobs, self._services, self._threads = jobs, services, threads
         self._active: dict[str, asyncio.Task[Receipt]] = {}
         self._corrupted: Counter[str] = Counter()
@@ -133,22 +132,20 @@ class Uploads:
         return Receipt(status=status, reason=reason)
 
     async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Receipt:
-        content, finite = offer.header.content, None
-        if offer.runner.effects.secure is None:
-            dtype = get_encoding(offer.header.encoding).dense_dtype
-            assert dtype is not None, "submission refuses other encodings"
-            finite = FiniteCheck(dtype)
-        offer.runner.post(m.WorkStarted(offer.client, offer.step, "uploading"))
-        place = (offer.owner, content.digest, content.size, finite, offer.header.offset)
-        writer = self._services.artifacts.receive(*place)
+        content = offer.header.content
+        check = offer.runner.collection.content_check()
+        offer.runner.inbox.post(m.WorkStarted(offer.client, offer.step, "uploading"))
+        writer = self._services.artifacts.receive(
+            offer.owner, content.digest, content.size, check, offer.header.offset
+        )
         try:
             await transfer.in_thread(self._threads, writer.open)
             await transfer.receive(_pieces(parts, offer.step), writer, content.size, self._threads)
-            return await self._complete(offer, writer, finite)
+            return await self._complete(offer, writer, check)
         finally:
             writer.close()
 
-    async def _complete(self, offer: Offer, writer: BlobWriter, finite: FiniteCheck | None) -> Receipt:
+    async def _complete(self, offer: Offer, writer: BlobWriter, check: ContentCheck) -> Receipt:
         """All bytes that came are written: are they all, the right ones, and numbers? Then they stay."""
         size = offer.header.content.size
         if writer.offset != size:
@@ -160,9 +157,9 @@ class Uploads:
             writer.check()
         except TransferError as error:
             return await self._corrupted_upload(offer, error)
-        if finite is not None and finite.first_bad is not None:
+        if check.first_bad is not None:
             writer.forget()
-            problem = f"the update is not finite: element {finite.first_bad} is NaN or infinite"
+            problem = f"the update is not finite: element {check.first_bad} is NaN or infinite"
             return await self._reject(offer, "invalid_update", problem)
         threads = self._services.artifacts.threads(self._threads)
         digest, size = await transfer.in_thread(threads, writer.finish)
@@ -173,14 +170,13 @@ class Uploads:
 
     async def _deliver(self, offer: Offer, artifact: ArtifactRow) -> Receipt:
         header, client = offer.header, offer.client
-        if offer.runner.effects.secure is not None:
-            offer.runner.effects.secure.arrived(client, header)
+        offer.runner.collection.arrived(client, header)
         metrics = wire.metrics_of(header.metrics)
         total, count = metrics.pop("loss", (0.0, 0))
         loss = total / count if count else None
         update = m.Update(client, m.BlobReference(artifact.digest), header.examples, loss, metrics)
         event = m.UpdateArrived(offer.step, update)
-        verdict = await offer.runner.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
+        verdict = await offer.runner.inbox.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         if verdict == "wanted":
             self._corrupted.pop(offer.owner, None)
             failpoint("receipt_due", offer.step.round, offer.step.phase)
@@ -193,7 +189,7 @@ class Uploads:
         problem = f"the update arrived damaged and was discarded: {error}"
         if self._corrupted[offer.owner] < MOST_CORRUPTIONS:
             failure = _failure(offer, "data_corruption", problem)
-            offer.runner.post(m.Troubled(offer.step, failure, "asked the silo to send it again"))
+            offer.runner.inbox.post(m.Troubled(offer.step, failure, "asked the silo to send it again"))
             raise TransferError(f"{problem}; send it again from the start")
         count = self._corrupted.pop(offer.owner)
         return await self._reject(offer, "data_corruption", f"{problem}; it was sent {count} times")
@@ -206,7 +202,7 @@ class Uploads:
         digest = m.BlobReference(offer.header.content.digest[:64])
         update = m.Update(client, digest, min(offer.header.examples, wire.MAX_COUNT))
         row = self._row(offer, update, "rejected", problem)
-        await offer.runner.tell(m.ClientFailed(step, failure), (), row)
+        await offer.runner.inbox.tell(m.ClientFailed(step, failure), (), row)
         return Receipt(status=Receipt.REJECTED, reason=problem)
 
     def _row(self, offer: Offer, update: m.Update, receipt: str, reason: str) -> UpdateRow:
@@ -248,7 +244,7 @@ async def _pieces(parts: AsyncIterator[Part], step: m.Step) -> AsyncIterator[Pie
 
 def _problem(client: str, header: agent_pb2.UploadHeader, runner: JobRunner) -> str:
     """What is wrong with an offer, in words; empty if nothing is."""
-    layout, encoding = runner.layout, runner.job.transfer.encoding
+    layout = runner.layout
     if header.layout != layout.fingerprint:
         return (
             f"the update's layout {header.layout[:12]!r} is not the job's, {layout.fingerprint[:12]!r}: "
@@ -257,18 +253,4 @@ def _problem(client: str, header: agent_pb2.UploadHeader, runner: JobRunner) -> 
         )
     if not DIGEST.fullmatch(header.content.digest):
         return "the update's digest is no BLAKE3 digest of 64 hexadecimal digits"
-    if runner.effects.secure is not None:
-        return runner.effects.secure.problem(client, header)
-    if header.encoding != encoding:
-        return f"the update is encoded as {header.encoding[:40]!r}, the job says {encoding!r}"
-    expected = get_encoding(encoding).encoded_size(layout.size)
-    if header.content.size != expected:
-        return (
-            f"the update has {header.content.size} bytes; {layout.size} values of {encoding} are {expected}"
-        )
-    if not 1 <= header.examples <= wire.MAX_COUNT:
-        return (
-            f"the update claims {header.examples} examples; between 1 and 2^53 can be: a silo without data "
-            "for this round reports a failure instead"
-        )
-    return ""
+    return runner.collection.problem(client, header)

@@ -10,8 +10,8 @@ from roundtable.core.errors import UnavailableError
 from roundtable.engine import ClientView
 from roundtable.proto import operator_pb2
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.actions import Services
 from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.store import FINAL, JobRow
 from roundtable.server.store.jobs import events_from
@@ -37,12 +37,12 @@ def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> o
 
 
 async def updates(
-    jobs: Jobs, services: Services, job: str, first: int, show: Callable[[JobRow], operator_pb2.Job]
+    jobs: Jobs, services: JobServices, job: str, first: int, show: Callable[[JobRow], operator_pb2.Job]
 ) -> AsyncIterator[operator_pb2.JobUpdate]:
     """Events from `first` onwards with the job as it stands, until it is over and all are told."""
     while True:
         runner = jobs.runner(job)
-        change = runner.next_change() if runner else None
+        change = runner.inbox.next_change() if runner else None
         row = await jobs.find(job)
         events = await services.database.read(
             partial(events_from, job=job, sequence=first, limit=MOST_EVENTS)
@@ -67,7 +67,7 @@ def _activity(name: str, client: ClientView, runner: JobRunner) -> operator_pb2.
     activity = operator_pb2.ClientActivity(
         client=name, state=client.state, since=client.since, note=client.note, loss=float("nan")
     )
-    progress = runner.effects.progress_of(name)
+    progress = runner.instructions.progress_of(name)
     if progress is not None:
         activity.done, activity.total, activity.loss = progress.done, progress.total, progress.loss
         if progress.figures is not None:

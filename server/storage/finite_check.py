@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
+
+
+class ContentCheck(Protocol):
+    """Is shown the bytes of an upload in order; `first_bad` is the first element that is not finite."""
+
+    first_bad: int | None
+
+    def __call__(self, data: bytes | memoryview) -> None:
+        """Takes the next bytes."""
+
+
+class AnyContent:
+    """For bytes that mean nothing by themselves: masked vectors are uniform."""
+
+    first_bad: int | None = None
+
+    def __call__(self, data: bytes | memoryview) -> None:
+        return
 
 
 class FiniteCheck:

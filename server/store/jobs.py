@@ -21,7 +21,7 @@ from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRo
 FINAL = ("finished", "cancelled", "failed")
 HISTORY_PAGE = 100
 MOST_ROUNDS = 2**31 - 1
-FAULT_KINDS = (
+INCIDENT_KINDS = (
     "client_failed",
     "client_troubled",
     "client_offline",
@@ -186,13 +186,13 @@ def events_from(connection: Connection, job: str, sequence: int, limit: int = 10
     return [_event(row._mapping) for row in connection.execute(query)]
 
 
-def newest_faults(connection: Connection, job: str, limit: int = 20) -> list[EventRow]:
-    """The newest events that tell of a fault, oldest first."""
+def newest_incidents(connection: Connection, job: str, limit: int = 20) -> list[EventRow]:
+    """The newest events that tell of an incident, oldest first."""
     table = tables.events.c
-    query = sa.select(tables.events).where(table.job == job, table.kind.in_(FAULT_KINDS))
+    query = sa.select(tables.events).where(table.job == job, table.kind.in_(INCIDENT_KINDS))
     rows = connection.execute(query.order_by(table.sequence.desc()).limit(limit)).all()
     events = [_event(row._mapping) for row in reversed(rows)]
-    return [event for event in events if "fault" in event.detail]
+    return [event for event in events if "incident" in event.detail]
 
 
 def last_sequence(connection: Connection, job: str) -> int:

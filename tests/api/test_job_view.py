@@ -14,7 +14,7 @@ from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail
 
 def test_faults_are_shown_with_what_was_done_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     now = time.time()
-    fault = {
+    incident = {
         "kind": "out_of_memory",
         "severity": "error",
         "action": "the round goes on without this silo",
@@ -26,14 +26,14 @@ def test_faults_are_shown_with_what_was_done_and_what_to_do(capsys: pytest.Captu
         attempt=1,
         waiting_for="1 of 2 updates; waiting for alder (training)",
         clients=[ClientActivity(client="alder", state="training", since=now - 90)],
-        faults=[
+        incidents=[
             Event(
                 time=now - 30,
                 kind="client_failed",
                 round=2,
                 client="birch",
                 message="birch failed in round 2: no room",
-                detail=json.dumps({"kind": "out_of_memory", "fault": fault}),
+                detail=json.dumps({"kind": "out_of_memory", "incident": incident}),
             )
         ],
     )

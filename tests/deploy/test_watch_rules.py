@@ -22,7 +22,7 @@ def told() -> set[str]:
     text = "".join((ROOT / source).read_text() for source in SOURCES)
     names = set(re.findall(r'"(roundtable_[a-z_]+)"', text)) | PROCESS
     stems = {
-        "roundtable_": ("rounds", "updates", "updates_refused", "faults"),
+        "roundtable_": ("rounds", "updates", "updates_refused", "incidents"),
         "roundtable_agent_": ("steps", "updates", "connections"),
         "roundtable_privacy_epsilon_": ("spent", "budget", "left"),
         "roundtable_gpu_": (

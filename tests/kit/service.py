@@ -17,13 +17,13 @@ from roundtable.core.models import model_blocks
 from roundtable.proto import operator_pb2, operator_pb2_grpc
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
 from roundtable.server import Coordinator, ServerConfig
-from roundtable.server.jobs.combiner import Trusted
+from roundtable.server.jobs.combiner import TrustedTraining
 
 AGENTS = ("alder", "birch", "cedar")
 
 
 @asynccontextmanager
-async def running(config: ServerConfig, trusted: Trusted | None = None) -> AsyncIterator[Coordinator]:
+async def running(config: ServerConfig, trusted: TrustedTraining | None = None) -> AsyncIterator[Coordinator]:
     """A coordinator while the block lasts."""
     started = Coordinator(config, trusted=trusted)
     await started.start()

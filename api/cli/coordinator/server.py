@@ -16,7 +16,7 @@ from roundtable.core.observability.logs import LogFormat, write_logs
 
 if TYPE_CHECKING:
     from roundtable.server.config import ServerConfig
-    from roundtable.server.jobs.combiner import Trusted
+    from roundtable.server.jobs.combiner import TrustedTraining
 
 
 class _Server(click.Command):
@@ -90,7 +90,7 @@ def server(
     run_server(settings, _trusted(settings))
 
 
-def _trusted(settings: ServerConfig) -> Trusted | None:
+def _trusted(settings: ServerConfig) -> TrustedTraining | None:
     """Without trusted data the coordinator needs no task, and imports no training code."""
     if not settings.root_data:
         return None

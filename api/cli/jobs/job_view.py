@@ -73,7 +73,7 @@ def print_detail(detail: JobDetail) -> None:
         ]
         print_table(("client", "state", "for", "note"), rows, "")
     _print_steps(detail)
-    _print_faults(detail)
+    _print_incidents(detail)
     records = [json.loads(record) for record in detail.history]
     if records:
         click.echo("")
@@ -114,20 +114,27 @@ def step_row(client: ClientActivity) -> tuple[str, ...]:
     )
 
 
-def _print_faults(detail: JobDetail) -> None:
+def _print_incidents(detail: JobDetail) -> None:
     """What went wrong of late, what was done about it, and what somebody should do."""
-    faults = [(event, json.loads(event.detail)["fault"]) for event in detail.faults]
-    if not faults:
+    incidents = [(event, json.loads(event.detail)["incident"]) for event in detail.incidents]
+    if not incidents:
         return
     click.echo("")
     rows = [
-        (ago(event.time), fault["severity"], fault["kind"], event.client, event.round, fault["action"])
-        for event, fault in faults
+        (
+            ago(event.time),
+            incident["severity"],
+            incident["kind"],
+            event.client,
+            event.round,
+            incident["action"],
+        )
+        for event, incident in incidents
     ]
-    print_table(("fault", "severity", "kind", "silo", "round", "what was done"), rows, "")
-    event, fault = faults[-1]
+    print_table(("incident", "severity", "kind", "silo", "round", "what was done"), rows, "")
+    event, incident = incidents[-1]
     click.echo(f"newest     {event.message}")
-    click.echo(f"advice     {fault['advice']}")
+    click.echo(f"advice     {incident['advice']}")
 
 
 def _print_history(records: list[dict[str, Any]]) -> None:

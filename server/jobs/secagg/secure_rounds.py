@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError, RoundtableError, SiteFailure
@@ -21,10 +21,12 @@ from roundtable.engine import messages as m
 from roundtable.privacy.secagg import ServerPhase
 from roundtable.proto import agent_pb2
 from roundtable.server.jobs import wire
+from roundtable.server.jobs.background import BackgroundTasks
+from roundtable.server.jobs.inbox import Inbox
+from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.round_collection import Pay
 from roundtable.server.jobs.secagg.secure_attempt import KEYS, SecureAttempt
-
-if TYPE_CHECKING:
-    from roundtable.server.jobs.actions import Services
+from roundtable.server.storage.finite_check import AnyContent
 
 log = logging.getLogger("roundtable.server.jobs.secagg.secure_rounds")
 
@@ -32,15 +34,26 @@ MASKED = "masked"
 SHARE_OF_DEADLINE = 0.1
 """Of the round's deadline: what an exchange of small messages may take. Unmasking may take all of it,
 because once silos have been asked for shares the round makes its model in this attempt or not at all."""
-Post = Callable[[m.Event], Coroutine[Any, Any, None]]
-Pay = Callable[[], Coroutine[Any, Any, None]]
 
 
 class SecureRounds:
-    """The secure aggregation of one job. `post` takes events to the engine, `spawn` runs what they need."""
+    """The secure aggregation of one job."""
 
-    def __init__(self, job_id: str, job: JobConfig, columns: int, services: Services) -> None:
-        self._id, self._job, self._columns, self._services = job_id, job, columns, services
+    def __init__(
+        self,
+        job_id: str,
+        job: JobConfig,
+        columns: int,
+        services: JobServices,
+        inbox: Inbox,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._id = job_id
+        self._job = job
+        self._columns = columns
+        self._services = services
+        self._inbox = inbox
+        self._tasks = tasks
         self._folder = services.artifacts.folder / "secure"
         self._key = (0, 0)
         self._attempt: SecureAttempt | None = None
@@ -48,18 +61,6 @@ class SecureRounds:
         self._busy = False
         self._permitted = False
         self._exchange: asyncio.Task[None] | None = None
-        self._post: Post
-        self._spawn: Callable[[Coroutine[Any, Any, None]], None]
-        self._notify: Callable[[], None]
-
-    def connect(
-        self,
-        post: Post,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-        notify: Callable[[], None],
-    ) -> None:
-        """Where events go, who looks after what takes time, and whom to tell that something can be seen."""
-        self._post, self._spawn, self._notify = post, spawn, notify
 
     def take_up(self, step: m.Step) -> None:
         """After a restart: goes on with the attempt that was under way, if it had begun.
@@ -71,19 +72,21 @@ class SecureRounds:
         elif self._services.artifacts.bucket is not None and step.phase == m.TRAIN:
             self._key = (step.round, step.attempt)
             lost = AggregationError("what the attempt has heard is not on this machine")
-            self._spawn(self._give_up(step, lost))
+            self._tasks.spawn(self._give_up(step, lost))
 
-    def identities(self, action: m.Instruct) -> list[bytes]:
-        """The certificates that go with an instruction to train; none where the silo cannot take part."""
+    def admit(self, action: m.Instruct) -> Sequence[bytes] | None:
+        """The certificates of all who take part; None where the silo cannot."""
+        if action.step.phase != m.TRAIN:
+            return ()
         if (action.step.round, action.step.attempt) != self._key:
             self._open(action.step, action.cohort)
         attempt = self._attempt
         if attempt is None or action.client not in attempt.identities:
-            return []
+            return None
         return [attempt.identities[name].certificate for name in sorted(attempt.identities)]
 
-    def hear(self, client: str, step: m.Step, message: bytes) -> None:
-        """A silo's message of the protocol."""
+    def exchanged(self, client: str, step: m.Step, message: bytes) -> None:
+        """Takes a silo's message of the protocol."""
         attempt = self._current(step)
         if attempt is None or self._busy:
             return
@@ -98,10 +101,10 @@ class SecureRounds:
                 attempt.lose(client, reason)
                 self._fail(step, client, "node_failure", reason)
         self._changed.set()
-        self._notify()
+        self._inbox.notify()
 
-    def lost(self, failure: SiteFailure) -> None:
-        """The silo has said that it will not answer."""
+    def failed(self, failure: SiteFailure) -> None:
+        """Goes on without a silo that has said that it will not answer."""
         step = m.Step(failure.round, failure.attempt, failure.phase)
         attempt = self._current(step)
         if attempt is None or self._busy or step.phase == m.EVALUATE:
@@ -112,7 +115,7 @@ class SecureRounds:
         self._changed.set()
 
     def rejoined(self, client: str) -> None:
-        """The silo is connected again: what it was told last may have been lost."""
+        """Sends again what may have been lost with the silo's connection."""
         if self._attempt is not None and client in self._attempt.told:
             self._send(self._attempt, client)
 
@@ -132,23 +135,27 @@ class SecureRounds:
         except ProtocolError as error:
             return str(error)
 
+    def content_check(self) -> AnyContent:
+        """None: a masked vector looks like noise."""
+        return AnyContent()
+
     def arrived(self, client: str, header: agent_pb2.UploadHeader) -> None:
-        """A masked vector is here, whole."""
+        """Keeps the signed announcement of a masked vector that is here, whole."""
         attempt = self._current(wire.step_of(header.step))
         if attempt is not None:
             attempt.announce(client, header.announcement)
 
-    def waiting(self) -> str:
+    def progress(self) -> str:
         """Where the protocol is, in words; empty while the silos just train."""
         if self._attempt is None or (self._attempt.phase is ServerPhase.MASKED and not self._busy):
             return ""
-        return self._attempt.progress()
+        return f"secure aggregation, {self._attempt.progress()}"
 
     def permit(self, step: m.Step) -> None:
-        """Silos may be asked: that no other attempt at the round will be unmasked is durable."""
+        """Lets silos be asked to unmask: that no other attempt at the round will be unmasked is durable."""
         self._permitted = (step.round, step.attempt) == self._key
 
-    async def total(self, action: m.Aggregate, pay: Pay) -> Mean | GroupMeans:
+    async def collect(self, action: m.Aggregate, pay: Pay) -> Mean | GroupMeans:
         """The mean of exactly the updates that the engine names, or the means of their groups.
 
         `pay` makes it durable that the attempt is paid for and the round used up, and has `permit` called,
@@ -175,7 +182,7 @@ class SecureRounds:
                     share = 1.0
                 self._expect(attempt)
                 self._tell(attempt)
-                await self._collect(attempt, share * self._job.cohort.deadline)
+                await self._hear(attempt, share * self._job.cohort.deadline)
                 self._expect(attempt)
                 await self._advance(attempt)
             delivered = {update.client for update in action.updates}
@@ -185,7 +192,7 @@ class SecureRounds:
         return mean
 
     def retire(self, round: int) -> None:
-        """The round is committed: nothing of it is needed any more."""
+        """Forgets the attempt of a round that is committed."""
         if self._key[0] <= round:
             self.close(forget=True)
 
@@ -226,7 +233,7 @@ class SecureRounds:
                 self._attempt = SecureAttempt.begin(*where, path, identities)
         except RoundtableError as error:
             path.unlink(missing_ok=True)
-            self._spawn(self._give_up(step, error))
+            self._tasks.spawn(self._give_up(step, error))
         self._forget_others(path)
         if self._attempt is None:
             return
@@ -248,7 +255,7 @@ class SecureRounds:
         try:
             self._tell(attempt)
             while attempt.phase in KEYS:
-                await self._collect(attempt, SHARE_OF_DEADLINE * self._job.cohort.deadline)
+                await self._hear(attempt, SHARE_OF_DEADLINE * self._job.cohort.deadline)
                 for client, said in (await self._advance(attempt)).items():
                     self._fail(step, client, "slow_node", said)
                 self._tell(attempt)
@@ -258,9 +265,9 @@ class SecureRounds:
     async def _give_up(self, step: m.Step, error: RoundtableError) -> None:
         train = m.Step(step.round, step.attempt, m.TRAIN)
         reasons = _reasons(self._attempt) if self._attempt is not None else ""
-        await self._post(m.AggregationFailed(train, f"secure aggregation: {error}{reasons}"))
+        await self._inbox.tell(m.AggregationFailed(train, f"secure aggregation: {error}{reasons}"))
 
-    async def _collect(self, attempt: SecureAttempt, seconds: float) -> None:
+    async def _hear(self, attempt: SecureAttempt, seconds: float) -> None:
         """Until everybody who is awaited has answered, the attempt is given up, or for so long."""
         end = asyncio.get_running_loop().time() + seconds
         while self._attempt is attempt and not attempt.server.ready:
@@ -293,7 +300,7 @@ class SecureRounds:
     def _tell(self, attempt: SecureAttempt) -> None:
         for client in attempt.told:
             self._send(attempt, client)
-        self._notify()
+        self._inbox.notify()
 
     def _send(self, attempt: SecureAttempt, client: str) -> None:
         if attempt.phase is ServerPhase.UNMASK and not self._permitted:
@@ -306,7 +313,7 @@ class SecureRounds:
         """The engine does without the silo, and the silo is told to stop."""
         train = m.Step(step.round, step.attempt, m.TRAIN)
         failure = SiteFailure(client, step.round, step.attempt, m.TRAIN, kind, detail)
-        self._spawn(self._post(m.ClientFailed(train, failure)))
+        self._tasks.spawn(self._inbox.tell(m.ClientFailed(train, failure)))
         self._services.sessions.send(client, wire.withdrawal(self._id, m.Withdraw(client, train, detail)))
 
 

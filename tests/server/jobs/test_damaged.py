@@ -59,14 +59,14 @@ async def test_it_is_asked_for_again_and_counts_once(
     assert record["weights"] == {"alder": 0.5, "birch": 0.5}, "what was acknowledged first counts"
     assert stored(tmp_path) == [("alder", "accepted"), ("birch", "accepted")]
     (trouble,) = [event for event in events if event.kind == "client_troubled"]
-    fault = json.loads(trouble.detail)["fault"]
-    assert (fault["kind"], fault["site"], fault["action"]) == (
+    incident = json.loads(trouble.detail)["incident"]
+    assert (incident["kind"], incident["site"], incident["action"]) == (
         "data_corruption",
         "alder",
         "asked the silo to send it again",
     )
     assert "is damaged" in trouble.message
-    assert [event.kind for event in detail.faults] == ["client_troubled"]
+    assert [event.kind for event in detail.incidents] == ["client_troubled"]
 
 
 async def test_another_one_does_not_take_its_place(
@@ -107,8 +107,8 @@ async def test_a_disk_that_spoils_it_every_time(
         assert (await pair[0].answer(again, ONE)).status == Status.ACCEPTED
     events = await operator.watch_until(job.id, "paused")
     (failed,) = [event for event in events if event.kind == "client_failed"]
-    fault = json.loads(failed.detail)["fault"]
-    assert fault["action"] == "asked the silo 2 times to send it again, then excluded the update"
+    incident = json.loads(failed.detail)["incident"]
+    assert incident["action"] == "asked the silo 2 times to send it again, then excluded the update"
     assert "1 of at least 2 updates" in (await operator.job(job.id)).job.reason
 
 
@@ -123,9 +123,9 @@ async def test_what_a_silo_deals_with_itself_is_in_the_history(
         )
     )
     event = await operator.watch_for(job.id, "client_troubled")
-    fault = json.loads(event.detail)["fault"]
+    incident = json.loads(event.detail)["incident"]
     assert event.message == "alder, train: too much; reduced the batch size"
-    assert (fault["kind"], fault["severity"], fault["action"]) == (
+    assert (incident["kind"], incident["severity"], incident["action"]) == (
         "out_of_memory",
         "warning",
         "reduced the batch size",

@@ -18,8 +18,7 @@ from service import Operator, running
 
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
-from roundtable.server.jobs import actions as effects
-from roundtable.server.jobs import runner
+from roundtable.server.jobs import aggregate_action, runner
 from roundtable.server.operations.alerts import AlertTable
 
 ONE = torch.ones(4)
@@ -69,7 +68,7 @@ async def test_an_upload_to_a_full_disk(cramped: Coordinator, certificates: Path
 async def test_an_aggregation_on_a_full_disk_waits_and_then_pauses_the_job(
     cramped: Coordinator, certificates: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effects, "FULL_DISK_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(aggregate_action, "FULL_DISK_PAUSES", (0.01, 0.01))
     async with (
         Operator(cramped.port, certificates / "olga") as operator,
         ScriptedAgent(cramped.port, certificates / "alder") as agent,

@@ -171,9 +171,9 @@ async def test_bytes_that_are_not_what_was_announced(pair: list[ScriptedAgent], 
     events = await operator.watch_until(job.id, "finished")
     told = [event for event in events if event.client == "alder"]
     assert [event.kind for event in told] == ["client_troubled", "client_troubled", "client_failed"]
-    faults = [json.loads(event.detail)["fault"] for event in told]
-    assert {fault["kind"] for fault in faults} == {"data_corruption"}
-    assert [fault["action"] for fault in faults] == [
+    incidents = [json.loads(event.detail)["incident"] for event in told]
+    assert {incident["kind"] for incident in incidents} == {"data_corruption"}
+    assert [incident["action"] for incident in incidents] == [
         *2 * ["asked the silo to send it again"],
         "excluded the update",
     ]

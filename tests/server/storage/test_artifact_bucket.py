@@ -22,7 +22,7 @@ from roundtable.core.errors import ConfigError, StorageError
 from roundtable.doctor_coordinator import examine_coordinator
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig, load_server_config
-from roundtable.server.jobs import actions as effects
+from roundtable.server.jobs import aggregate_action
 from roundtable.server.storage import bucket
 from roundtable.server.storage import replicas as copies
 from roundtable.server.storage.artifact_store import DamagedArtifact, LocalArtifacts
@@ -89,7 +89,7 @@ def address() -> str:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (bucket, effects, copies):
+    for module in (bucket, aggregate_action, copies):
         for name in ("PURGE_SECONDS", "FIRST_PAUSE", "LONGEST_PAUSE"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, 0.02)

@@ -24,7 +24,7 @@ from roundtable.core.errors import ConfigError, ResourceError, StorageError
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig, clock
-from roundtable.server.operations.incidents import fault_of
+from roundtable.server.operations.incidents import incident_of
 from roundtable.server.storage.artifact_store import DamagedArtifact, LocalArtifacts
 from roundtable.server.store import Database
 from roundtable.server.store import jobs as store
@@ -94,7 +94,7 @@ async def test_a_damaged_model_that_a_silo_asks_for_pauses_the_job_until_it_is_b
         with pytest.raises(grpc.aio.AioRpcError, match="is damaged"):
             await agent.download(digest)
         events = await operator.watch_until(job.id, "paused")
-        assert json.loads(events[-1].detail)["fault"]["kind"] == "data_corruption"
+        assert json.loads(events[-1].detail)["incident"]["kind"] == "data_corruption"
         await agent.expect("withdraw")
         await asyncio.to_thread(place.write_bytes, data)
         await operator.stub.ResumeJob(operator_pb2.JobRequest(job=job.id))
@@ -236,12 +236,12 @@ async def test_faults_are_events_with_advice_and_alerts_by_webhook_and_command(
         step = (await agent.expect("instruction")).step
         await agent.say(failure=agent_pb2.Failure(step=step, kind="out_of_memory", detail="no room"))
         events = await operator.watch_until(job.id, "paused")
-        shown = (await operator.job(job.id)).faults
+        shown = (await operator.job(job.id)).incidents
         assert [event.kind for event in shown] == ["client_failed", "attempt_failed", "job_paused"]
-        faults = {event.kind: json.loads(event.detail).get("fault") for event in events if event.detail}
+        incidents = {event.kind: json.loads(event.detail).get("incident") for event in events if event.detail}
         await until(lambda: len(Hook.taken) == 3 and out.exists() and out.read_text().count("\n") == 3)
     server.shutdown()
-    assert faults["client_failed"] == {
+    assert incidents["client_failed"] == {
         "kind": "out_of_memory",
         "severity": "error",
         "site": "alder",
@@ -251,15 +251,15 @@ async def test_faults_are_events_with_advice_and_alerts_by_webhook_and_command(
         "advice": "give the silo's training more memory, or set a smaller batch_size in the job",
         "action": "the round goes on without this silo; the next draw may choose another",
     }
-    assert faults["attempt_failed"]["kind"] == faults["job_paused"]["kind"] == "quorum_missed"
+    assert incidents["attempt_failed"]["kind"] == incidents["job_paused"]["kind"] == "quorum_missed"
     assert [alert["severity"] for alert in Hook.taken] == ["error", "error", "critical"]
     assert [json.loads(line) for line in out.read_text().splitlines()] == Hook.taken
     assert Hook.taken[0]["message"].startswith("alder failed in round 1")
 
 
 def test_an_operators_pause_is_no_fault() -> None:
-    assert fault_of(m.Note("job_paused", "paused by olga")) is None
-    assert fault_of(m.Note("round_started", "round 1")) is None
+    assert incident_of(m.Note("job_paused", "paused by olga")) is None
+    assert incident_of(m.Note("round_started", "round 1")) is None
 
 
 def test_a_clock_that_was_set_is_noticed_and_moves_nothing(

@@ -180,7 +180,6 @@ async def test_counts_beside_a_masked_update_are_refused(federation: Federation)
         await updates_received(operator, job, 2)
         runner = coordinator.jobs.runner(job)
         assert runner is not None
-        assert runner.effects.secure is not None
         step = common_pb2.Step(job=job, round=1, attempt=1, phase="train")
         content = common_pb2.Artifact(digest="0" * 64, size=4 * (COLUMNS + 10))
         for changes, reason in (
@@ -192,7 +191,7 @@ async def test_counts_beside_a_masked_update_are_refused(federation: Federation)
             ({"step": common_pb2.Step(job=job, round=1, attempt=9, phase="train")}, "is not known here"),
         ):
             header = {"step": step, "content": content, "encoding": "masked", **changes}
-            assert reason in runner.effects.secure.problem("cedar", agent_pb2.UploadHeader(**header))
+            assert reason in runner.collection.problem("cedar", agent_pb2.UploadHeader(**header))
 
 
 async def test_below_three_survivors_the_attempt_fails_and_new_keys_are_made(

@@ -189,7 +189,7 @@ async def test_what_can_be_seen_is_charged_before_it_is_asked_for(federation: Fe
         await operator.stub.CancelJob(operator_pb2.JobRequest(job=job))
         await operator.watch_until(job, "cancelled")
         async with asyncio.timeout(60):
-            await asyncio.gather(*runner.effects._tasks)
+            await runner._actions._tasks.finished()
         (record,) = history(await operator.job(job))
         assert "the job was cancelled while it was unmasked" in record["closed"]
     assert charged(federation) == [(1, 1)]
@@ -269,7 +269,7 @@ async def test_a_round_that_may_have_been_seen_is_closed_and_the_next_goes_well(
         path.write_bytes(await operator.fetch(detail.job.model.digest))
     (said,) = [event for event in events if event.kind == "round_closed"]
     assert "cedar: its disk broke" in said.message
-    assert "went on with the next" in json.loads(said.detail)["fault"]["action"]
+    assert "went on with the next" in json.loads(said.detail)["incident"]["action"]
     assert "all 2 rounds are done, 1 of them without a model" in detail.job.reason
     closed, made = history(detail)
     assert "cedar: its disk broke" in closed["closed"]

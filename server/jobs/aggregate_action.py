@@ -1,0 +1,136 @@
+"""`Aggregate` performed: what the round has received becomes the new model, however often that is tried."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from roundtable.core.errors import ResourceError, RoundtableError, StorageError
+from roundtable.core.failpoints import failpoint
+from roundtable.engine import messages as m
+from roundtable.server.jobs.combiner import Combiner, NewModel
+from roundtable.server.jobs.inbox import Inbox
+from roundtable.server.jobs.job_account import JobAccount
+from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.plain_rounds import DamagedUpdates
+from roundtable.server.jobs.round_collection import RoundCollection
+from roundtable.server.operations.incidents import storage_incident
+from roundtable.server.storage.artifact_store import DamagedArtifact
+from roundtable.server.storage.location import Unreachable
+from roundtable.server.store.database import LeaseLost
+
+log = logging.getLogger("roundtable.server.jobs.aggregate_action")
+
+FULL_DISK_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+LEDGER_PAUSE = 2.0
+Result = TypeVar("Result")
+
+
+async def despite_outages(job: str, work: Callable[[], Awaitable[Result]]) -> Result:
+    """What the privacy ledger answers; a database that is away is waited for."""
+    while True:
+        try:
+            return await work()
+        except LeaseLost:
+            raise
+        except StorageError as error:
+            log.error("the privacy ledger: %s; trying again", error, extra={"job": job})
+            await asyncio.sleep(LEDGER_PAUSE)
+
+
+class AggregateAction:
+    """Makes the models of one job. `trouble` says what keeps the round from being combined, for now."""
+
+    def __init__(
+        self,
+        job: str,
+        combiner: Combiner,
+        collection: RoundCollection,
+        account: JobAccount,
+        services: JobServices,
+        inbox: Inbox,
+    ) -> None:
+        self._job = job
+        self._combiner = combiner
+        self._collection = collection
+        self._account = account
+        self._services = services
+        self._inbox = inbox
+        self.trouble = ""
+
+    async def perform(self, action: m.Aggregate) -> None:
+        """Makes the model and tells the engine.
+
+        Waits for room if the disk is full, and pauses the job if there is none for long. A bucket that is
+        away is waited for, like the database.
+        """
+        for pause in (*FULL_DISK_PAUSES, None):
+            try:
+                made = await self._patiently(action)
+            except ResourceError as error:
+                log.error("round %d: %s", action.step.round, error, extra={"job": self._job})
+                if pause is None:
+                    await self._inbox.tell(m.Pause(str(error)))
+                    return
+                await asyncio.sleep(pause)
+            except RoundtableError as error:
+                await self._inbox.tell(_failure(action, error))
+                return
+            else:
+                failpoint("aggregated", action.step.round, action.step.phase)
+                await self._inbox.tell(made.event, made.artifacts)
+                self._services.artifacts.unpin(row.digest for row in made.artifacts)
+                return
+
+    async def _patiently(self, action: m.Aggregate) -> NewModel:
+        """The new model; a bucket that is away is waited for, and people are told."""
+        pause = FIRST_PAUSE
+        try:
+            while True:
+                try:
+                    return await self._new_model(action)
+                except Unreachable as error:
+                    self._note_trouble(error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            self.trouble = ""
+
+    async def _new_model(self, action: m.Aggregate) -> NewModel:
+        """One try. What was received is collected anew for each: combining it uses it up."""
+        step, account = action.step, self._account
+        guarantee = await despite_outages(self._job, lambda: account.guarantee(step))
+
+        async def pay() -> None:
+            """Charges the attempt, and has the engine close the round should no model come of it."""
+            await despite_outages(self._job, lambda: account.release(step))
+            await self._inbox.tell(m.Unmasking(step, guarantee.figures))
+
+        received = await self._collection.collect(action, pay)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._services.compute,
+            self._combiner.combine,
+            action,
+            received,
+            guarantee,
+            self._services.clock(),
+        )
+
+    def _note_trouble(self, error: Unreachable) -> None:
+        if not self.trouble:
+            incident = storage_incident(str(error))
+            self._services.alerts.tell(incident, str(error), self._services.clock(), self._job)
+        self.trouble = f"the round cannot be combined: {error}; trying again"
+        log.error("%s", self.trouble, extra={"job": self._job})
+        self._inbox.notify()
+
+
+def _failure(action: m.Aggregate, error: RoundtableError) -> m.Event:
+    """What the engine is told: another cohort would change nothing where the model itself is gone."""
+    if isinstance(error, DamagedArtifact) and error.digest in (action.model, action.optimizer):
+        return m.Pause(str(error))
+    damaged = error.damaged if isinstance(error, DamagedUpdates) else {}
+    return m.AggregationFailed(action.step, str(error), damaged)

@@ -1,0 +1,85 @@
+"""Events on their way to one job's engine, and the signal that people can see something new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from roundtable.engine import messages as m
+from roundtable.server.store import ArtifactRow, UpdateRow
+
+Verdict = Literal["wanted", "duplicate", "stale"]
+
+
+@dataclass
+class Arrival:
+    """An event, the rows that belong to it, and who waits for it to be durable."""
+
+    event: m.Event
+    update: UpdateRow | None = None
+    artifacts: tuple[ArtifactRow, ...] = ()
+    done: asyncio.Future[Verdict] | None = None
+    verdict: Verdict = "wanted"
+
+
+class Inbox:
+    """What everybody sends to a job's driver. Only the driver reads it."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Arrival] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Events that the driver has not looked at yet."""
+        return self._queue.qsize()
+
+    def post(self, event: m.Event) -> None:
+        """Sends an event whose outcome nobody waits for."""
+        self._queue.put_nowait(Arrival(event))
+
+    async def tell(
+        self, event: m.Event, artifacts: tuple[ArtifactRow, ...] = (), update: UpdateRow | None = None
+    ) -> Verdict:
+        """Sends an event; returns once it is durable. The verdict is about an update that arrived."""
+        if self._closed:
+            return "stale"
+        done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(Arrival(event, update, artifacts, done))
+        return await done
+
+    async def arrivals(self) -> list[Arrival]:
+        """Waits for the next event and returns it with all that are there by then, oldest first."""
+        return [await self._queue.get(), *self._rest()]
+
+    def answer(self, arrivals: Iterable[Arrival]) -> None:
+        """Returns their verdicts to those who wait: everything about them is durable."""
+        for arrival in arrivals:
+            if arrival.done is not None and not arrival.done.done():
+                arrival.done.set_result(arrival.verdict)
+
+    def close(self) -> None:
+        """The job is over: whoever still waits, or sends something later, is told that it is stale."""
+        self._closed = True
+        rest = self._rest()
+        for arrival in rest:
+            arrival.verdict = "stale"
+        self.answer(rest)
+
+    def notify(self) -> None:
+        """Something has changed that people can see."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def next_change(self) -> asyncio.Event:
+        """Set at the next change of anything that people can see."""
+        return self._changed
+
+    def _rest(self) -> list[Arrival]:
+        rest = []
+        while not self._queue.empty():
+            rest.append(self._queue.get_nowait())
+        return rest

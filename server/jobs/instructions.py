@@ -1,0 +1,95 @@
+"""What each agent was asked to do last for one job, and how far it says it is; kept in memory only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundtable.engine import messages as m
+from roundtable.proto import agent_pb2, common_pb2
+from roundtable.server.jobs import wire
+from roundtable.server.jobs.job_services import JobServices
+
+log = logging.getLogger("roundtable.server.jobs.instructions")
+
+
+@dataclass
+class StepProgress:
+    """How far an agent says it is with its step; `figures` are of its newest training step."""
+
+    done: int
+    total: int
+    loss: float
+    figures: common_pb2.StepFigures | None = None
+
+
+class Instructions:
+    """The instructions in force. `submission` goes with each: silos check who has asked for the job."""
+
+    def __init__(
+        self, job: str, config: str, layout: str, submission: common_pb2.Submission, services: JobServices
+    ) -> None:
+        self._job = job
+        self._config = config
+        self._layout = layout
+        self._submission = submission
+        self._services = services
+        self._in_force: dict[str, m.Instruct] = {}
+        self._progress: dict[str, StepProgress] = {}
+
+    def send(self, action: m.Instruct, certificates: Sequence[bytes]) -> None:
+        """Sends an instruction, with the certificates of those who take part in secure aggregation."""
+        if self._in_force.get(action.client) != action:
+            self._progress.pop(action.client, None)
+        self._in_force[action.client] = action
+        size = self._services.artifacts.size(action.model)
+        if size is None:
+            log.error("model %s is missing from the artifacts", action.model, extra={"job": self._job})
+            return
+        message = wire.instruction(
+            self._job,
+            self._config,
+            self._layout,
+            action,
+            size,
+            self._services.clock(),
+            certificates,
+            self._submission,
+        )
+        self._services.sessions.send(action.client, message)
+
+    def withdraw(self, action: m.Withdraw) -> None:
+        """Tells the agent that its instruction no longer holds."""
+        self._in_force.pop(action.client, None)
+        self._progress.pop(action.client, None)
+        self._services.sessions.send(action.client, wire.withdrawal(self._job, action))
+
+    def may_read(self, client: str, digest: str) -> bool:
+        """Whether the instruction in force for this agent names the artifact."""
+        instruction = self._in_force.get(client)
+        return instruction is not None and instruction.model == digest
+
+    def step_of(self, client: str) -> m.Step | None:
+        """The step of the instruction in force for this agent."""
+        instruction = self._in_force.get(client)
+        return instruction.step if instruction else None
+
+    def report(self, client: str, message: agent_pb2.Progress) -> None:
+        """Notes what an agent says of the step that it was asked for; of other steps nothing."""
+        if self.step_of(client) == wire.step_of(message.step):
+            figures = message.figures if message.HasField("figures") else None
+            total = max(message.total, message.done)
+            self._progress[client] = StepProgress(message.done, total, message.loss, figures)
+
+    def progress_of(self, client: str) -> StepProgress | None:
+        """How far the agent says it is with its step."""
+        return self._progress.get(client)
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """The newest training step of each silo that reports figures, by silo and name; "loss" among them."""
+        return {
+            client: {"loss": progress.loss, **{field.name: value for field, value in figures.ListFields()}}
+            for client, progress in self._progress.items()
+            if (figures := progress.figures) is not None
+        }

@@ -1,0 +1,39 @@
+"""What the drivers of all jobs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from roundtable.server.jobs.combiner import TrustedTraining
+from roundtable.server.jobs.sessions import Sessions
+from roundtable.server.operations.alerts import Alerts
+from roundtable.server.operations.coordinator_observer import CoordinatorObserver
+from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.retention import Retention
+from roundtable.server.store import Database
+from roundtable.server.store.group_commit import GroupedWrites
+
+
+@dataclass(frozen=True)
+class JobServices:
+    """One coordinator's services for its jobs.
+
+    `compute` is the one thread in which models are made; `writer` names this process in the rows that it
+    writes; `together` groups small writes of many callers; `tracking` is the folder of all jobs' trackers.
+    """
+
+    database: Database
+    artifacts: LocalArtifacts
+    sessions: Sessions
+    clock: Callable[[], float]
+    compute: ThreadPoolExecutor
+    writer: str
+    retention: Retention
+    alerts: Alerts
+    together: GroupedWrites
+    tracking: Path
+    trusted: TrustedTraining
+    observer: CoordinatorObserver

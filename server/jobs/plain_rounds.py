@@ -1,0 +1,107 @@
+"""Rounds whose updates the coordinator sees: each upload is checked and becomes a row of a matrix."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from roundtable.aggregation import FileMatrix
+from roundtable.core.config import JobConfig
+from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import SiteFailure, StorageError
+from roundtable.engine import Rows
+from roundtable.engine import messages as m
+from roundtable.proto import agent_pb2
+from roundtable.server.jobs import wire
+from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.round_collection import Pay
+from roundtable.server.storage.artifact_store import DamagedArtifact
+from roundtable.server.storage.finite_check import ContentCheck, FiniteCheck
+
+
+class DamagedUpdates(StorageError):
+    """Updates that were accepted and whose bytes have changed since: client → what is wrong."""
+
+    def __init__(self, damaged: dict[str, str]) -> None:
+        super().__init__("; ".join(f"the update of {name}: {reason}" for name, reason in damaged.items()))
+        self.damaged = damaged
+
+
+class PlainRounds:
+    """Needs no messages and no memory beside the uploads: most of what a protocol would do is nothing."""
+
+    def __init__(self, job: JobConfig, columns: int, services: JobServices) -> None:
+        self._encoding = job.transfer.encoding
+        self._columns = columns
+        self._services = services
+
+    def admit(self, action: m.Instruct) -> Sequence[bytes]:
+        return ()
+
+    def problem(self, client: str, header: agent_pb2.UploadHeader) -> str:
+        encoding = self._encoding
+        if header.encoding != encoding:
+            return f"the update is encoded as {header.encoding[:40]!r}, the job says {encoding!r}"
+        expected = get_encoding(encoding).encoded_size(self._columns)
+        if header.content.size != expected:
+            return (
+                f"the update has {header.content.size} bytes; {self._columns} values of {encoding} are "
+                f"{expected}"
+            )
+        if not 1 <= header.examples <= wire.MAX_COUNT:
+            return (
+                f"the update claims {header.examples} examples; between 1 and 2^53 can be: a silo without "
+                "data for this round reports a failure instead"
+            )
+        return ""
+
+    def content_check(self) -> ContentCheck:
+        dtype = get_encoding(self._encoding).dense_dtype
+        assert dtype is not None, "submission refuses other encodings"
+        return FiniteCheck(dtype)
+
+    def arrived(self, client: str, header: agent_pb2.UploadHeader) -> None:
+        return
+
+    def exchanged(self, client: str, step: m.Step, message: bytes) -> None:
+        return
+
+    def failed(self, failure: SiteFailure) -> None:
+        return
+
+    def rejoined(self, client: str) -> None:
+        return
+
+    def progress(self) -> str:
+        return ""
+
+    def permit(self, step: m.Step) -> None:
+        return
+
+    async def collect(self, action: m.Aggregate, pay: Pay) -> Rows:
+        """The updates as mapped files, in the order of the action."""
+        compute = self._services.compute
+        paths = await asyncio.get_running_loop().run_in_executor(compute, self._paths, action)
+        return Rows(FileMatrix(paths, self._columns, self._encoding), action.updates)
+
+    def take_up(self, step: m.Step) -> None:
+        return
+
+    def retire(self, round: int) -> None:
+        return
+
+    def close(self, *, forget: bool) -> None:
+        return
+
+    def _paths(self, action: m.Aggregate) -> list[Path]:
+        """Blocks: with a bucket, files that are not here are fetched."""
+        paths, damaged = [], {}
+        for update in action.updates:
+            try:
+                paths.append(self._services.artifacts.path(update.digest))
+            except DamagedArtifact as error:
+                damaged[update.client] = str(error)
+        if damaged:
+            raise DamagedUpdates(damaged)
+        return paths
