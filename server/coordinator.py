@@ -43,9 +43,9 @@ from roundtable.server.storage.artifact_store import LocalArtifacts
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.replicas import Copies
 from roundtable.server.storage.retention import Retention
-from roundtable.server.store import ClientRow, Database
+from roundtable.server.store import AgentRow, Database
+from roundtable.server.store.agent_rows import seen
 from roundtable.server.store.artifacts import Keep, all_digests
-from roundtable.server.store.client_rows import seen
 from roundtable.server.store.group_commit import GroupedWrites
 
 log = logging.getLogger("roundtable.server")
@@ -216,11 +216,11 @@ class Coordinator:
         self.port = security.listen(server, self._leadership.listen)
         return server
 
-    def _joined(self, client: ClientRow) -> None:
+    def _joined(self, client: AgentRow) -> None:
         log.info("%s is here", client.name, extra={"site": client.name})
         self.jobs.joined(client)
 
-    def _left(self, client: ClientRow) -> None:
+    def _left(self, client: AgentRow) -> None:
         self.jobs.left(client)
         task = asyncio.get_running_loop().create_task(self._note_seen(client.name))
         self._background.add(task)

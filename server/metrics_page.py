@@ -25,8 +25,8 @@ from roundtable.server.jobs.privacy_report import Books, books
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
-from roundtable.server.store import ClientRow, Database
-from roundtable.server.store.client_rows import all_clients
+from roundtable.server.store import AgentRow, Database
+from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.trust_rows import revoked_names
 
 log = logging.getLogger("roundtable.server.metrics_page")
@@ -51,7 +51,7 @@ class CoordinatorPage:
         self._parts: tuple[Jobs, Sessions, Database] | None = None
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._turn, self._interval = asyncio.Lock(), Interval(REFRESH_SECONDS)
-        self._silos: list[ClientRow] = []
+        self._silos: list[AgentRow] = []
         self._statuses: Counter[str] = Counter()
         self._accounts: dict[str, tuple[float, float, float]] = {}
         self._known: dict[str, Books] = {}
@@ -212,7 +212,7 @@ class DatabaseAway:
         return page.made
 
 
-def _expected(connection: Connection) -> list[ClientRow]:
+def _expected(connection: Connection) -> list[AgentRow]:
     """The agents that may come back: one that is revoked is neither silent nor missing."""
     revoked = revoked_names(connection)
     return [row for row in all_clients(connection) if revoked.get(row.name) != frozenset()]
@@ -230,7 +230,7 @@ def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:
         page.gauge(f"roundtable_silo_step_{name}", text, found, ("job_id", "silo"))
 
 
-def _offering(runner: JobRunner, silos: list[ClientRow]) -> float:
+def _offering(runner: JobRunner, silos: list[AgentRow]) -> float:
     return float(sum(offers(silo, runner.job.task) for silo in silos))
 
 

@@ -44,7 +44,7 @@ class RateLimit:
 
 
 @dataclass
-class _Record:
+class _WrongTries:
     failures: int = 0
     until: float = 0.0
     last: float = 0.0
@@ -60,7 +60,7 @@ class Lockout:
         self, clock: Callable[[], float], allowed: int = 5, first: float = 30.0, longest: float = 3600.0
     ) -> None:
         self._clock, self._allowed, self._first, self._longest = clock, allowed, first, longest
-        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._records: OrderedDict[str, _WrongTries] = OrderedDict()
 
     def seconds(self, address: str) -> float:
         """How long this address still has to wait; 0 if it may try."""
@@ -70,9 +70,9 @@ class Lockout:
     def wrong(self, address: str) -> None:
         """A wrong secret came from there."""
         now = self._clock()
-        record = self._records.pop(address, None) or _Record()
+        record = self._records.pop(address, None) or _WrongTries()
         if now - record.last > self._longest:
-            record = _Record()
+            record = _WrongTries()
         record.failures, record.last = record.failures + 1, now
         if record.failures >= self._allowed:
             doublings = min(record.failures - self._allowed, 20)

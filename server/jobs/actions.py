@@ -6,12 +6,12 @@ from roundtable.core.errors import PrivacyError
 from roundtable.engine import messages as m
 from roundtable.server.jobs.aggregate_action import AggregateAction, despite_outages
 from roundtable.server.jobs.background import BackgroundTasks, Timers
-from roundtable.server.jobs.inbox import Inbox
-from roundtable.server.jobs.instructions import Instructions
 from roundtable.server.jobs.job_account import JobAccount
+from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.round_collection import RoundCollection
+from roundtable.server.jobs.step_instructions import StepInstructions
 
 
 class JobActions:
@@ -20,13 +20,13 @@ class JobActions:
     def __init__(
         self,
         job: str,
-        instructions: Instructions,
+        instructions: StepInstructions,
         collection: RoundCollection,
         aggregate: AggregateAction,
         account: JobAccount,
         tracking: JobTracking,
         services: JobServices,
-        inbox: Inbox,
+        inbox: JobInbox,
         tasks: BackgroundTasks,
     ) -> None:
         self._job = job

@@ -11,8 +11,8 @@ from roundtable.core.errors import ResourceError, RoundtableError, StorageError
 from roundtable.core.failpoints import failpoint
 from roundtable.engine import messages as m
 from roundtable.server.jobs.combiner import Combiner, NewModel
-from roundtable.server.jobs.inbox import Inbox
 from roundtable.server.jobs.job_account import JobAccount
+from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.plain_rounds import DamagedUpdates
 from roundtable.server.jobs.round_collection import RoundCollection
@@ -51,7 +51,7 @@ class AggregateAction:
         collection: RoundCollection,
         account: JobAccount,
         services: JobServices,
-        inbox: Inbox,
+        inbox: JobInbox,
     ) -> None:
         self._job = job
         self._combiner = combiner

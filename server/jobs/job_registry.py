@@ -26,9 +26,8 @@ from roundtable.server.jobs.actions import JobActions
 from roundtable.server.jobs.aggregate_action import AggregateAction
 from roundtable.server.jobs.background import BackgroundTasks
 from roundtable.server.jobs.combiner import Combiner
-from roundtable.server.jobs.inbox import Inbox
-from roundtable.server.jobs.instructions import Instructions
 from roundtable.server.jobs.job_account import JobAccount, NoAccount
+from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.plain_rounds import PlainRounds
@@ -36,10 +35,11 @@ from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all
 from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
+from roundtable.server.jobs.step_instructions import StepInstructions
 from roundtable.server.storage.artifact_store import DamagedArtifact
-from roundtable.server.store import FINAL, ArtifactRow, ClientRow, EventRow, JobRow
+from roundtable.server.store import FINAL, AgentRow, ArtifactRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
-from roundtable.server.store.client_rows import all_clients
+from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import Total, totals
 
@@ -148,14 +148,14 @@ class Jobs:
         await runner.inbox.tell(event)
         return runner.row
 
-    def joined(self, client: ClientRow) -> None:
+    def joined(self, client: AgentRow) -> None:
         """An agent has connected."""
         for runner in self._runners.values():
             if offers(client, runner.job.task):
                 runner.inbox.post(m.ClientJoined(_info(client)))
                 runner.collection.rejoined(client.name)
 
-    def left(self, client: ClientRow) -> None:
+    def left(self, client: AgentRow) -> None:
         """An agent's connection has ended."""
         for runner in self._runners.values():
             if offers(client, runner.job.task):
@@ -256,7 +256,7 @@ class Jobs:
         runner.inbox.post(m.Start())
         return runner
 
-    def _restore(self, row: JobRow, records: list[str], known: list[ClientRow], sequence: int) -> JobRunner:
+    def _restore(self, row: JobRow, records: list[str], known: list[AgentRow], sequence: int) -> JobRunner:
         services = self._services
         job = _parse(row.config)
         layout = open_model(services.artifacts.path(row.initial_model)).layout
@@ -266,7 +266,7 @@ class Jobs:
         for client in known:
             if offers(client, job.task):
                 engine.handle(m.ClientJoined(_info(client), online=False), services.clock())
-        inbox = Inbox()
+        inbox = JobInbox()
         tasks = BackgroundTasks(row.id)
         account: JobAccount = NoAccount()
         if not isinstance(job.privacy, NoPrivacy):
@@ -276,7 +276,7 @@ class Jobs:
             collection = SecureRounds(row.id, job, layout.size, services, inbox, tasks)
         combiner = Combiner(job, plan, services.artifacts, services.trusted)
         aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox)
-        instructions = Instructions(row.id, row.config, layout.fingerprint, _submission(row), services)
+        instructions = StepInstructions(row.id, row.config, layout.fingerprint, _submission(row), services)
         tracking = JobTracking(row.id, job, services.tracking, history)
         actions = JobActions(
             row.id, instructions, collection, aggregate, account, tracking, services, inbox, tasks
@@ -332,12 +332,12 @@ class Jobs:
             log.error("job %s: %s", job, error, extra={"job": job})
 
 
-def offers(client: ClientRow, task: str) -> bool:
+def offers(client: AgentRow, task: str) -> bool:
     """Whether an agent has the task, by its whole name or by the stem of its file (`digits.py:Digits`)."""
     return task in client.tasks or Path(task.partition(":")[0]).stem in client.tasks
 
 
-def _info(client: ClientRow) -> m.ClientInfo:
+def _info(client: AgentRow) -> m.ClientInfo:
     metadata: Mapping[str, str] = client.metadata
     return m.ClientInfo(client.name, metadata, client.examples)
 

@@ -25,11 +25,11 @@ from roundtable.engine import EngineView, RoundEngine, record_to_plain
 from roundtable.engine import messages as m
 from roundtable.server.jobs.actions import JobActions
 from roundtable.server.jobs.aggregate_action import AggregateAction
-from roundtable.server.jobs.inbox import Arrival, Inbox, Verdict
-from roundtable.server.jobs.instructions import Instructions
 from roundtable.server.jobs.job_account import JobAccount
+from roundtable.server.jobs.job_inbox import Arrival, JobInbox, Verdict
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.round_collection import RoundCollection
+from roundtable.server.jobs.step_instructions import StepInstructions
 from roundtable.server.operations.incidents import incident_of, storage_incident
 from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
 from roundtable.server.store.database import LeaseLost
@@ -67,8 +67,8 @@ class JobRunner:
         job: JobConfig,
         layout: Layout,
         engine: RoundEngine,
-        inbox: Inbox,
-        instructions: Instructions,
+        inbox: JobInbox,
+        instructions: StepInstructions,
         collection: RoundCollection,
         account: JobAccount,
         aggregate: AggregateAction,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from roundtable.proto import agent_pb2
-from roundtable.server.store import ClientRow
+from roundtable.server.store import AgentRow
 
 log = logging.getLogger("roundtable.server.jobs.sessions")
 
@@ -22,10 +22,10 @@ class Identity:
 
 
 @dataclass
-class Session:
+class AgentSession:
     """One agent's control stream. `None` in the outbox ends it; `revocations` is the list it was given."""
 
-    client: ClientRow
+    client: AgentRow
     heard: float
     state: str = "available"
     revocations: bytes = b""
@@ -56,28 +56,28 @@ class Sessions:
         self,
         clock: Callable[[], float],
         heartbeat: float,
-        joined: Callable[[ClientRow], None],
-        left: Callable[[ClientRow], None],
+        joined: Callable[[AgentRow], None],
+        left: Callable[[AgentRow], None],
     ) -> None:
         self._clock, self.heartbeat = clock, heartbeat
         self._joined, self._left = joined, left
         self.identities: dict[str, Identity] = {}
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, name: str) -> Session | None:
+    def get(self, name: str) -> AgentSession | None:
         """The agent's session, if it is connected."""
         return self._sessions.get(name)
 
-    def clients(self) -> list[ClientRow]:
+    def clients(self) -> list[AgentRow]:
         """Every agent that is connected."""
         return [session.client for session in self._sessions.values()]
 
-    def open(self, client: ClientRow) -> Session:
+    def open(self, client: AgentRow) -> AgentSession:
         """A new session; an older one under the same name ends."""
-        session = Session(client, self._clock())
+        session = AgentSession(client, self._clock())
         older = self._sessions.get(client.name)
         self._sessions[client.name] = session
         if older is not None:
@@ -91,7 +91,7 @@ class Sessions:
         self._joined(client)
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: AgentSession) -> None:
         """The stream is over; of no effect for one that was replaced."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]

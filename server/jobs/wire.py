@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from roundtable.core.errors import FAILURE_KINDS, SiteFailure
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, common_pb2, operator_pb2
-from roundtable.server.store import ClientRow, EventRow, JobRow
+from roundtable.server.store import AgentRow, EventRow, JobRow
 
 SECURE = "secure"
 MAX_METRICS = 200
@@ -53,9 +53,9 @@ def trouble_of(site: str, message: agent_pb2.Trouble) -> m.Troubled:
     return m.Troubled(step_of(step), failure, " ".join(message.action.split())[:_MAX_TEXT])
 
 
-def client_of(name: str, hello: agent_pb2.Hello, now: float) -> ClientRow:
+def client_of(name: str, hello: agent_pb2.Hello, now: float) -> AgentRow:
     """What an agent says of itself, within bounds."""
-    return ClientRow(
+    return AgentRow(
         name=name,
         version=hello.version[:50],
         tasks=tuple(task[:200] for task in hello.tasks[:1000]),
@@ -140,7 +140,7 @@ def event_to(event: EventRow) -> common_pb2.Event:
     )
 
 
-def client_to(row: ClientRow, online: bool, state: str) -> operator_pb2.Client:
+def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:
     """An agent as operators see it."""
     metadata: Mapping[str, str] = row.metadata
     return operator_pb2.Client(

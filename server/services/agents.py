@@ -25,14 +25,14 @@ from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_registry import Jobs
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
-from roundtable.server.jobs.sessions import Identity, Session
+from roundtable.server.jobs.sessions import AgentSession, Identity
 from roundtable.server.services import transfer
 from roundtable.server.services.security import Security
 from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
 from roundtable.server.storage.artifact_store import DIGEST, DamagedArtifact
-from roundtable.server.store import ClientRow
-from roundtable.server.store.client_rows import remember
+from roundtable.server.store import AgentRow
+from roundtable.server.store.agent_rows import remember
 
 log = logging.getLogger("roundtable.server.services.agents")
 
@@ -139,7 +139,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             )
         return receipt
 
-    async def _greet(self, name: str, requests: AsyncIterator[agent_pb2.FromAgent]) -> tuple[ClientRow, str]:
+    async def _greet(self, name: str, requests: AsyncIterator[agent_pb2.FromAgent]) -> tuple[AgentRow, str]:
         """The agent as it introduces itself, and why it cannot stay, if so."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
@@ -193,7 +193,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             revocations=self._security.trust.list_for_agents,
         )
 
-    async def _listen(self, session: Session, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
+    async def _listen(self, session: AgentSession, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
         """Passes on what the agent says until its stream ends; then the session ends too."""
         try:
             async for message in requests:
@@ -207,7 +207,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         finally:
             session.end()
 
-    def _hear(self, session: Session, message: agent_pb2.FromAgent) -> None:
+    def _hear(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
         match message.WhichOneof("message"):
             case "heartbeat":
                 session.state = message.heartbeat.state[:50]
@@ -245,7 +245,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                     "%s sent a message that is not understood", session.name, extra={"site": session.name}
                 )
 
-    def _hand_on_the_list(self, session: Session) -> None:
+    def _hand_on_the_list(self, session: AgentSession) -> None:
         """What the root has revoked since the agent was told last."""
         newest = self._security.trust.list_for_agents
         if newest != session.revocations:
@@ -263,7 +263,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             runner.instructions.report(client, message)
             runner.inbox.notify()
 
-    def _goodbye(self, session: Session, reason: str) -> None:
+    def _goodbye(self, session: AgentSession, reason: str) -> None:
         """It leaves on purpose: nobody needs to wait for what it was asked."""
         detail = f"the agent has left: {' '.join(reason.split())[:500] or 'no reason given'}"
         for runner in self._jobs.runners():

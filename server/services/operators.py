@@ -29,9 +29,9 @@ from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
 from roundtable.server.services.watching import detail_of, updates
 from roundtable.server.storage.artifact_store import DIGEST
-from roundtable.server.store import FINAL, ArtifactRow, ClientRow, JobRow, tables
+from roundtable.server.store import FINAL, AgentRow, ArtifactRow, JobRow, tables
+from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
-from roundtable.server.store.client_rows import all_clients
 from roundtable.server.store.jobs import UnknownJob, newest_history, newest_incidents
 from roundtable.server.store.ledger import Limit, entries, remove_budget, set_budget
 from roundtable.server.store.trust_rows import revoked_names
@@ -213,7 +213,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         for row in await self._services.database.read(lambda c: entries(c, request.population or None)):
             await context.write(accounts.charge_to(row))
 
-    def _client(self, row: ClientRow, revoked: bool = False) -> operator_pb2.Client:
+    def _client(self, row: AgentRow, revoked: bool = False) -> operator_pb2.Client:
         session = self._services.sessions.get(row.name)
         if session is None:
             return wire.client_to(row, False, "revoked" if revoked else "offline")

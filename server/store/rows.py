@@ -53,7 +53,7 @@ class EventRow:
 
 
 @dataclass(frozen=True)
-class ClientRow:
+class AgentRow:
     """An agent as it introduced itself last, and what became of its work over all jobs."""
 
     name: str
@@ -68,7 +68,7 @@ class ClientRow:
     examples: int | None = None
 
     @classmethod
-    def of(cls, row: Row[Any]) -> ClientRow:
+    def of(cls, row: Row[Any]) -> AgentRow:
         values = dict(row._mapping)
         values["tasks"] = tuple(json.loads(values["tasks"]))
         values["devices"] = tuple(json.loads(values["devices"]))

@@ -22,7 +22,7 @@ from roundtable.privacy.secagg import ServerPhase
 from roundtable.proto import agent_pb2
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.background import BackgroundTasks
-from roundtable.server.jobs.inbox import Inbox
+from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.round_collection import Pay
 from roundtable.server.jobs.secagg.secure_attempt import KEYS, SecureAttempt
@@ -45,7 +45,7 @@ class SecureRounds:
         job: JobConfig,
         columns: int,
         services: JobServices,
-        inbox: Inbox,
+        inbox: JobInbox,
         tasks: BackgroundTasks,
     ) -> None:
         self._id = job_id

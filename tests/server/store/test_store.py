@@ -17,8 +17,8 @@ from alembic.runtime.migration import MigrationContext
 
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.server.store import (
+    AgentRow,
     ArtifactRow,
-    ClientRow,
     Database,
     EventRow,
     JobRow,
@@ -28,8 +28,8 @@ from roundtable.server.store import (
     tables,
 )
 from roundtable.server.store import jobs as store
+from roundtable.server.store.agent_rows import all_clients, remember
 from roundtable.server.store.artifacts import Keep, forget_unused, old_models, spent_updates
-from roundtable.server.store.client_rows import all_clients, remember
 from roundtable.server.store.group_commit import GroupedWrites
 from roundtable.server.store.ledger import entries, reserve
 
@@ -203,7 +203,7 @@ async def test_jobs_are_found(opened: Database) -> None:
 
 
 async def test_clients_keep_their_counters(opened: Database) -> None:
-    alder = ClientRow("alder", "1", ("t",), {"region": "north"}, ("cpu",), 1.0, 1.0)
+    alder = AgentRow("alder", "1", ("t",), {"region": "north"}, ("cpu",), 1.0, 1.0)
     await write(opened, remember, alder)
     await with_job(opened)
     await write(opened, store.apply, transition(2, records=[record(1)]))

@@ -8,10 +8,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from roundtable.server.store import tables
-from roundtable.server.store.rows import ClientRow
+from roundtable.server.store.rows import AgentRow
 
 
-def remember(connection: Connection, client: ClientRow) -> None:
+def remember(connection: Connection, client: AgentRow) -> None:
     """Stores what the agent says of itself; its counters stay as they are."""
     said = {
         "version": client.version,
@@ -31,7 +31,7 @@ def seen(connection: Connection, name: str, time: float) -> None:
     connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(last_seen=time))
 
 
-def all_clients(connection: Connection) -> list[ClientRow]:
+def all_clients(connection: Connection) -> list[AgentRow]:
     """Every agent, by name."""
     query = sa.select(tables.clients).order_by(tables.clients.c.name)
-    return [ClientRow.of(row) for row in connection.execute(query)]
+    return [AgentRow.of(row) for row in connection.execute(query)]

@@ -11,7 +11,7 @@ from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_services import JobServices
 
-log = logging.getLogger("roundtable.server.jobs.instructions")
+log = logging.getLogger("roundtable.server.jobs.step_instructions")
 
 
 @dataclass
@@ -24,7 +24,7 @@ class StepProgress:
     figures: common_pb2.StepFigures | None = None
 
 
-class Instructions:
+class StepInstructions:
     """The instructions in force. `submission` goes with each: silos check who has asked for the job."""
 
     def __init__(

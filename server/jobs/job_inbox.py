@@ -24,7 +24,7 @@ class Arrival:
     verdict: Verdict = "wanted"
 
 
-class Inbox:
+class JobInbox:
     """What everybody sends to a job's driver. Only the driver reads it."""
 
     def __init__(self) -> None:
