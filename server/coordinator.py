@@ -19,6 +19,7 @@ import grpc
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import IdentityError, ResourceError, StorageError
 from roundtable.core.identity.credentials import Credentials, load_credentials
+from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
 from roundtable.core.observability.watchdog import keep_watchdog
@@ -294,7 +295,7 @@ async def _one_term(
         return False
     starting.result()
     host = config.listen.rpartition(":")[0]
-    print(f"coordinator is listening on {host}:{coordinator.port}; Ctrl-C stops it", flush=True)
+    announce(f"coordinator is listening on {host}:{coordinator.port}; Ctrl-C stops it")
     deposed = asyncio.get_running_loop().create_task(coordinator.deposed.wait())
     await asyncio.wait([deposed, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():

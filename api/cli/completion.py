@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from roundtable.cli.shared.output import say_lines
+
 _WHERE = {
     "bash": "roundtable completion bash > ~/.local/share/bash-completion/completions/roundtable",
     "zsh": "roundtable completion zsh > a folder of $fpath, as _roundtable",
@@ -21,4 +23,4 @@ def completion(context: click.Context, shell: str) -> None:
     if found is None:
         raise click.ClickException(f"this version of click has no completion for {shell}; upgrade click")
     script = found(context.find_root().command, {}, "roundtable", "_ROUNDTABLE_COMPLETE")
-    click.echo(script.source())
+    say_lines(script.source())

@@ -11,7 +11,7 @@ import click
 
 from roundtable.cli.jobs.job_view import loading_lines
 from roundtable.cli.jobs.watch import Silent, follow, make_display
-from roundtable.cli.shared.output import duration, interruptible, print_json
+from roundtable.cli.shared.output import duration, interruptible, print_json, say
 
 if TYPE_CHECKING:
     from roundtable.demo import DemoResult
@@ -47,9 +47,7 @@ def demo(folder: Path, rounds: int | None, as_json: bool) -> None:
     began = time.monotonic()
     with interruptible(f"All processes are stopped; what was written is in {folder}."):
         overrides = {} if rounds is None else {"rounds": rounds}
-        result = Demo(folder, overrides).run(
-            show, lambda sentence: click.echo(f"{sentence} ...", err=as_json)
-        )
+        result = Demo(folder, overrides).run(show, lambda sentence: say(f"{sentence} ...", err=as_json))
     seconds = time.monotonic() - began
     if as_json:
         print_json(_values(result, seconds))
@@ -73,13 +71,13 @@ def _values(result: DemoResult, seconds: float) -> dict[str, Any]:
 
 
 def _report(result: DemoResult, folder: Path, seconds: float) -> None:
-    click.echo("")
-    click.echo(f"Federated test accuracy    {result.accuracy:.4f}  after {len(result.history)} rounds")
-    click.echo(f"Centralised test accuracy  {result.centralised:.4f}  (all data in one place)")
-    click.echo(f"Time                       {duration(seconds)}")
-    click.echo(f"Learning curve             {result.curve or 'pip install matplotlib to have it drawn'}")
-    click.echo(f"Model                      {result.model}")
-    click.echo("Load it with:")
+    say()
+    say(f"Federated test accuracy    {result.accuracy:.4f}  after {len(result.history)} rounds")
+    say(f"Centralised test accuracy  {result.centralised:.4f}  (all data in one place)")
+    say(f"Time                       {duration(seconds)}")
+    say(f"Learning curve             {result.curve or 'pip install matplotlib to have it drawn'}")
+    say(f"Model                      {result.model}")
+    say("Load it with:")
     for line in loading_lines(str(result.task), result.model):
-        click.echo(f"  {line}")
-    click.echo(f"Logs, certificates and the silos' data are in {folder}; delete it whenever you like.")
+        say(f"  {line}")
+    say(f"Logs, certificates and the silos' data are in {folder}; delete it whenever you like.")

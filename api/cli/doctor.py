@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from roundtable.cli.shared.options import connection_options, json_option
-from roundtable.cli.shared.output import console, print_json
+from roundtable.cli.shared.output import print_json, say, say_styled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,10 +89,6 @@ def report(checks: Sequence[Check], as_json: bool) -> int:
 
 
 def _print(check: Check) -> None:
-    from rich.text import Text
-
-    line = Text(f"{check.state:<5}", style=_STYLES[check.state])
-    line.append(f"{check.name:<13} {check.message}", style="default")
-    console().print(line)
+    say_styled((f"{check.state:<5}", _STYLES[check.state]), (f"{check.name:<13} {check.message}", "default"))
     if check.remedy:
-        console().print(Text(f"{'':<19}→ {check.remedy}"))
+        say(f"{'':<19}→ {check.remedy}")

@@ -24,6 +24,7 @@ from roundtable.cli.doctor import doctor
 from roundtable.cli.jobs.clients import clients
 from roundtable.cli.jobs.job import job
 from roundtable.cli.jobs.privacy import privacy
+from roundtable.cli.shared.output import say, say_error, show_error
 from roundtable.cli.silo.client import client
 from roundtable.cli.simulate import simulate
 from roundtable.cli.sweep import compare, sweep
@@ -37,6 +38,7 @@ from roundtable.core.errors import (
     RoundtableError,
     TaskError,
 )
+from roundtable.core.observability.logs import ConsoleFormatter
 from roundtable.proto.channel import TLS_1_3_ONLY
 
 _MISTAKES = (ConfigError, TaskError, PrivacyError, AggregationError, LayoutError)
@@ -59,11 +61,9 @@ def cli(verbose: bool) -> None:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for name, value in TLS_1_3_ONLY.items():
         os.environ.setdefault(name, value)
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(ConsoleFormatter())
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, handlers=[handler])
 
 
 for command in (
@@ -95,16 +95,16 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = cli.main(args=list(arguments), prog_name="roundtable", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        show_error(error)
         return error.exit_code
     except RoundtableError as error:
-        click.echo(f"Error: {error}", err=True)
+        say_error(error)
         return WRONG_USAGE if isinstance(error, _MISTAKES) else FAILED
     except ModuleNotFoundError as error:
         found = extras.missing(error, "this command")
         if found is None:
             raise
-        click.echo(f"Error: {found}", err=True)
+        say_error(found)
         return WRONG_USAGE
     except BrokenPipeError:
         # The reader of our output (`| head`) has seen enough; keep the interpreter's last flush quiet.
@@ -115,10 +115,10 @@ def run(arguments: Sequence[str]) -> int:
         named = error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not named or logging.getLogger().isEnabledFor(logging.DEBUG):
             raise
-        click.echo(f"Error: {error.filename or 'the disk'}: {error.strerror}", err=True)
+        say_error(f"{error.filename or 'the disk'}: {error.strerror}")
         return FAILED
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
+        say("Interrupted.", err=True)
         return INTERRUPTED
     return result if isinstance(result, int) else 0
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from roundtable.cli.shared.options import json_option, set_option
-from roundtable.cli.shared.output import console, duration, interruptible, print_json
+from roundtable.cli.shared.options import json_option, set_arguments, set_option
+from roundtable.cli.shared.output import console, duration, interruptible, print_json, say, say_above
 from roundtable.cli.shared.rounds import round_line
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def simulate(file: Path, overrides: dict[str, Any], run_dir: Path | None, resume
         raise click.UsageError("--resume needs the --run-dir of the run to go on with")
     from roundtable.simulation import simulate as run
 
+    again = ["roundtable", "simulate", str(file), "--run-dir", str(run_dir), "--resume", *set_arguments()]
     hint = (
-        f"Go on from the last round with `roundtable simulate {file} --run-dir {run_dir} --resume`."
+        f"Go on from the last round with `{shlex.join(again)}`."
         if run_dir
         else "Nothing is kept; with --run-dir FOLDER a run can go on from its last round."
     )
@@ -77,7 +79,7 @@ class _Lines:
 
     def report(self, progress: Progress) -> None:
         if sentence := _sentence(progress):
-            click.echo(sentence)
+            say(sentence)
 
     def close(self) -> None:
         pass
@@ -95,7 +97,7 @@ class _Bars:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", style="dim"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
         )
         self._bars = RichProgress(*columns, console=console(), transient=True)
         self._rounds = self._bars.add_task("rounds", total=None, note="")
@@ -104,7 +106,7 @@ class _Bars:
 
     def report(self, progress: Progress) -> None:
         if sentence := _sentence(progress):
-            self._bars.console.print(sentence, markup=False)
+            say_above(self._bars.console, sentence)
         if progress.kind == "clients":
             self._bars.update(
                 self._clients, completed=progress.done, total=progress.total, note=progress.phase
@@ -152,15 +154,15 @@ def _values(result: Result) -> dict[str, Any]:
 
 
 def _report(result: Result) -> None:
-    click.echo("")
-    click.echo(f"{result.job.title}: {result.status}, {result.reason}")
-    click.echo(f"Ran {result.backend}")
+    say()
+    say(f"{result.job.title}: {result.status}, {result.reason}")
+    say(f"Ran {result.backend}")
     if result.job.privacy.level != "none":
-        click.echo(
+        say(
             "Differential privacy: no guarantee. The noise of a simulation can be repeated; epsilon is "
             "what a real run with these settings would spend."
         )
     if result.secure_aggregation:
-        click.echo(f"Secure aggregation: {result.secure_aggregation}.")
+        say(f"Secure aggregation: {result.secure_aggregation}.")
     if result.run_dir is not None:
-        click.echo(f"Results are in {result.run_dir}.")
+        say(f"Results are in {result.run_dir}.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.shared.options import json_option, parse_value
-from roundtable.cli.shared.output import interruptible, print_json, print_table
+from roundtable.cli.shared.output import interruptible, print_json, print_table, say
 from roundtable.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def sweep(file: Path, axes: dict[str, Any], runs: Path | None, out: Path, as_jso
 
     def report(name: str, said: Progress) -> None:
         if said.kind == "round" and said.round == said.rounds and not as_json:
-            click.echo(f"{name}: {said.round} rounds")
+            say(f"{name}: {said.round} rounds")
 
     with interruptible("The same command goes on where it stopped."):
         comparison = run(file, settings, out, progress=report)
@@ -112,7 +112,7 @@ def _show(comparison: Comparison, plot: Path | None, as_json: bool) -> None:
     try:
         comparison.plot(plot)
     except ResourceError as error:
-        click.echo(f"No plot: {error}", err=True)
+        say(f"No plot: {error}", err=True)
 
 
 def _text(value: Any) -> Any:

@@ -10,7 +10,7 @@ import click
 
 from roundtable import __version__
 from roundtable.cli.shared.options import json_option
-from roundtable.cli.shared.output import print_json
+from roundtable.cli.shared.output import print_json, say
 
 PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "sqlalchemy", "cryptography", "safetensors", "blake3")
 
@@ -24,7 +24,7 @@ def version(as_json: bool) -> None:
         print_json(found)
         return
     for name, number in found.items():
-        click.echo(f"{name} {number}")
+        say(f"{name} {number}")
 
 
 def versions() -> dict[str, str]:

@@ -6,19 +6,23 @@ also by tasks that it starts, carries it. `extra={"job": …}` of a single line 
 
 from __future__ import annotations
 
-import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any, Literal
 
 from typing_extensions import override
+
+from roundtable.core.foreign_text import json_text, printable, printable_lines
 
 LogFormat = Literal["console", "json"]
 FIELDS = ("job", "round", "attempt", "phase", "silo")
 CONSOLE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+_MOST = 4_000
 _ALIASES = {"silo": "site"}
 _place: ContextVar[Callable[[], Mapping[str, Any]] | None] = ContextVar("place", default=None)
 
@@ -40,17 +44,28 @@ def place_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class ConsoleFormatter(logging.Formatter):
-    """A line for people, with its place behind it in brackets."""
+    """A line for people, with its place behind it in brackets.
+
+    Messages may hold words of silos and operators: a record is one line whatever they wrote, and only the
+    lines of its traceback follow, indented.
+    """
 
     def __init__(self) -> None:
         super().__init__(CONSOLE)
 
     @override
     def format(self, record: logging.LogRecord) -> str:
-        line, place = super().format(record), place_of(record)
-        told = " ".join(f"{name}={value}" for name, value in place.items() if value is not None)
-        head, newline, rest = line.partition("\n")
-        return f"{head} [{told}]{newline}{rest}" if told else line
+        record.message = printable(record.getMessage(), _MOST)
+        record.asctime = self.formatTime(record)
+        place = {name: value for name, value in place_of(record).items() if value is not None}
+        brackets = " ".join(f"{name}={printable(value, _MOST)}" for name, value in place.items())
+        head = self.formatMessage(record) + (f" [{brackets}]" if brackets else "")
+        return "\n".join([head, *(f"  {line}" for line in self._trace(record))])
+
+    def _trace(self, record: logging.LogRecord) -> list[str]:
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        stack = self.formatStack(record.stack_info) if record.stack_info else ""
+        return [line for text in (trace, stack) if text for line in printable_lines(text)]
 
 
 class JsonFormatter(logging.Formatter):
@@ -66,16 +81,45 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": record.getMessage()[:_MOST],
             **place_of(record),
         }
         values["silo"] = values["silo"] or self._silo
         if record.exc_info:
             values["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(values, ensure_ascii=False, default=str)
+        return json_text(values)
 
 
 def write_logs(kind: LogFormat, silo: str = "") -> None:
-    """The process's log lines take this form from now on; `silo` is whose process it is."""
+    """The process's log lines take this form from now on; `silo` is whose process it is.
+
+    Warnings of Python and the traceback that ends the process become records too.
+    """
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter(silo) if kind == "json" else ConsoleFormatter())
+    logging.captureWarnings(True)
+    sys.excepthook = _log_the_end
+
+
+def announce(message: str, *, error: bool = False) -> None:
+    """Prints a line that belongs to the process's log whatever its level: JSON where the log is JSON.
+
+    On standard output, where those who start a service wait for it to be ready; on standard error where it
+    says why the process ends.
+    """
+    json_log = _json_formatter()
+    level = logging.ERROR if error else logging.INFO
+    if json_log is None:
+        line = "\n".join(printable_lines(message, _MOST))
+    else:
+        line = json_log.format(logging.LogRecord("roundtable", level, "", 0, message, None, None))
+    print(line, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def _json_formatter() -> JsonFormatter | None:
+    formatters = (handler.formatter for handler in logging.getLogger().handlers)
+    return next((each for each in formatters if isinstance(each, JsonFormatter)), None)
+
+
+def _log_the_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("roundtable").critical("the process ends", exc_info=(kind, error, trace))

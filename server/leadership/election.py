@@ -12,6 +12,7 @@ from pathlib import Path
 
 from roundtable.core.errors import ResourceError, StorageError
 from roundtable.core.identity.credentials import Credentials
+from roundtable.core.observability.logs import announce
 from roundtable.server.config import ServerConfig
 from roundtable.server.leadership.lease import Lease
 from roundtable.server.leadership.standby import standing_by
@@ -101,7 +102,7 @@ class Leadership:
         active = ""
         async with standing_by(self.listen, self._credentials, lambda: active) as port:
             self.listen = f"{self.listen.rpartition(':')[0]}:{port}"
-            print(f"coordinator is standing by on {self.listen}; Ctrl-C stops it", flush=True)
+            announce(f"coordinator is standing by on {self.listen}; Ctrl-C stops it")
             while True:
                 with suppress(StorageError):
                     active = (await asyncio.to_thread(lease.holder)).address

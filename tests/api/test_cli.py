@@ -300,7 +300,7 @@ def test_a_simulation_goes_on_after_ctrl_c(roundtable: Command, job_file: Path, 
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"roundtable simulate {job_file} --run-dir {tmp_path / 'run'} --resume" in err
+    assert f"roundtable simulate {job_file} --run-dir {tmp_path / 'run'} --resume --set rounds=100000`" in err
     assert "Traceback" not in err
     done = len((tmp_path / "run" / "history.jsonl").read_text().splitlines())
     resumed = roundtable(*line, f"rounds={done + 1}", "--resume", "--json")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import time
+from pathlib import Path
 
 import pytest
 
-from roundtable.cli.jobs.job_view import print_detail
+from roundtable.cli.jobs.job_view import loading_lines, print_detail
+from roundtable.cli.jobs.watch import JsonLines, Live, PlainLines, progress_panel
 from roundtable.proto.common_pb2 import Event
-from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail
+from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
 
 
 def test_faults_are_shown_with_what_was_done_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,3 +55,48 @@ def test_faults_are_shown_with_what_was_done_and_what_to_do(capsys: pytest.Captu
         assert word in said
     assert "birch failed in round 2: no room" in said
     assert "set a smaller batch_size" in said
+
+
+HOSTILE = "[/b][red]\x1b]52;c;cm0gLXJm\x07\x1b[2J\u202e\nroot@coordinator# "
+
+
+def test_hostile_words_are_plain_text_in_every_view(capsys: pytest.CaptureFixture[str]) -> None:
+    sums = {HOSTILE: [1.0, 1], "loss": [1.0, 1]}
+    record = {"round": 1, "training": sums, "evaluation": sums, "cohort": ["a"], "contributors": ["a"]}
+    detail = JobDetail(
+        job=Job(id="abc", name=HOSTILE, status="running", reason=HOSTILE, submitter=HOSTILE, rounds=5),
+        phase=HOSTILE,
+        waiting_for=HOSTILE,
+        clients=[ClientActivity(client=HOSTILE, state=HOSTILE, note=HOSTILE, total=5, done=1)],
+        history=[json.dumps({**record, "started": 0.0, "ended": 1.0, "charge": {}})],
+    )
+    event = Event(time=1.0, kind="note", client=HOSTILE, message=HOSTILE, detail="{}")
+    update = JobUpdate(detail=detail, events=[event])
+    print_detail(detail)
+    for display in (JsonLines(), PlainLines(), Live()):
+        display.show(update)
+        display.close()
+    said = capsys.readouterr().out
+    assert said.replace("\n", "").isprintable()
+    assert "[/b][red]" in said
+    assert not [line for line in said.splitlines() if line.startswith("root@")]
+
+
+def test_a_live_display_escapes_what_silos_wrote() -> None:
+    from rich.console import Console
+
+    terminal = Console(force_terminal=True, width=200, file=io.StringIO())
+    detail = JobDetail(
+        job=Job(name=HOSTILE, rounds=5), clients=[ClientActivity(client=HOSTILE, state=HOSTILE, note=HOSTILE)]
+    )
+    terminal.print(progress_panel(detail))
+    shown = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert r"[/b][red]\x1b]52" in shown
+    assert "\x1b]" not in shown
+    assert "\x1b[2J" not in shown
+
+
+def test_code_and_file_names_are_quoted_for_those_who_paste_them() -> None:
+    lines = loading_lines('x"); import os; os.system("id")  #', Path('a"b.safetensors'))
+    tree = ast.parse("\n".join(lines))
+    assert [type(line).__name__ for line in tree.body] == ["Import", "Assign", "Expr"]

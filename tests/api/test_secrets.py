@@ -132,7 +132,7 @@ def test_a_silos_whole_life_leaves_no_secret_behind(tmp_path: Path) -> None:
         wait_for(lambda: _answers(stage, me, sealed))
         tokens = []
         for name in ("north", "south"):
-            token = stage.run("invite", name, *me, **sealed).strip()
+            token = json.loads(stage.run("invite", name, *me, "--json", **sealed))["invitation"]
             tokens.append(token)
             where = ("--coordinator", f"localhost:{door}", "--credentials", f"{name}/credentials")
             given = f"{PASSPHRASE}\n{PASSPHRASE}\n"
@@ -192,6 +192,8 @@ def _work(stage: Stage, me: tuple[str, ...], sealed: dict[str, str], address: st
     own = "north/state/audit.jsonl"
     assert "holds together" in stage.run("audit", "verify", own, "--silo", *authority, code=UNPROVEN)
     assert "Both logs agree on north" in stage.run("audit", "cross-check", "audit.jsonl", own, *authority)
+    agreed = json.loads(stage.run("audit", "cross-check", "audit.jsonl", own, *authority, "--json"))
+    assert (agreed["silo"], agreed["differences"]) == ("north", [])
     stage.run("client", "revoke", "south", "--reason", "the test is over", *me, **sealed)
 
 

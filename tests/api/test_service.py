@@ -144,7 +144,7 @@ def test_a_job_goes_on_from_the_model_of_another(
     other = tmp_path / "other.safetensors"
     save_model(other, Model(Layout.of({"w": torch.zeros(3)}), torch.zeros(3)))
     refused = roundtable(*line, "--model", other)
-    assert refused.code == 1
+    assert refused.code == 2
     assert "does not hold a model of task" in refused.err
     opened = open_model(last)
     save_model(other, replace(opened, vector=torch.full_like(opened.vector, torch.nan)))
@@ -321,6 +321,20 @@ def test_a_token_is_not_made_that_could_not_be_written(
     assert "is not overwritten" in said.err
     listed = json.loads(roundtable("token", "list", "--json", *admin).out)
     assert "eve" not in [token["name"] for token in listed]
+
+
+def test_secrets_and_revocations_are_json_for_programs(
+    service: Service, roundtable: Command, tmp_path: Path
+) -> None:
+    admin = ("--coordinator", service.address, "--credentials", service.folder / "ann", "--json")
+    made = json.loads(roundtable("token", "create", "prog", "--role", "viewer", *admin).out)
+    assert made["token"]
+    kept = roundtable("token", "create", "kept", "--role", "viewer", "--out", tmp_path / "kept", *admin)
+    assert json.loads(kept.out)["credentials"] == str(tmp_path / "kept")
+    assert "token" not in json.loads(kept.out)
+    assert json.loads(roundtable("token", "revoke", "prog", *admin).out) == {"name": "prog", "revoked": True}
+    revoked = json.loads(roundtable("client", "revoke", "west", *admin).out)
+    assert revoked == {"silo": "west", "known": False, "calls": 0}
 
 
 def test_revoking_a_name_that_nobody_has_is_told(service: Service, roundtable: Command) -> None:

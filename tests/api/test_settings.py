@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,31 @@ def test_a_backup_is_of_the_database_that_the_service_uses(file: Path, roundtabl
     said = roundtable("backup", file, file.parent / "monday")
     assert said.code == 0, said.err
     assert (file.parent / "monday" / "manifest.json").exists()
+
+
+def test_a_backup_and_its_return_are_json_for_programs(file: Path, roundtable: Command) -> None:
+    said = json.loads(roundtable("backup", file, file.parent / "monday", "--json").out)
+    assert (said["folder"], said["artifacts"]) == (str(file.parent / "monday"), 0)
+    (file.parent / "drill.toml").write_text('state = "drill"\n')
+    os.environ["ROUNDTABLE_DATABASE"] = f"sqlite:///{file.parent / 'new.db'}"
+    back = json.loads(roundtable("restore", file.parent / "monday", file.parent / "drill.toml", "--json").out)
+    assert back["created"] == said["created"]
+
+
+def test_every_line_of_a_json_log_is_json(file: Path) -> None:
+    file.write_text('listen = "127.0.0.1:0"\nlog_format = "json"\n')
+    line = [sys.executable, "-m", "roundtable", "server", str(file)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        second = subprocess.run(line, capture_output=True, text=True, check=False)
+        process.terminate()
+        out, err = process.communicate()
+    assert "is listening on" in json.loads(first)["message"]
+    assert second.returncode == 1
+    lines = [*out.splitlines(), *err.splitlines(), *second.stdout.splitlines(), *second.stderr.splitlines()]
+    messages = [json.loads(each)["message"] for each in lines]
+    assert any(message.startswith("Error: ") for message in messages)
 
 
 def test_so_is_what_the_doctor_looks_at(file: Path, roundtable: Command) -> None:

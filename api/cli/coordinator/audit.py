@@ -12,7 +12,7 @@ import click
 
 from roundtable.cli.coordinator.trust import administrate
 from roundtable.cli.shared.options import connection_options, json_option
-from roundtable.cli.shared.output import print_json
+from roundtable.cli.shared.output import print_json, say
 
 if TYPE_CHECKING:
     from roundtable.core.evidence.audit_log import Log
@@ -40,7 +40,7 @@ def export(output: Path, coordinator: str | None, credentials: Path | None) -> N
         for line in operator.audit():
             file.write(line + "\n")
             count += line.startswith('{"entry"')
-    click.echo(f"Wrote {count} entries to {output}. Keep it: a later export must go on where this one ends.")
+    say(f"Wrote {count} entries to {output}. Keep it: a later export must go on where this one ends.")
 
 
 @audit.command("verify")
@@ -96,23 +96,23 @@ def _say(file: Path, log: Log, proven: int) -> None:
     """What a log that holds together proves, and what it does not."""
     count, signers = len(log.entries), ", ".join(sorted(log.signers))
     signed = f"signed by {signers} up to entry {log.sealed}" if log.seals else "unsigned"
-    click.echo(f"{file} holds together: {count} entries, {signed}.")
+    say(f"{file} holds together: {count} entries, {signed}.")
     if log.sealed > proven:
         ended = datetime.fromtimestamp(log.seals[log.sealed].ends, UTC)
-        click.echo(
+        say(
             f"UNPROVEN: entries {proven + 1} to {log.sealed}. Their signature's certificate ended on "
             f"{ended:%Y-%m-%d}: who has its key by now could have made them since. The log of a silo shows "
             "what it held before: --witness FILE."
         )
     if count > log.sealed:
-        click.echo(
+        say(
             f"UNPROVEN: entries {log.sealed + 1} to {count} are chained, but not signed: anybody who could "
             "write this file may have added them. An export is signed up to its end; a silo's log every "
             "twenty entries and when its agent stops."
         )
     for item in log.entries:
         if unsigned := item.detail.get("unsigned"):
-            click.echo(
+            say(
                 f"Entries {unsigned[0]} to {unsigned[1]} stood unsigned when the coordinator was started at "
                 f"entry {item.sequence}: it had been killed, or somebody added them to its database."
             )
@@ -122,7 +122,8 @@ def _say(file: Path, log: Log, proven: int) -> None:
 @click.argument("coordinators", metavar="COORDINATOR_LOG", type=_FILE)
 @click.argument("silos", metavar="SILO_LOG", type=_FILE)
 @_ca
-def cross_check(coordinators: Path, silos: Path, authority: Path) -> int:
+@json_option
+def cross_check(coordinators: Path, silos: Path, authority: Path, as_json: bool) -> int:
     """Lay a silo's own log beside the coordinator's: do both tell the same story?"""
     from roundtable.core.evidence.audit_log import check_signed
     from roundtable.core.evidence.cross_check import differences
@@ -134,11 +135,14 @@ def cross_check(coordinators: Path, silos: Path, authority: Path) -> int:
         raise click.UsageError(f"{silos} is the log of {len(names)} silos, not of one")
     (name,) = names
     found = differences(theirs, own, name, authority.read_bytes())
-    for line in found:
-        click.echo(line)
     receipts = sum(item.action == "receipt" for item in own.entries)
+    if as_json:
+        print_json({"silo": name, "receipts": receipts, "differences": found})
+        return 1 if found else 0
+    for line in found:
+        say(line)
     if not found:
-        click.echo(f"Both logs agree on {name}: {receipts} receipts, all signed by the coordinator.")
+        say(f"Both logs agree on {name}: {receipts} receipts, all signed by the coordinator.")
     return 1 if found else 0
 
 
@@ -158,7 +162,7 @@ def provenance(
     """Fetch the coordinator's signed statement of JOB's model; keep it beside the model's file."""
     with administrate(coordinator, credentials) as operator:
         output.write_text(operator.provenance(job, number) + "\n", encoding="utf-8")
-    click.echo(f"Wrote {output}. Check it with: roundtable model verify MODEL --statement {output}")
+    say(f"Wrote {output}. Check it with: roundtable model verify MODEL --statement {output}")
 
 
 @model.command("verify")
@@ -188,22 +192,20 @@ def verify_model(
     rounds = values["rounds"]
     silos = {name for one in rounds for name in one["participants"]}
     made = datetime.fromtimestamp(rounds[-1]["ended"], UTC)
-    click.echo(f"{file} is the model of job {values['job']} ({values['name']}), round {rounds[-1]['round']}.")
-    click.echo(f"  signed by       {found.signer}, Roundtable {values['version']}")
-    click.echo(f"  made            {made:%Y-%m-%d %H:%M} UTC, submitted by {values['submitter']}")
-    click.echo(f"  participants    {len(silos)} silos under pseudonyms, {len(rounds)} rounds")
-    click.echo(f"  configuration   {values['config']}")
-    click.echo(
-        f"  privacy         {json.dumps(values['privacy']) if values['privacy'] else 'none was asked for'}"
-    )
+    say(f"{file} is the model of job {values['job']} ({values['name']}), round {rounds[-1]['round']}.")
+    say(f"  signed by       {found.signer}, Roundtable {values['version']}")
+    say(f"  made            {made:%Y-%m-%d %H:%M} UTC, submitted by {values['submitter']}")
+    say(f"  participants    {len(silos)} silos under pseudonyms, {len(rounds)} rounds")
+    say(f"  configuration   {values['config']}")
+    say(f"  privacy         {json.dumps(values['privacy']) if values['privacy'] else 'none was asked for'}")
     if not proven and export is None:
         ended = datetime.fromtimestamp(found.ends, UTC)
-        click.echo(
+        say(
             f"UNPROVEN: the certificate of {found.signer} ended on {ended:%Y-%m-%d}; that the statement was "
             "signed before is its own word. The audit log shows it: --log FILE."
         )
     elif not proven:
-        click.echo(f"UNPROVEN: the proven part of {export} does not hold these rounds.")
+        say(f"UNPROVEN: the proven part of {export} does not hold these rounds.")
     return 0 if proven else UNPROVEN
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+
+from roundtable.cli.shared.options import json_option
+from roundtable.cli.shared.output import print_json, say
 
 _CONFIG = click.Path(path_type=Path, dir_okay=False, exists=True)
 
@@ -13,7 +18,8 @@ _CONFIG = click.Path(path_type=Path, dir_okay=False, exists=True)
 @click.command()
 @click.argument("config", type=_CONFIG)
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-def backup(config: Path, folder: Path) -> None:
+@json_option
+def backup(config: Path, folder: Path, as_json: bool) -> None:
     """Write the state of the coordinator of CONFIG (coordinator.toml) into the new FOLDER, verified.
 
     The coordinator may run meanwhile. Certificates and keys are not part of it.
@@ -22,7 +28,10 @@ def backup(config: Path, folder: Path) -> None:
     from roundtable.settings import coordinator_settings
 
     manifest = back_up(coordinator_settings(config), folder)
-    click.echo(f"Backed up {len(manifest['artifacts'])} artifacts and the database into {folder}.")
+    if as_json:
+        print_json(_summary(folder, manifest))
+        return
+    say(f"Backed up {len(manifest['artifacts'])} artifacts and the database into {folder}.")
 
 
 @click.command()
@@ -33,15 +42,22 @@ def backup(config: Path, folder: Path) -> None:
     is_flag=True,
     help="Silos have gone on since the backup: accept that this is lost, and be another coordinator to them.",
 )
-def restore(folder: Path, config: Path, new_identity: bool) -> None:
+@json_option
+def restore(folder: Path, config: Path, new_identity: bool, as_json: bool) -> None:
     """Fill the empty database and artifact folder of CONFIG (coordinator.toml) from the backup in FOLDER."""
     from roundtable.server.storage.backup import restore as fill
     from roundtable.settings import coordinator_settings
 
     manifest = fill(coordinator_settings(config), folder, new_identity)
+    if as_json:
+        print_json(_summary(folder, manifest))
+        return
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["created"]))
-    click.echo(f"Restored the state of {made}: {len(manifest['artifacts'])} artifacts.")
+    say(f"Restored the state of {made}: {len(manifest['artifacts'])} artifacts.")
     if new_identity:
-        click.echo(
-            "Privacy that was spent after the backup is not in the ledger: charge it again if you know it."
-        )
+        say("Privacy that was spent after the backup is not in the ledger: charge it again if you know it.")
+
+
+def _summary(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    artifacts = len(manifest["artifacts"])
+    return {"folder": str(folder), "artifacts": artifacts, "created": manifest["created"]}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from roundtable.cli.shared.output import ask_secret, say
 from roundtable.core.identity.credentials import ROLES
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ def init(folder: Path, name: str, passphrase: bool) -> None:
 
     seal = None
     if passphrase:
-        seal = str(click.prompt("Passphrase", hide_input=True, confirmation_prompt=True)).encode()
+        seal = ask_secret("Passphrase", twice=True).encode()
     certificate = create_ca(folder, name, seal=seal)
-    click.echo(f"Made {certificate} and {folder / 'ca.key'}, and the issuing authority below it.")
-    click.echo("Keep ca.key secret and offline: whoever has it can pose as anyone.")
-    click.echo(f"Next: roundtable ca issue coordinator --role coordinator --host HOSTNAME --ca {folder}")
+    say(f"Made {certificate} and {folder / 'ca.key'}, and the issuing authority below it.")
+    say("Keep ca.key secret and offline: whoever has it can pose as anyone.")
+    say(f"Next: roundtable ca issue coordinator --role coordinator --host HOSTNAME --ca {folder}")
 
 
 @ca.command("issue")
@@ -71,8 +72,8 @@ def issue(
         ca_folder, name, cast("Role", role), out or Path(name), hosts, days=days, enrols=enrols
     )
     expires = load_credentials(folder).expires
-    click.echo(f"Issued {role} {name!r} in {folder}, valid until {expires:%Y-%m-%d}.")
-    click.echo(f"Move the folder to {name!r} over a secure channel and delete it here.")
+    say(f"Issued {role} {name!r} in {folder}, valid until {expires:%Y-%m-%d}.")
+    say(f"Move the folder to {name!r} over a secure channel and delete it here.")
 
 
 @ca.command("revoke")
@@ -88,9 +89,5 @@ def revoke(certificate: Path, ca_folder: Path) -> None:
     from roundtable.core.identity.revocation import revoke as revoke_certificate
 
     path = revoke_certificate(ca_folder, certificate)
-    click.echo(
-        f"Added to {path}. Copy it into the coordinator's credentials folder; it counts in seconds there,"
-    )
-    click.echo(
-        "and the coordinator hands it on. To void a coordinator, copy it to the silos and operators too."
-    )
+    say(f"Added to {path}. Copy it into the coordinator's credentials folder; it counts in seconds there,")
+    say("and the coordinator hands it on. To void a coordinator, copy it to the silos and operators too.")

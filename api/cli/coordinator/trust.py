@@ -10,7 +10,7 @@ import click
 from typing_extensions import override
 
 from roundtable.cli.shared.options import connection_options, json_option, require_connection
-from roundtable.cli.shared.output import ago, as_dict, print_json, print_table
+from roundtable.cli.shared.output import ago, as_dict, print_json, print_table, say
 from roundtable.core.durations import parse_duration
 from roundtable.core.identity.credentials import CA_CERTIFICATE, OPERATOR_ROLES, TOKEN
 
@@ -43,7 +43,15 @@ def administrate(coordinator: str | None, credentials: Path | None) -> Administr
 @click.option("--expires", type=Duration(), default="2d", show_default=True, help="How long it holds.")
 @click.option("--uses", type=click.IntRange(1, 100), default=1, show_default=True, help="How often.")
 @connection_options
-def invite(silo: str, expires: float, uses: int, coordinator: str | None, credentials: Path | None) -> None:
+@json_option
+def invite(
+    silo: str,
+    expires: float,
+    uses: int,
+    coordinator: str | None,
+    credentials: Path | None,
+    as_json: bool,
+) -> None:
     """Invite SILO: prints a token that is shown this once and kept nowhere.
 
     Hand it over on a channel that you trust; it says which authority to believe, and lets its holder
@@ -51,25 +59,32 @@ def invite(silo: str, expires: float, uses: int, coordinator: str | None, creden
     """
     with administrate(coordinator, credentials) as operator:
         found = operator.invite(silo, expires, uses)
-    click.echo(found.invitation)
+    if as_json:
+        print_json({"silo": silo, "uses": uses, **as_dict(found)})
+        return
+    say(found.invitation)
     times = "once" if uses == 1 else f"{uses} times"
-    click.echo(f"Holds {times}, until {_day(found.expires)}. At the silo:", err=True)
-    click.echo("  roundtable client enroll --coordinator HOST   (and paste the token)", err=True)
+    say(f"Holds {times}, until {_day(found.expires)}. At the silo:", err=True)
+    say("  roundtable client enroll --coordinator HOST   (and paste the token)", err=True)
 
 
 @click.command("revoke")
 @click.argument("silo")
 @click.option("--reason", default="", help="For the audit log.")
 @connection_options
-def revoke(silo: str, reason: str, coordinator: str | None, credentials: Path | None) -> None:
+@json_option
+def revoke(silo: str, reason: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
     """Void every certificate of SILO at once, on open connections too. It may be invited again."""
     with administrate(coordinator, credentials) as operator:
         known = [client.name for client in operator.clients()]
         calls = operator.revoke(silo, reason)
-    click.echo(f"Revoked {silo}: certificates and invitations are void; {calls} of its calls were cut off.")
+    if as_json:
+        print_json({"silo": silo, "known": silo in known, "calls": calls})
+        return
+    say(f"Revoked {silo}: certificates and invitations are void; {calls} of its calls were cut off.")
     if silo not in known:
         names = ", ".join(known) or "none"
-        click.echo(f"No silo of that name has ever connected here ({names}): is it the right one?", err=True)
+        say(f"No silo of that name has ever connected here ({names}): is it the right one?", err=True)
 
 
 @click.group()
@@ -85,8 +100,15 @@ def token() -> None:
     "--out", type=click.Path(path_type=Path), help="Write a credentials folder instead of printing it."
 )
 @connection_options
+@json_option
 def create(
-    name: str, role: str, expires: float, out: Path | None, coordinator: str | None, credentials: Path | None
+    name: str,
+    role: str,
+    expires: float,
+    out: Path | None,
+    coordinator: str | None,
+    credentials: Path | None,
+    as_json: bool,
 ) -> None:
     """Make a token for NAME; it is shown this once.
 
@@ -102,10 +124,14 @@ def create(
         authority = read(operator.folder / CA_CERTIFICATE)
     if out is not None:
         write_new(out, {TOKEN: found.token.encode() + b"\n", CA_CERTIFICATE: authority})
-        click.echo(f"Wrote {out}: --credentials {out} is {name}, {role}, until {_day(found.expires)}.")
+    if as_json:
+        secret = {"credentials": str(out)} if out is not None else {"token": found.token}
+        print_json({"name": name, "role": role, "expires": found.expires, **secret})
+    elif out is not None:
+        say(f"Wrote {out}: --credentials {out} is {name}, {role}, until {_day(found.expires)}.")
     else:
-        click.echo(found.token)
-        click.echo(f"{name}, {role}, until {_day(found.expires)}.", err=True)
+        say(found.token)
+        say(f"{name}, {role}, until {_day(found.expires)}.", err=True)
 
 
 @token.command("list")
@@ -128,11 +154,15 @@ def list_tokens(coordinator: str | None, credentials: Path | None, as_json: bool
 @token.command("revoke")
 @click.argument("name")
 @connection_options
-def revoke_token(name: str, coordinator: str | None, credentials: Path | None) -> None:
+@json_option
+def revoke_token(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
     """Void the token of NAME at once."""
     with administrate(coordinator, credentials) as operator:
         operator.revoke_token(name)
-    click.echo(f"Revoked the token {name}.")
+    if as_json:
+        print_json({"name": name, "revoked": True})
+        return
+    say(f"Revoked the token {name}.")
 
 
 def _day(moment: float) -> str:

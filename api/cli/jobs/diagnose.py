@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.shared.options import connect, connection_options, json_option
-from roundtable.cli.shared.output import print_json, print_table
+from roundtable.cli.shared.output import print_json, print_table, say
 
 if TYPE_CHECKING:
     from roundtable.aggregation import Diagnosis
@@ -64,7 +64,7 @@ def diagnose(
         return
     _show(found, record, records)
     if plot is not None:
-        click.echo(f"The heat maps are in {plot}.")
+        say(f"The heat maps are in {plot}.")
 
 
 def _simulated(folder: Path) -> list[dict[str, Any]]:
@@ -101,15 +101,15 @@ def _draw(found: Diagnosis, path: Path) -> None:
 
 
 def _show(found: Diagnosis, record: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
-    click.echo(f"round {record['round']} of {len(records)}: {found.rule} over {len(found.clients)} updates")
+    say(f"round {record['round']} of {len(records)}: {found.rule} over {len(found.clients)} updates")
     header, rows = found.table()
     print_table(header, rows, "no update was used")
     if found.cosine is None:
-        click.echo("Pairs were not compared; set [aggregation] diagnosis = true to have it done.")
+        say("Pairs were not compared; set [aggregation] diagnosis = true to have it done.")
     times: Counter[str] = Counter()
     rounds = [_diagnosis(each) for each in records if each["diagnosis"]]
     for each in rounds:
         times.update(silo for silo, verdict in each.verdicts() if not verdict.startswith("used"))
     if times:
         often = ", ".join(f"{silo} in {count}" for silo, count in sorted(times.items()))
-        click.echo(f"Left out, rejected or weighed down, of {len(rounds)} rounds: {often}.")
+        say(f"Left out, rejected or weighed down, of {len(rounds)} rounds: {often}.")

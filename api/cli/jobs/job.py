@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,14 @@ from roundtable.cli.jobs.diagnose import diagnose
 from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
 from roundtable.cli.jobs.watch import follow, make_display
 from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
-from roundtable.cli.shared.output import ago, as_dict, interruptible, print_json, print_table
+from roundtable.cli.shared.output import ago, as_dict, interruptible, print_json, print_table, say, say_lines
+from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from roundtable.operator import OperatorClient
     from roundtable.proto.operator_pb2 import Job
 
+_LONGEST_NAME = 100
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -40,9 +43,9 @@ def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    click.echo(f"{file} is sound.")
+    say(f"{file} is sound.")
     for name, value in found.items():
-        click.echo(f"  {name}: {value}")
+        say(f"  {name}: {value}")
 
 
 @job.command("submit")
@@ -76,7 +79,7 @@ def submit(
         operator.status()
         prepared = prepare(file, overrides, start)
         for warning in prepared.warnings:
-            click.echo(f"warning: {warning}", err=True)
+            say(f"warning: {warning}", err=True)
         with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
             model = Path(folder) / "initial.safetensors"
             save_model(model, prepared.model)
@@ -85,13 +88,11 @@ def submit(
         if as_json and not watch:
             print_json(as_dict(submitted))
             return 0
-        click.echo(
-            f"Submitted job {submitted.id} ({submitted.name}, {submitted.rounds} rounds).", err=as_json
-        )
+        say(f"Submitted job {submitted.id} ({submitted.name}, {submitted.rounds} rounds).", err=as_json)
         if watch:
             return _watch(operator, submitted.id, 1, as_json)
-        click.echo(f"Watch it:   roundtable job watch {submitted.id}")
-        click.echo(f"Its model:  roundtable job model {submitted.id} -o model.safetensors")
+        say(f"Watch it:   roundtable job watch {shlex.quote(submitted.id)}")
+        say(f"Its model:  roundtable job model {shlex.quote(submitted.id)} -o model.safetensors")
         return 0
 
 
@@ -210,7 +211,7 @@ def model(
     with connect(coordinator, credentials) as operator:
         detail = operator.job(name)
         found = detail.job
-        path = output or Path(f"{found.name}.safetensors")
+        path = output or _file_named(found.name)
         hint = "What has arrived is kept; the same command goes on from there."
         with interruptible(hint):
             operator.get_artifact(found.model.digest, found.model.size, path)
@@ -218,30 +219,37 @@ def model(
         values = {"path": str(path), "digest": found.model.digest, "size": found.model.size}
         print_json({**values, "round": found.rounds_done})
         return
-    click.echo(f"Wrote {path}: {found.name} after round {found.rounds_done} of {found.rounds}, verified.")
+    say(f"Wrote {path}: {found.name} after round {found.rounds_done} of {found.rounds}, verified.")
     if json.loads(detail.job_config).get("privacy"):
         from roundtable.core.models import open_model
 
-        click.echo(open_model(path).metadata.get("privacy", ""))
-    click.echo("Load it with:")
+        say(open_model(path).metadata.get("privacy", ""))
+    say("Load it with:")
     for line in loading_lines(json.loads(detail.job_config).get("task", ""), path):
-        click.echo(f"  {line}")
+        say(f"  {line}")
+
+
+def _file_named(job: str) -> Path:
+    """A model's file in this folder; the name is the coordinator's word, and no way out of the folder."""
+    if job != Path(job).name or job.startswith(".") or not job.isprintable() or len(job) > _LONGEST_NAME:
+        raise ConfigError(f"the job's name {job!r} cannot name a file here: say where, with -o FILE")
+    return Path(f"{job}.safetensors")
 
 
 def _watch(operator: OperatorClient, name: str, start: int, as_json: bool) -> int:
-    hint = f"The job goes on; see it again with `roundtable job watch {name}`."
+    hint = f"The job goes on; see it again with `roundtable job watch {shlex.quote(name)}`."
     with interruptible(hint):
         ended = follow(operator.watch(name, start), make_display(as_json))
     if ended is None:
         return 0
     if not as_json:
-        click.echo(
+        say(
             f"Job {ended.id} is {ended.status}: {ended.reason}"
             if ended.reason
             else f"Job {ended.id} is {ended.status}."
         )
         if ended.status == "paused":
-            click.echo(f"Go on with `roundtable job resume {ended.id}`.")
+            say(f"Go on with `roundtable job resume {shlex.quote(ended.id)}`.")
     return 0 if ended.status == "finished" else 1
 
 
@@ -256,7 +264,7 @@ def _steer(
     if as_json:
         print_json(as_dict(found))
         return
-    click.echo(
+    say(
         f"Job {found.id} ({found.name}) is {found.status}, {found.rounds_done} of {found.rounds} rounds done."
     )
 
@@ -267,4 +275,4 @@ def _print_resolved(config: Any, as_json: bool) -> None:
     if as_json:
         print_json(config.model_dump(mode="json"))
     else:
-        click.echo(render(config), nl=False)
+        say_lines(render(config).rstrip("\n"))

@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from roundtable.cli.shared.output import ago, duration, print_table
+from roundtable.cli.shared.output import ago, duration, print_table, say
 from roundtable.cli.shared.rounds import figures_of, metrics_of
 
 if TYPE_CHECKING:
@@ -21,8 +19,8 @@ def loading_lines(task: str, path: Path) -> list[str]:
     """Three lines of Python that load a model file."""
     return [
         "import roundtable as rt",
-        f'model = rt.load_task("{task}").model()',
-        f'model.load_state_dict(rt.load_model("{path}"))',
+        f"model = rt.load_task({json.dumps(task, ensure_ascii=False)}).model()",
+        f"model.load_state_dict(rt.load_model({json.dumps(str(path), ensure_ascii=False)}))",
     ]
 
 
@@ -59,15 +57,15 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
 def print_detail(detail: JobDetail) -> None:
     """A submitted job: its state, its silos, its rounds."""
     found = detail.job
-    click.echo(f"job        {found.id}  {found.name}")
-    click.echo(f"status     {found.status}{': ' + found.reason if found.reason else ''}")
-    click.echo(f"rounds     {found.rounds_done} of {found.rounds} committed")
-    click.echo(f"submitted  {ago(found.submitted)} by {found.submitter}")
-    click.echo(f"model      {found.model.digest[:16]}  {found.model.size:,} bytes")
+    say(f"job        {found.id}  {found.name}")
+    say(f"status     {found.status}{': ' + found.reason if found.reason else ''}")
+    say(f"rounds     {found.rounds_done} of {found.rounds} committed")
+    say(f"submitted  {ago(found.submitted)} by {found.submitter}")
+    say(f"model      {found.model.digest[:16]}  {found.model.size:,} bytes")
     if detail.waiting_for:
-        click.echo(f"now        round {detail.round}, attempt {detail.attempt}: {detail.waiting_for}")
+        say(f"now        round {detail.round}, attempt {detail.attempt}: {detail.waiting_for}")
     if detail.clients:
-        click.echo("")
+        say()
         rows = [
             (c.client, c.state, duration(max(0.0, time.time() - c.since)), c.note) for c in detail.clients
         ]
@@ -76,7 +74,7 @@ def print_detail(detail: JobDetail) -> None:
     _print_incidents(detail)
     records = [json.loads(record) for record in detail.history]
     if records:
-        click.echo("")
+        say()
         _print_history(records)
 
 
@@ -84,7 +82,7 @@ def _print_steps(detail: JobDetail) -> None:
     """The newest training step of each silo with a cluster."""
     rows = [step_row(client) for client in detail.clients if client.HasField("figures")]
     if rows:
-        click.echo("")
+        say()
         names = ("training at", "step", "loss", "rate", "gradient", "speed", "FLOPs", "memory")
         print_table((*names, "communication", "waiting"), rows, "")
 
@@ -119,7 +117,7 @@ def _print_incidents(detail: JobDetail) -> None:
     incidents = [(event, json.loads(event.detail)["incident"]) for event in detail.incidents]
     if not incidents:
         return
-    click.echo("")
+    say()
     rows = [
         (
             ago(event.time),
@@ -133,8 +131,8 @@ def _print_incidents(detail: JobDetail) -> None:
     ]
     print_table(("incident", "severity", "kind", "silo", "round", "what was done"), rows, "")
     event, incident = incidents[-1]
-    click.echo(f"newest     {event.message}")
-    click.echo(f"advice     {incident['advice']}")
+    say(f"newest     {event.message}")
+    say(f"advice     {incident['advice']}")
 
 
 def _print_history(records: list[dict[str, Any]]) -> None:

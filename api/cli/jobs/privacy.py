@@ -10,7 +10,7 @@ import click
 
 from roundtable.cli.jobs.privacy_ledger import budget, export, show
 from roundtable.cli.shared.options import json_option, set_option
-from roundtable.cli.shared.output import print_json
+from roundtable.cli.shared.output import print_json, say_lines
 
 
 @click.group()
@@ -56,4 +56,4 @@ def plan(file: Path, overrides: dict[str, Any], image: Path | None, as_json: boo
     if as_json:
         print_json(asdict(found))
     else:
-        click.echo(render(found))
+        say_lines(render(found))

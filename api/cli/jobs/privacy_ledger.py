@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.shared.options import connect, connection_options, json_option
-from roundtable.cli.shared.output import ago, as_dict, print_json, print_table
+from roundtable.cli.shared.output import ago, as_dict, print_json, print_table, say, say_lines
 from roundtable.core.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -69,9 +69,10 @@ def show(
     print_table(columns, _rows(reply), _NOTHING)
     if population:
         for each in reply.accounts:
-            click.echo(f"\n{each.silo or 'Every silo'}: {each.statement}")
+            say()
+            say(f"{each.silo or 'Every silo'}: {each.statement}")
     if reply.kept_by_silos:
-        click.echo(
+        say(
             f"\nOf {', '.join(reply.kept_by_silos)} each silo alone keeps the account of its records: "
             "`roundtable privacy show --account FILE` shows it there."
         )
@@ -108,7 +109,7 @@ def budget(
     with connect(coordinator, credentials) as operator:
         if remove:
             was = operator.remove_privacy_budget(population or "")
-            click.echo(
+            say(
                 f"No budget for {population}: epsilon = {was.epsilon:g} at {was.delta:g} is removed.",
                 err=as_json,
             )
@@ -151,13 +152,13 @@ def export(
         charges = list(operator.privacy_charges(population or ""))
     text = _as_json(reply, charges) if kind == "json" else _as_csv(reply, charges)
     if output is None:
-        click.echo(text, nl=False)
+        say_lines(text.rstrip("\n"))
         return
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ResourceError(f"{output} cannot be written: {error.strerror}") from error
-    click.echo(f"{len(reply.accounts)} accounts and {len(charges)} charges are in {output}")
+    say(f"{len(reply.accounts)} accounts and {len(charges)} charges are in {output}")
 
 
 def _rows(reply: operator_pb2.PrivacyReply) -> list[tuple[Any, ...]]:
@@ -216,4 +217,5 @@ def _show_account(path: Path, as_json: bool) -> None:
         return
     columns = ("epsilon", "delta", "releases", "jobs")
     print_table(columns, [(f"{spent.epsilon:.4f}", f"{spent.delta:g}", spent.releases, len(spent.jobs))], "")
-    click.echo(f"\n{words}")
+    say()
+    say(f"{words}")

@@ -7,9 +7,16 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-import click
-
-from roundtable.cli.shared.output import as_dict, console, duration
+from roundtable.cli.shared.output import (
+    as_dict,
+    cell,
+    console,
+    duration,
+    grid,
+    print_json_line,
+    say,
+    say_above,
+)
 from roundtable.cli.shared.rounds import round_line
 
 if TYPE_CHECKING:
@@ -72,7 +79,7 @@ class JsonLines:
         for event in update.events:
             values = as_dict(event)
             values["detail"] = json.loads(event.detail or "{}")
-            click.echo(json.dumps(values, ensure_ascii=False))
+            print_json_line(values)
 
     def close(self) -> None:
         pass
@@ -84,9 +91,7 @@ class PlainLines:
     def show(self, update: JobUpdate) -> None:
         for event in update.events:
             if event.kind not in _QUIET:
-                click.echo(
-                    f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {_sentence(event, update)}"
-                )
+                say(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {_sentence(event, update)}")
 
     def close(self) -> None:
         pass
@@ -104,8 +109,8 @@ class Live:
     def show(self, update: JobUpdate) -> None:
         for event in update.events:
             if event.kind not in _QUIET and event.kind != "round_started":
-                self._live.console.print(_sentence(event, update), markup=False)
-        self._live.update(_panel(update.detail))
+                say_above(self._live.console, _sentence(event, update))
+        self._live.update(progress_panel(update.detail))
 
     def close(self) -> None:
         self._live.stop()
@@ -117,29 +122,36 @@ def _sentence(event: Event, update: JobUpdate) -> str:
     return event.message
 
 
-def _panel(detail: JobDetail) -> RenderableType:
+def progress_panel(detail: JobDetail) -> RenderableType:
+    """Where a job stands, for a terminal: its round, what each silo does, and whom it waits for."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
 
     job = detail.job
-    head = Table.grid(padding=(0, 2))
-    deadline = detail.deadline - time.time()
-    head.add_row(
-        Text(job.name, style="bold"),
-        f"round {detail.round}/{job.rounds}",
-        ProgressBar(total=max(1, job.rounds), completed=job.rounds_done, width=30),
-        detail.phase or job.status,
-        Text(f"deadline in {duration(max(0.0, deadline))}" if detail.deadline else "", style="dim"),
-    )
-    silos = Table.grid(padding=(0, 2))
-    for client in detail.clients:
-        bar = ProgressBar(total=client.total, completed=client.done, width=20) if client.total else ""
-        silos.add_row(
-            client.client, Text(client.state, style=_STYLES.get(client.state, "default")), bar, _loss(client)
+    left = duration(max(0.0, detail.deadline - time.time())) if detail.deadline else ""
+    head = grid(
+        (
+            cell(job.name, "bold"),
+            cell(f"round {detail.round}/{job.rounds}"),
+            ProgressBar(total=max(1, job.rounds), completed=job.rounds_done, width=30),
+            cell(detail.phase or job.status),
+            cell(f"deadline in {left}" if left else "", "dim"),
         )
-    return Group(head, silos, Text(detail.waiting_for, style="dim"))
+    )
+    silos = grid(
+        *(
+            (
+                cell(client.client),
+                cell(client.state, _STYLES.get(client.state, "default")),
+                ProgressBar(total=client.total, completed=client.done, width=20)
+                if client.total
+                else cell(""),
+                cell(_loss(client)),
+            )
+            for client in detail.clients
+        )
+    )
+    return Group(head, silos, cell(detail.waiting_for, "dim"))
 
 
 def _loss(client: ClientActivity) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from roundtable.cli.shared.output import say
 from roundtable.core.errors import ConfigError
 
 systemd_option = click.option(
@@ -109,8 +110,8 @@ def write_unit(service: Service, systemd: bool, out: Path, user: str | None) -> 
             "or name a folder with --out"
         ) from error
     name = service.unit
-    click.echo(f"Wrote {out / unit}. Start it, also at each boot: systemctl enable --now {name}")
-    click.echo(f"Its log: journalctl -u {name} -f. Stop it at once: systemctl stop {name}")
+    say(f"Wrote {out / unit}. Start it, also at each boot: systemctl enable --now {name}")
+    say(f"Its log: journalctl -u {name} -f. Stop it at once: systemctl stop {name}")
 
 
 def _check_access(service: Service, user: pwd.struct_passwd) -> None:

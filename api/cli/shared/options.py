@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_GIVEN = "roundtable.set"
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
@@ -58,12 +60,18 @@ def connect(coordinator: str | None, credentials: Path | None) -> OperatorClient
 
 def _overrides(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
+    context.meta[_GIVEN] = values
     for value in values:
         key, equals, text = value.partition("=")
         if not equals or not key.strip():
             raise click.BadParameter(f"{value!r} is not key=value, for example cohort.size=5")
         overrides[key.strip()] = parse_value(text.strip())
     return overrides
+
+
+def set_arguments() -> list[str]:
+    """`--set KEY=VALUE` as the running command was given them, for a command that repeats it."""
+    return [word for value in click.get_current_context().meta.get(_GIVEN, ()) for word in ("--set", value)]
 
 
 def parse_value(text: str) -> Any:

@@ -1,31 +1,37 @@
-"""What commands print: tables for people, JSON for programs, and what Ctrl-C leaves behind."""
+"""The only place that prints: text and tables for people, JSON for programs, and what Ctrl-C leaves behind.
+
+What is printed may hold words of silos, coordinators and tasks. Here every line passes `printable`, tables
+hold plain text and no markup, and JSON is escaped; a test looks that no command prints in another way.
+"""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
-from typing_extensions import override
+
+from roundtable.core.foreign_text import LINE, json_text, printable, printable_lines
+from roundtable.core.observability.logs import announce
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
     from rich.console import Console
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
 
 _WIDE = 10_000
+_CELL = 200
+_LONGEST = 20_000
 
 
 class Interrupted(click.ClickException):
     """Ctrl-C, with a line that says how to go on."""
 
     exit_code = 130
-
-    @override
-    def show(self, file: Any = None) -> None:
-        click.echo(f"\nInterrupted. {self.message}", err=True)
 
 
 @contextmanager
@@ -37,34 +43,107 @@ def interruptible(hint: str) -> Iterator[None]:
         raise Interrupted(hint) from None
 
 
+def say(line: object = "", *, err: bool = False) -> None:
+    """Prints one line, whatever the words in it; an empty one by default."""
+    click.echo(printable(line, _LONGEST), err=err)
+
+
+def say_lines(text: str, *, err: bool = False) -> None:
+    """Prints several lines of ours; words of others in them must have their line ends escaped already."""
+    click.echo("\n".join(printable_lines(text, _LONGEST)), err=err)
+
+
+def say_error(message: object) -> None:
+    """Prints why the command fails, on standard error; a line of the log where a service writes JSON."""
+    announce(f"Error: {message}", error=True)
+
+
+def show_error(error: click.ClickException) -> None:
+    """Prints a mistake in the command line, with the command's usage where it is known."""
+    if isinstance(error, Interrupted):
+        say(err=True)
+        say(f"Interrupted. {error.message}", err=True)
+        return
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        say_lines(error.ctx.get_usage(), err=True)
+        say(f"Try '{error.ctx.command_path} --help' for help.", err=True)
+        say(err=True)
+    say_error(error.format_message())
+
+
+def confirm(question: str) -> None:
+    """Asks; ends the command unless the answer is yes."""
+    click.confirm(printable(question), abort=True)
+
+
+def ask_secret(name: str, *, twice: bool = False) -> str:
+    """Asks for a secret, which the terminal does not show; `twice` against slips."""
+    return str(click.prompt(name, hide_input=True, confirmation_prompt=twice))
+
+
 def console() -> Console:
     """Standard output; nothing is wrapped or cut where it is no terminal."""
     from rich.console import Console
 
-    found = Console(highlight=False, soft_wrap=True)
-    return found if found.is_terminal else Console(width=_WIDE, highlight=False)
+    target = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if target.is_terminal:
+        return target
+    return Console(width=_WIDE, highlight=False, markup=False, emoji=False)
+
+
+def cell(text: object, style: str = "", limit: int = _CELL) -> Text:
+    """A word for a table or a live display: plain, in one line, of bounded length."""
+    from rich.text import Text
+
+    return Text(printable(text, limit), style=style)
+
+
+def grid(*rows: Sequence[Text | ProgressBar]) -> Table:
+    """Cells and bars in columns, without lines, for a live display."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def say_above(live: Console, line: str) -> None:
+    """Prints a line above a live display."""
+    live.print(cell(line, limit=_LONGEST))
+
+
+def say_styled(*parts: tuple[str, str]) -> None:
+    """Prints one line of (text, style) pairs."""
+    from rich.text import Text
+
+    console().print(Text.assemble(*(cell(text, style, _LONGEST) for text, style in parts)))
 
 
 def print_json(value: Any) -> None:
     """The value as indented JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    click.echo(json_text(value, indent=2))
+
+
+def print_json_line(value: Any) -> None:
+    """The value as JSON in one line."""
+    click.echo(json_text(value))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) -> None:
     """Rows under their columns, or the sentence `nothing` where there are none."""
     if not rows:
-        click.echo(nothing)
+        say(nothing)
         return
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     target = console()
     table = Table(box=box.SIMPLE_HEAD if target.is_terminal else None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(cell(column), overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+        table.add_row(*(cell("" if value is None else value, limit=LINE) for value in row))
     target.print(table)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import click
 
 from roundtable.cli.shared.options import json_option, set_option
-from roundtable.cli.shared.output import print_table
+from roundtable.cli.shared.output import print_json, print_table, say, say_lines
 
 
 @click.command()
@@ -38,21 +37,24 @@ def plan(
 
     found = plan_job(context.obj, job_file, overrides, world, memory, reference)
     if as_json:
-        click.echo(json.dumps(found.to_plain(), indent=2))
+        print_json(found.to_plain())
         return
-    click.echo(f"{found.parameters:,} parameters on {found.resources}")
-    click.echo(f"strategy      {found.strategy}")
-    click.echo(f"a step        {found.micro_batches} micro-batches on each rank")
-    click.echo("\nmemory of the fullest device")
+    say(f"{found.parameters:,} parameters on {found.resources}")
+    say(f"strategy      {found.strategy}")
+    say(f"a step        {found.micro_batches} micro-batches on each rank")
+    say()
+    say("memory of the fullest device")
     for line in found.estimate.lines():
-        click.echo(f"  {line}")
-    click.echo("\nlinks")
+        say(f"  {line}")
+    say()
+    say("links")
     said = ["not measured yet: the first round measures them, and this plan assumes nothing of them"]
     for line in found.links.lines(time.time()) if found.links is not None else said:
-        click.echo(f"  {line}")
-    click.echo("\nwhy")
+        say(f"  {line}")
+    say()
+    say("why")
     for reason in found.reasons:
-        click.echo(f"  {reason}")
+        say(f"  {reason}")
 
 
 @click.command("verify-cluster")
@@ -70,14 +72,14 @@ def verify_cluster(world: int | None, as_json: bool) -> int:
 
     found = verify_here(world)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        print_json(found)
     else:
-        click.echo(f"{found['world']} ranks, {found['backend']}, torch {found['torch']}")
+        say(f"{found['world']} ranks, {found['backend']}, torch {found['torch']}")
         for row in found["all_reduce"]:
-            click.echo(f"  all-reduce {row['bytes']:>12,} B   {row['bus'] / 1e9:8.3f} GB/s")
+            say(f"  all-reduce {row['bytes']:>12,} B   {row['bus'] / 1e9:8.3f} GB/s")
         for row in found["checks"]:
             verdict = "equal" if row["difference"] <= TOLERANCE else "DIFFERENT"
-            click.echo(f"  {verdict:<10} {row['difference']:.1e}   {row['strategy']}")
+            say(f"  {verdict:<10} {row['difference']:.1e}   {row['strategy']}")
     return int(any(row["difference"] > TOLERANCE for row in found["checks"]))
 
 
@@ -114,8 +116,8 @@ def profile(
     from roundtable.cluster.tools.profiling import profile_job
 
     found = profile_job(context.obj, job_file, overrides, steps, output)
-    click.echo(found.table)
-    click.echo(f"{found.examples_per_second:,.0f} examples a second on {found.device}; trace: {found.trace}")
+    say_lines(found.table)
+    say(f"{found.examples_per_second:,.0f} examples a second on {found.device}; trace: {found.trace}")
 
 
 def _scaling(
@@ -131,7 +133,7 @@ def _scaling(
         raise click.BadParameter(f"--worlds {worlds!r}: write numbers of ranks with commas, 1,2,4")
     found = scaling(agent, job_file, overrides, numbers, steps)
     if as_json:
-        click.echo(json.dumps([asdict(one) for one in found], indent=2))
+        print_json([asdict(one) for one in found])
         return
     names = ("ranks", "examples/s", "efficiency", "communication", "strategy")
     rows = [

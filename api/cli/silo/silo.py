@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from roundtable.cli.shared.options import json_option
-from roundtable.cli.shared.output import ago, print_json, print_table
+from roundtable.cli.shared.output import ago, ask_secret, confirm, print_json, print_table, say, say_lines
 from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,18 +39,18 @@ def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: b
     from roundtable.core.identity.invitation import Invitation
 
     if token is None:
-        token = click.prompt("Invitation", hide_input=True)
+        token = ask_secret("Invitation")
     elif token == "-":
         token = sys.stdin.readline()
     invitation = Invitation.parse(str(token))
     seal = None
     if passphrase:
-        seal = str(click.prompt("Passphrase", hide_input=True, confirmation_prompt=True)).encode()
+        seal = ask_secret("Passphrase", twice=True).encode()
     found = enrol_silo(coordinator, invitation, credentials, seal)
-    click.echo(f"Enrolled as {found.name!r}: {credentials}, valid until {found.expires:%Y-%m-%d}.")
-    click.echo("The agent renews it by itself. Next: name the folder in agent.toml; run `roundtable client`.")
+    say(f"Enrolled as {found.name!r}: {credentials}, valid until {found.expires:%Y-%m-%d}.")
+    say("The agent renews it by itself. Next: name the folder in agent.toml; run `roundtable client`.")
     if seal:
-        click.echo("The agent reads its passphrase from the file that ROUNDTABLE_PASSPHRASE_FILE names.")
+        say("The agent reads its passphrase from the file that ROUNDTABLE_PASSPHRASE_FILE names.")
 
 
 @click.command("jobs")
@@ -112,15 +112,15 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
     found = known.find(job)
     resolved = job_from_json(found.config)
     if not yes:
-        click.echo(render(resolved))
+        say_lines(render(resolved))
         who = found.submitter or "nobody whose signature proves it"
         if who.startswith(VOUCHED_FOR):
             who += " by the coordinator's word"
-        click.confirm(f"Job {found.id}, submitted by {who}, hash {found.digest[:12]}. Take part?", abort=True)
+        confirm(f"Job {found.id}, submitted by {who}, hash {found.digest[:12]}. Take part?")
     known.approve(found)
-    click.echo(f"Approved job {found.id} ({found.task}), configuration {found.digest[:12]}.")
+    say(f"Approved job {found.id} ({found.task}), configuration {found.digest[:12]}.")
     for reason in rules.objections(resolved, found.submitter or None, datetime.now()):
-        click.echo(f"The policy refuses it all the same: {reason}")
+        say(f"The policy refuses it all the same: {reason}")
 
 
 @click.command("explain")
@@ -141,12 +141,12 @@ def explain(context: click.Context, file: Path, submitter: str | None, as_json: 
         print_json({"objections": reasons, "approval": config.policy.approval, "bounds": bounds})
         return 1 if reasons else 0
     for reason in reasons:
-        click.echo(f"no: {reason}")
+        say(f"no: {reason}")
     if not reasons:
         after = ", once a person has approved it" if config.policy.approval else ""
-        click.echo(f"yes: this silo would take part{after}")
+        say(f"yes: this silo would take part{after}")
     for line in config.policy.bounds():
-        click.echo(line)
+        say(line)
     return 1 if reasons else 0
 
 
@@ -163,7 +163,7 @@ def forget(context: click.Context, silo: str) -> None:
 
     config, _ = _silo(context)
     KnownPeers(config.state).forget(silo)
-    click.echo(f"Forgotten: the next key that {silo} shows is taken as its own.")
+    say(f"Forgotten: the next key that {silo} shows is taken as its own.")
 
 
 @click.command("hash")
@@ -177,7 +177,7 @@ def hash_task(context: click.Context, task: str) -> None:
     if task not in rules.references:
         offered = ", ".join(sorted(rules.references)) or "none"
         raise ConfigError(f"[tasks] names no {task!r}; it names {offered}")
-    click.echo(hash_of_task(rules.references[task], config.folder))
+    say(hash_of_task(rules.references[task], config.folder))
 
 
 def _silo(context: click.Context) -> tuple[AgentConfig, Rules]:
