@@ -138,7 +138,10 @@ def test_set_takes_toml_values_and_bare_words(roundtable: Command, job_file: Pat
         ("[simulation.attack]\nname = 'alie'", "simulation.attack: say how many attack"),
         ("[model]\nlocal = ['haed.*']", "model.local: the pattern 'haed.*' fits none"),
         ("rounds = 0", "job.toml:3: rounds: Input should be greater than or equal to 1"),
-        ("[privacy]\nlevel = 'client'\nclip_nrom = 1.0", "clip_nrom"),
+        (
+            "privacy = { level = 'client', clip_norm = 1, delta = 1e-5, epsilon = 8, bnads = 2 }",
+            "privacy.bnads: unknown key",
+        ),
         ("[aggregation]\nrule = 'trimmed_mean'\nparameters = { f = -1 }", "f counts byzantine silos"),
     ],
 )
