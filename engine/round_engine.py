@@ -128,6 +128,10 @@ class RoundEngine:
         self._phases.follow(self._policy.restore(now), now)
         return self._context.take_actions()
 
+    def works_on(self, client: str, step: m.Step) -> bool:
+        """Whether the client was asked for this step and has neither answered nor failed."""
+        return self._context.works_on(client, step)
+
     def wants(self, client: str, step: m.Step) -> Literal["wanted", "duplicate", "stale"]:
         """What an upload of `client` for `step` would be: asked before a byte of it is accepted."""
         if step.phase != m.TRAIN:

@@ -1,75 +1,35 @@
-"""The round engine driven in virtual time: a heap of events, and backends that do the work.
-
-The engine says whom to ask; the devices say when each would answer. Clients are trained only when
-the first answer that the round still wants falls due, as many at once as it wants: who drops out,
-comes too late or is withdrawn costs nothing.
-"""
+"""The round engine driven in virtual time: it says whom to ask, the devices say when each would answer."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from roundtable.core.encodings import get_encoding
-from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError, SiteFailure
+from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError
 from roundtable.core.models import Model, model_digest
 from roundtable.engine import (
     RoundEngine,
     Rows,
-    ServerState,
     combine,
     initial_server_state,
     try_rule,
 )
 from roundtable.engine import messages as m
+from roundtable.engine.policies.buffered import WORK
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import SeededNoise
-from roundtable.simulation.attempt import LocalState, Workshop
-from roundtable.simulation.backend import Backend, Failed, Trained, World
+from roundtable.simulation.backend import Backend, Failed, World
+from roundtable.simulation.checkpoint import Checkpoint
+from roundtable.simulation.client_updates import ClientUpdates
+from roundtable.simulation.client_work import ClientWork, failure_event
+from roundtable.simulation.event_queue import AnswerDue, EventQueue, Leaves, PlacesOffered
 from roundtable.simulation.ledger import SimulatedLedger
-from roundtable.simulation.world.devices import Transfer
-from roundtable.simulation.world.dropouts import Fault, Faults
+from roundtable.simulation.pacing import BufferedPacing, Pacing, SynchronousPacing
 from roundtable.simulation.world.fleet import Fleet
 from roundtable.simulation.world.simulated_clients import trusted_data
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """The answer of client number `index` to `step` is due."""
-
-    index: int
-    step: m.Step
-
-
-@dataclass(frozen=True)
-class Gone:
-    """Client number `index` goes away while it is at work on `step`."""
-
-    index: int
-    step: m.Step
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """All that a run goes on from: its state at the commit of a round, before the engine knows of it.
-
-    `local` holds the clients' own tensors, of those that took part in the round alone when a
-    checkpoint is written, and of all when one is resumed from. `earlier` are the vectors of older models
-    that clients are still at work on, by their rounds.
-    """
-
-    now: float
-    engine: Mapping[str, Any]
-    model: Model
-    server: ServerState
-    local: Mapping[int, LocalState]
-    earlier: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class Listener(Protocol):
@@ -93,192 +53,147 @@ class Driver:
         self.plan = plan
         self.fleet = fleet
         self.listener = listener
-        self.now = 0.0
         self.status = m.StatusChanged("waiting", "not started")
         self.history: list[m.RoundRecord] = []
         self.model = world.initial
         self.server = initial_server_state(plan, world.layout.size)
+        self._next = (self.model, self.server)
+        self._earlier: Mapping[int, Tensor] = {}
         self._ledger = SimulatedLedger(world.job, plan)
-        self._workshop = Workshop(world, backend, self._ledger)
         self._trusted = trusted_data(world)
-        self._faults = Faults.of(world.job)
+        self._queue = EventQueue()
+        self._updates = ClientUpdates(world, backend, self._ledger)
+        self._work = ClientWork(world, fleet, self._updates, self._queue, listener.answered)
+        self._pacing: Pacing = (
+            BufferedPacing(world, fleet, self._updates, self._queue)
+            if world.job.round.mode == "buffered"
+            else SynchronousPacing(self._updates, self._queue)
+        )
         start = model_digest(world.initial)
         self._engine = RoundEngine.begin(world.job, start, world.job.seed, fleet, separation=plan.separation)
-        self._heap: list[tuple[float, int, m.Event | Arrived | Gone]] = []
-        self._sequence = itertools.count()
-        self._timers: dict[str, float] = {}
-        self._step = m.Step(0, 0, "")
-        self._due: dict[int, float] = {}
-        self._answers: dict[int, tuple[int, Trained | Failed]] = {}
-        self._next = (self.model, self.server)
-        up = get_encoding(world.job.transfer.encoding).encoded_size(world.layout.size)
-        self._transfer = Transfer(4 * world.layout.size, up or 4 * world.layout.size)
 
     def run(self) -> None:
         """From the start, or from where `resume` left it, to the end of the job.
 
         Raises RoundtableError if the round waits for clients that will never come.
         """
-        if not self._heap:
-            self._push(self.now, m.Start())
+        if not self._queue:
+            self._queue.push(self._queue.now, m.Start())
         while self.status.status not in (*m.FINAL, "paused"):
-            if not self._heap:
+            if not self._queue:
                 self._wait_for_somebody()
                 continue
-            self.now, _, event = heapq.heappop(self._heap)
-            self.fleet.now = self.now
-            if isinstance(event, Arrived):
-                self._answer(event)
-            elif isinstance(event, Gone):
-                self._leave(event)
-            elif not isinstance(event, m.DeadlinePassed) or self._timers.get(event.timer) == self.now:
-                self._handle(event)
+            event = self._queue.pop()
+            self.fleet.now = self._queue.now
+            match event:
+                case None:
+                    pass
+                case AnswerDue():
+                    self._deliver(event)
+                case Leaves(index, step):
+                    client = self.world.names[index]
+                    if self._engine.works_on(client, step):
+                        self._handle(m.ClientLeft(client))
+                case PlacesOffered():
+                    if not self._queue:
+                        self.fleet.gone.clear()  # As where nothing at all is due.
+                    self._handle(m.DeadlinePassed(WORK))
+                case _:
+                    self._handle(event)
 
     def resume(self, checkpoint: Checkpoint, history: Sequence[m.RoundRecord]) -> None:
-        """Puts everything back to `checkpoint`; `history` ends with its round."""
-        self._restore(checkpoint, history)
-        self._perform(self._engine.outstanding(self.now))
+        """Puts everything back to `checkpoint`; `history` ends with its round.
 
-    def _restore(self, checkpoint: Checkpoint, history: Sequence[m.RoundRecord]) -> None:
-        self.now = self.fleet.now = checkpoint.now
+        What was under way is worked out again: who answers when follows from when it was asked, and an
+        update from its model.
+        """
+        self._queue.now = self.fleet.now = checkpoint.now
         self.history = list(history)
-        self._workshop.local = dict(checkpoint.local)
+        self._updates.local = dict(checkpoint.local)
         self._ledger.resume(history)
         self._next = (checkpoint.model, checkpoint.server)
+        self._earlier = checkpoint.earlier
         self._engine = RoundEngine.restore(
             self.world.job, checkpoint.engine, self.history[:-1], population=self.fleet
         )
-
-    def _push(self, at: float, event: m.Event | Arrived | Gone) -> None:
-        heapq.heappush(self._heap, (at, next(self._sequence), event))
+        state, index_of = self._engine.state, self.world.names.index_of
+        for name, update in state.buffer.items():
+            assert update.asked is not None
+            asked = update.asked[0]
+            vector = self._earlier[asked - 1]
+            for _ in self._updates.train(asked, vector, [index_of(name)], [update.row], paid=True):
+                pass
+        there = {index_of(name): given for name, given in state.at_work.items() if not given.away}
+        for index, assignment in there.items():
+            self._work.ask_to_train(assignment.step, [index], [assignment.since])
+        assert state.attempt is not None
+        assert state.attempt.record is not None
+        self._commit(state.attempt.record)
 
     def _handle(self, event: m.Event) -> None:
-        self._perform(self._engine.handle(event, self.now))
+        self._perform(self._engine.handle(event, self._queue.now))
+        self._pacing.event_handled(self._engine.state)
 
     def _perform(self, actions: Iterable[m.Action]) -> None:
-        instructed: list[int] = []
-        step = self._step
+        instructed: dict[m.Step, list[int]] = {}
         for action in actions:
             match action:
                 case m.Instruct():
-                    instructed.append(self.world.names.index_of(action.client))
-                    step = action.step
+                    instructed.setdefault(action.step, []).append(self.world.names.index_of(action.client))
                 case m.Withdraw():
-                    index = self.world.names.index_of(action.client)
-                    self._due.pop(index, None)
-                    self._answers.pop(index, None)
+                    self._work.withdraw(self.world.names.index_of(action.client))
                 case m.SetTimer():
-                    self._timers[action.timer] = action.at
-                    self._push(action.at, m.DeadlinePassed(action.timer))
+                    self._queue.set_timer(action.timer, action.at)
                 case m.Authorize():
-                    self._push(self.now, self._ledger.authorize(action.step))
+                    self._queue.push(self._queue.now, self._ledger.authorize(action.step))
                 case m.Aggregate():
                     self._aggregate(action)
                 case m.Commit():
                     self._commit(action.record)
                 case m.Note():
-                    self.listener.note(action, self.now)
+                    self.listener.note(action, self._queue.now)
                 case m.StatusChanged():
                     self.status = action
-        if instructed:
-            self._instruct(step, instructed)
+        for step, indices in instructed.items():
+            self._instruct(step, indices)
 
     def _instruct(self, step: m.Step, indices: Sequence[int]) -> None:
-        if step.phase == m.EVALUATE:
-            self._evaluate(step, indices)
-            return
-        if step != self._step:
-            self._step, self._due, self._answers = step, {}, {}
-            self._workshop.begin(len(self._engine.state.attempt.cohort))  # type: ignore[union-attr]
-        for index, examples in zip(indices, self._examples(indices), strict=True):
-            self._schedule(index, step, examples, self.now)
-
-    def _examples(self, indices: Sequence[int]) -> list[int]:
-        """Examples that each client will process; not asked for where it makes no difference."""
-        algorithm = self.world.job.algorithm
-        if self.fleet.devices.instant:
-            return [0] * len(indices)
-        if algorithm.steps is not None:
-            return [algorithm.steps * algorithm.batch_size] * len(indices)
-        return [algorithm.passes * count for count in self._workshop.examples(indices)]
-
-    def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
-        """When the client will answer that was asked at time `asked`, or how it will not."""
-        seconds = self.fleet.devices.seconds(index, step.round, examples, self._transfer)
-        leaves = self.fleet.devices.leaves_at(index, asked)
-        fault = self._faults.of_training(step, index)
-        if fault is not None and fault.kind == "dropout":
-            leaves = min(leaves, asked + fault.share * seconds)
-        elif fault is not None and asked + fault.share * seconds < leaves:
-            self._crash(index, step, fault, asked + fault.share * seconds)
-            return
-        if leaves <= asked + seconds:
-            self._push(leaves, Gone(index, step))
-            return
-        self._due[index] = asked + seconds
-        self._push(asked + seconds, Arrived(index, step))
-
-    def _crash(self, index: int, step: m.Step, fault: Fault, at: float) -> None:
-        self._push(at, _failed(Failed(self.world.names[index], "node_failure", fault.detail), step))
-
-    def _leave(self, event: Gone) -> None:
-        self._handle(m.ClientLeft(self.world.names[event.index]))
-
-    def _answer(self, event: Arrived) -> None:
-        if event.step != self._step or event.index not in self._due:
-            return
-        if event.index not in self._answers:
-            self._train()
-        del self._due[event.index]
-        self._deliver(event.step, *self._answers.pop(event.index))
-
-    def _deliver(self, step: m.Step, place: int, answer: Trained | Failed) -> None:
-        if isinstance(answer, Failed):
-            self._handle(_failed(answer, step))
-            return
-        update = m.Update(answer.client, m.RowReference(place), answer.examples, answer.loss, answer.metrics)
-        self._handle(m.UpdateArrived(step, update))
-
-    def _train(self) -> None:
-        """Runs the clients due next, as many as the round still wants."""
         attempt = self._engine.state.attempt
         assert attempt is not None
-        wanted = max(1, attempt.target - len(attempt.updates) - len(self._answers))
-        waiting = (index for index in self._due if index not in self._answers)
-        chosen = sorted(heapq.nsmallest(wanted, waiting, key=self._due.__getitem__))
-        answers = self._workshop.train(self._step.round, self.model.vector, chosen)
-        for done, (place, answer) in enumerate(answers, start=1):
-            self._answers[self.world.names.index_of(answer.client)] = (place, answer)
-            self.listener.answered(self._step, done, len(chosen))
+        if step.phase == m.EVALUATE:
+            self._work.evaluate(step, self._next[0].vector, indices)
+        else:
+            self._pacing.training_begins(step, len(attempt.cohort))
+            self._work.ask_to_train(step, indices, [self._queue.now] * len(indices))
 
-    def _evaluate(self, step: m.Step, indices: Sequence[int]) -> None:
-        """All at once; it takes the time of the model's way to the client."""
-        there = []
-        for index in indices:
-            fault = self._faults.of_evaluation(step, index)
-            if fault is None:
-                there.append(index)
-            else:
-                self._crash(index, step, fault, self.now)
-        transfer = Transfer(self._transfer.down, 0)
-        answers = self._workshop.evaluate(self._next[0].vector, there)
-        for done, answer in enumerate(answers, start=1):
-            index = self.world.names.index_of(answer.client)
-            at = self.now + self.fleet.devices.seconds(index, step.round, 0, transfer)
-            event = (
-                _failed(answer, step)
-                if isinstance(answer, Failed)
-                else m.Evaluated(answer.client, step, answer.metrics)
-            )
-            self._push(at, event)
-            self.listener.answered(step, done, len(there))
+    def _deliver(self, due: AnswerDue) -> None:
+        """Hands an answer that is due to the engine, unless it does not matter any more."""
+        if not self._work.awaits(due):
+            return
+        if due.index not in self._work.answers:
+            self._train(due)
+        row, answer = self._work.take_answer(due.index)
+        if isinstance(answer, Failed):
+            self._handle(failure_event(answer, due.step))
+            return
+        update = m.Update(answer.client, m.RowReference(row), answer.examples, answer.loss, answer.metrics)
+        self._handle(m.UpdateArrived(due.step, update))
+
+    def _train(self, due: AnswerDue) -> None:
+        """Runs the client whose answer is due, with as many others as the round still wants."""
+        state, made = self._engine.state, due.step.round - 1
+        assert state.attempt is not None
+        vector = self.model.vector if made == len(self.history) else self._earlier[made]
+        wanted = state.attempt.target - len(state.attempt.updates) - len(self._work.answers)
+        held = {update.row for update in (*state.attempt.updates.values(), *state.buffer.values())}
+        self._work.train(due.step, vector, max(self._pacing.least_together, wanted), held)
 
     def _aggregate(self, action: m.Aggregate) -> None:
         step, seed = action.step, self.world.job.seed
         try:
-            received = self._workshop.collect(action, partial(self._tried, action.step))
-            if self._workshop.unmasks:
-                self._push(self.now, m.Unmasking(step, self._ledger.told(step)))
+            received = self._updates.collect(action, partial(self._tried, action.step))
+            if self._updates.unmasks:
+                self._queue.push(self._queue.now, m.Unmasking(step, self._ledger.told(step)))
             combined = combine(
                 self.plan,
                 received,
@@ -292,7 +207,7 @@ class Driver:
                 root_update=self._root_update(step),
             )
         except (AggregationError, InvalidUpdate) as error:
-            self._push(self.now, m.AggregationFailed(step, str(error)))
+            self._queue.push(self._queue.now, m.AggregationFailed(step, str(error)))
             return
         guarantee = self._ledger.told(step)
         metadata = {**self.model.metadata, "round": str(step.round)}
@@ -300,7 +215,9 @@ class Driver:
             metadata["privacy"] = self._ledger.statement()
         model = Model(self.world.layout, combined.vector, self.model.local, metadata)
         self._next = (model, combined.state)
-        self._push(self.now, combined.event(step, model_digest(model), f"round-{step.round}", guarantee))
+        self._queue.push(
+            self._queue.now, combined.event(step, model_digest(model), f"round-{step.round}", guarantee)
+        )
 
     def _tried(self, step: m.Step, rows: Rows) -> Tensor:
         """What the rule would give: attackers who know it may ask."""
@@ -323,52 +240,42 @@ class Driver:
         before = self.model.vector
         self.model, self.server = self._next
         if not self.history or self.history[-1].round < record.round:
-            self._replaced(record, before)
+            used = [self.world.names.index_of(name) for name in (*record.contributors, *record.excluded)]
+            self._keep_models({**self._earlier, record.round - 1: before})
             self.history.append(record)
-            self.listener.committed(record, self._checkpoint)
-            self._settle()
+            self.listener.committed(record, partial(self._checkpoint, used))
+            waiting = map(self.world.names.index_of, self._engine.state.buffer)
+            self._updates.keep(used, [*self._work.answers, *waiting])
             self._ledger.committed()
-        self._end_round()
+        self._pacing.round_ended(self._work)
         self.fleet.gone.clear()
-        self._push(self.now, m.Committed(record.round))
+        self._queue.push(self._queue.now, m.Committed(record.round))
 
-    def _replaced(self, record: m.RoundRecord, vector: Tensor) -> None:
-        """The round's model takes the place of `vector`, which nobody needs any more."""
+    def _keep_models(self, known: Mapping[int, Tensor]) -> None:
+        """Of the models that a new one replaces, those stay that somebody works from."""
+        state = self._engine.state
+        needed = {assignment.round - 1 for assignment in state.at_work.values()}
+        needed |= {update.asked[0] - 1 for update in state.buffer.values() if update.asked}
+        self._earlier = {made: known[made] for made in sorted(needed)}
 
-    def _settle(self) -> None:
-        """The round is durable: its clients keep what it left with them."""
-        self._workshop.commit()
-
-    def _end_round(self) -> None:
-        """Nothing that was under way in the round matters after it."""
-        self._step = m.Step(0, 0, "")
-        self._due, self._answers = {}, {}
-        self._timers.clear()
-        self._heap.clear()
-
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self, used: Sequence[int]) -> Checkpoint:
+        pending = self._updates.pending
+        local = {index: pending[index] for index in used if index in pending}
         engine = self._engine.snapshot()
-        return Checkpoint(self.now, engine, self.model, self.server, self._workshop.pending)
+        return Checkpoint(self._queue.now, engine, self.model, self.server, local, self._earlier)
 
     def _wait_for_somebody(self) -> None:
         """Nothing is due: time passes until a client comes online, or those that dropped out return."""
         if self.fleet.gone:
             self.fleet.gone.clear()
-            self.now += self.world.job.cohort.grace
+            self._queue.now += self.world.job.cohort.grace
         else:
-            at = self.fleet.devices.next_arrival(self.now)
+            at = self.fleet.devices.next_arrival(self._queue.now)
             if at is None:
                 waiting = self._engine.view().waiting_for
                 raise RoundtableError(f"round {len(self.history) + 1} waits for ever: {waiting}")
-            self.now = at
-        self.fleet.now = self.now
+            self._queue.now = at
+        self.fleet.now = self._queue.now
         there = self.fleet.online()
         if len(there):
-            self._push(self.now, m.ClientJoined(self.fleet.info(there[0])))
-
-
-def _failed(answer: Failed, step: m.Step) -> m.ClientFailed:
-    failure = SiteFailure(
-        answer.client, step.round, step.attempt, step.phase, answer.kind, answer.detail, answer.trace
-    )
-    return m.ClientFailed(step, failure)
+            self._queue.push(self._queue.now, m.ClientJoined(self.fleet.info(there[0])))

@@ -27,9 +27,9 @@ from roundtable.engine.validation.feasibility import check_budget, check_rule
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.simulation.backend import World
 from roundtable.simulation.backends.sequential import one_thread
-from roundtable.simulation.buffered_driver import driver_of
+from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.choose_backend import make_backend
-from roundtable.simulation.driver import Checkpoint
+from roundtable.simulation.driver import Driver
 from roundtable.simulation.reporting.comparison import flat
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.progress import Progress, Report
@@ -88,7 +88,7 @@ def simulate(
         listener = _Listener(job, run, progress, trackers)
         if weak is not None:
             listener.note(Note("weak_signal", f"warning: {weak}"), 0.0)
-        driver = driver_of(world, plan, backend, Fleet(world.names, devices), listener)
+        driver = Driver(world, plan, backend, Fleet(world.names, devices), listener)
         if run is not None and (last := run.last(world.initial)) is not None:
             listener.taken_up(last[1])
             driver.resume(last[0], last[1].records)

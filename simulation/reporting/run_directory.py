@@ -29,7 +29,7 @@ from roundtable.core.errors import ConfigError, StorageError
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import ServerState, record_from_plain, record_to_plain
 from roundtable.engine.messages import Note, RoundRecord
-from roundtable.simulation.driver import Checkpoint
+from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.reporting.history import History
 
 _MAY_DIFFER = {"rounds", "name", "tracking"}

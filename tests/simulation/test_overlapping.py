@@ -144,3 +144,16 @@ def test_without_time_everything_still_ends(make_job):
     result = simulate(job, folder=make_job.__globals__["HERE"])
     assert result.status == "finished"
     assert result.history["time"] == [0.0] * 4
+
+
+def test_clients_that_dropped_out_return_where_others_come_and_go(buffered):
+    """Places are offered at each arrival: that something is always due must not keep dropouts away."""
+    devices = {**SLOW, "availability": 0.6, "period": "60s"}
+    result = buffered(
+        simulation__devices=devices,
+        simulation__faults={"dropout": 0.7},
+        round__buffer=4,
+        cohort={"retries": 99},
+        rounds=1,
+    )
+    assert result.status == "finished"

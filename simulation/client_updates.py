@@ -1,8 +1,8 @@
-"""The clients' side of one attempt at a round: who has been run, and the rows of their updates."""
+"""The updates of simulated clients: made by a backend, each in a row of one matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -12,18 +12,17 @@ from roundtable.core.errors import PrivacyError
 from roundtable.engine import Mean, Received, Rows
 from roundtable.engine.messages import Aggregate, Update
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
+from roundtable.simulation.checkpoint import LocalState
 from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.secure_sums import SecureAggregation
 from roundtable.simulation.world.attackers import Attackers
 
-LocalState = Mapping[str, Tensor]
 
-
-class Workshop:
-    """Runs clients through a backend and keeps what they made until the round is committed.
+class ClientUpdates:
+    """Runs clients through a backend and keeps their updates until a round has used them.
 
     `local` are the clients' own tensors (rule `local`) as of the last committed round, `pending`
-    those of the attempt under way: an attempt that fails leaves no trace.
+    those of clients whose update is in no committed round yet.
     """
 
     def __init__(self, world: World, backend: Backend, ledger: SimulatedLedger) -> None:
@@ -37,38 +36,34 @@ class Workshop:
         self._secure = SecureAggregation.of(world.job, world.layout.size)
         self._rows: Tensor | None = None
         self._capacity = 0
-        self._used = 0
 
     def begin(self, capacity: int) -> None:
-        """A new attempt, in which at most so many clients train."""
+        """Forgets all updates, and makes room for so many at a time."""
         self.pending = {}
-        self._rows, self._capacity, self._used = None, capacity, 0
+        self._rows, self._capacity = None, capacity
+
+    def free_rows(self, count: int, held: Container[int]) -> list[int]:
+        """The first rows that are not `held`: with no failures the order of names, so that none is copied."""
+        free = (row for row in range(self._capacity) if row not in held)
+        return [next(free) for _ in range(count)]
 
     def examples(self, indices: Sequence[int]) -> list[int]:
         """Training examples that clients have; 0 where only iterating would tell."""
         return [count or 0 for count in self.backend.examples(list(self._work(indices)))]
 
     def train(
-        self,
-        round: int,
-        vector: Tensor,
-        indices: Sequence[int],
-        places: Sequence[int] | None = None,
-        *,
-        paid: bool = False,
+        self, round: int, vector: Tensor, indices: Sequence[int], places: Sequence[int], *, paid: bool = False
     ) -> Iterator[tuple[int, Trained | Failed]]:
-        """Trains clients; gives the place of each one's update, and its answer. Places are taken one after
-        the other, in the order of names, unless they are given. `paid` is what a resumed run makes again: no
-        account is charged."""
+        """Trains clients, the update of `indices[i]` into row `places[i]`; gives each one's row and answer.
+
+        What an earlier update had left with a client and no round has used is forgotten. `paid` is what a
+        resumed run makes again: no account is charged.
+        """
         if self._rows is None:
             self._rows = self.backend.rows(self._capacity)
-        if places is None:
-            places = range(self._used, self._used + len(indices))
-            self._used += len(indices)
-            # As aggregation sorts them: rows that need not be put in order are not copied.
-            place_of = dict(zip(sorted(self.world.names[index] for index in indices), places, strict=True))
-        else:
-            place_of = {self.world.names[index]: place for index, place in zip(indices, places, strict=True)}
+        for index in indices:
+            self.pending.pop(index, None)
+        place_of = {self.world.names[index]: place for index, place in zip(indices, places, strict=True)}
         if self._ledger.keeps_own and not paid:
             refused = self._refused(indices)
             yield from ((place_of[answer.client], answer) for answer in refused.values())
@@ -134,15 +129,12 @@ class Workshop:
         total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
         return Mean(total, weights)
 
-    def commit(self) -> None:
-        """The attempt counts: the clients keep what it left with them."""
-        self.local.update(self.pending)
-        self.begin(0)
+    def keep(self, used: Iterable[int], waiting: Iterable[int]) -> None:
+        """A round is committed: clients whose update it has `used` keep what training left with them.
 
-    def keep(self, taken: Iterable[int], waiting: Iterable[int]) -> None:
-        """Rounds overlap: clients `taken` keep what training left with them; of all others but those
-        `waiting` it is forgotten."""
-        self.local.update({index: self.pending[index] for index in taken if index in self.pending})
+        Of all others but those `waiting` to be combined it is forgotten.
+        """
+        self.local.update({index: self.pending[index] for index in used if index in self.pending})
         self.pending = {index: self.pending[index] for index in waiting if index in self.pending}
 
     def _received(self, answer: Trained, row: Tensor) -> None:

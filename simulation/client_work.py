@@ -1,0 +1,139 @@
+"""Clients at work in virtual time: when each answers, and its training once that answer is due.
+
+Clients are trained only when the first answer that the round still wants falls due, as many at once as it
+wants: who drops out, comes too late or is withdrawn costs nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+
+from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import SiteFailure
+from roundtable.engine import messages as m
+from roundtable.simulation.backend import Failed, Trained, World
+from roundtable.simulation.client_updates import ClientUpdates
+from roundtable.simulation.event_queue import AnswerDue, EventQueue, Leaves
+from roundtable.simulation.world.devices import Transfer
+from roundtable.simulation.world.dropouts import Faults
+from roundtable.simulation.world.fleet import Fleet
+
+Progress = Callable[[m.Step, int, int], None]
+"""Told (step, done, total) after each of the clients that are run for a step."""
+
+
+class ClientWork:
+    """What clients were asked to do and have not answered, by their numbers.
+
+    `answers` are those that have been trained and whose time has not come, each with the row of its update.
+    """
+
+    def __init__(
+        self, world: World, fleet: Fleet, updates: ClientUpdates, queue: EventQueue, progress: Progress
+    ) -> None:
+        self.answers: dict[int, tuple[int, Trained | Failed]] = {}
+        self._world = world
+        self._fleet = fleet
+        self._updates = updates
+        self._queue = queue
+        self._progress = progress
+        self._due: dict[int, AnswerDue] = {}
+        self._faults = Faults.of(world.job)
+        up = get_encoding(world.job.transfer.encoding).encoded_size(world.layout.size)
+        self._transfer = Transfer(4 * world.layout.size, up or 4 * world.layout.size)
+
+    def ask_to_train(self, step: m.Step, indices: Sequence[int], asked: Sequence[float]) -> None:
+        """Works out when each client, asked at time `asked`, will answer, or how it will not."""
+        for index, examples, at in zip(indices, self._examples(indices), asked, strict=True):
+            self._schedule(index, step, examples, at)
+
+    def withdraw(self, index: int) -> None:
+        """The client's answer does not matter any more."""
+        self._due.pop(index, None)
+        self.answers.pop(index, None)
+
+    def clear(self) -> None:
+        """Nobody's answer matters any more."""
+        self._due.clear()
+        self.answers.clear()
+
+    def awaits(self, due: AnswerDue) -> bool:
+        """Whether the answer still matters."""
+        return self._due.get(due.index) == due
+
+    def take_answer(self, index: int) -> tuple[int, Trained | Failed]:
+        """The row of the client's update, and its answer; the client has no work any more."""
+        del self._due[index]
+        return self.answers.pop(index)
+
+    def train(self, step: m.Step, vector: Tensor, wanted: int, held: Collection[int]) -> None:
+        """Trains from `vector` up to `wanted` clients that were asked for `step`: those due next.
+
+        `held` are the rows of updates that wait to be combined.
+        """
+        same = (due for due in self._due.values() if due.step == step and due.index not in self.answers)
+        due_next = heapq.nsmallest(wanted, same, key=lambda due: (due.at, due.index))
+        chosen = sorted(due.index for due in due_next)
+        rows = self._updates.free_rows(len(chosen), {*held, *(row for row, _ in self.answers.values())})
+        answers = self._updates.train(step.round, vector, chosen, rows)
+        for done, (row, answer) in enumerate(answers, start=1):
+            self.answers[self._world.names.index_of(answer.client)] = (row, answer)
+            self._progress(step, done, len(chosen))
+
+    def evaluate(self, step: m.Step, vector: Tensor, indices: Sequence[int]) -> None:
+        """Evaluates a model at all these clients; each takes the time of the model's way to it."""
+        there = []
+        for index in indices:
+            fault = self._faults.of_evaluation(step, index)
+            if fault is None:
+                there.append(index)
+            else:
+                failed = Failed(self._world.names[index], "node_failure", fault.detail)
+                self._queue.push(self._queue.now, failure_event(failed, step))
+        transfer = Transfer(self._transfer.down, 0)
+        for done, answer in enumerate(self._updates.evaluate(vector, there), start=1):
+            index = self._world.names.index_of(answer.client)
+            at = self._queue.now + self._fleet.devices.seconds(index, step.round, 0, transfer)
+            if isinstance(answer, Failed):
+                self._queue.push(at, failure_event(answer, step))
+            else:
+                self._queue.push(at, m.Evaluated(answer.client, step, answer.metrics))
+            self._progress(step, done, len(there))
+
+    def _examples(self, indices: Sequence[int]) -> list[int]:
+        """Examples that each client will process; not asked for where it makes no difference."""
+        algorithm = self._world.job.algorithm
+        if self._fleet.devices.instant:
+            return [0] * len(indices)
+        if algorithm.steps is not None:
+            return [algorithm.steps * algorithm.batch_size] * len(indices)
+        return [algorithm.passes * count for count in self._updates.examples(indices)]
+
+    def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
+        seconds = self._fleet.devices.seconds(index, step.round, examples, self._transfer)
+        leaves = self._fleet.devices.leaves_at(index, asked)
+        fault = self._faults.of_training(step, index)
+        if fault is not None and fault.kind == "dropout":
+            leaves = min(leaves, asked + fault.share * seconds)
+        elif fault is not None and asked + fault.share * seconds < leaves:
+            failed = Failed(self._world.names[index], "node_failure", fault.detail)
+            self._queue.push(asked + fault.share * seconds, failure_event(failed, step))
+            return
+        if leaves <= asked + seconds:
+            self._queue.push(leaves, Leaves(index, step))
+            return
+        self._due[index] = AnswerDue(asked + seconds, index, step)
+        self._queue.push(asked + seconds, self._due[index])
+
+
+def failure_event(answer: Failed, step: m.Step) -> m.ClientFailed:
+    """The engine's event of a client that could not do its work."""
+    return m.ClientFailed(
+        step,
+        SiteFailure(
+            answer.client, step.round, step.attempt, step.phase, answer.kind, answer.detail, answer.trace
+        ),
+    )
