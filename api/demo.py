@@ -164,6 +164,7 @@ class Demo:
         """Test accuracy of the same task trained on all silos' data in one place, with as many passes."""
         from roundtable.client.training.evaluation import evaluate
         from roundtable.client.training.local_training import train
+        from roundtable.client.training.local_work import LocalWork
         from roundtable.core.task import Site, Task
         from roundtable.simulation.backends.sequential import one_thread
 
@@ -177,7 +178,7 @@ class Demo:
         everything = _with_epochs(job, job.rounds * job.algorithm.passes)
         start = prepared.model.vector
         with one_thread():
-            update = train(task, module, train_set, everything, layout, start, round=1, client="everything")
+            update = train(task, module, train_set, LocalWork(everything, layout, start, 1, "everything"))
             found = evaluate(task, module, test_set, layout, start + update.delta)
         correct, total = found["accuracy"]
         return correct / total

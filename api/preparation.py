@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from roundtable.client.training.private_training import check_task
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError, LayoutError
 from roundtable.core.initial_model import initial_model
@@ -41,7 +42,7 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
     job = load_job(path, dict(overrides or {}))
     check_tables(job)
     task = load_task(job.task, path.parent, trains=False)
-    model = initial_model(job, task)
+    model = initial_model(job, task, make_algorithm(job.algorithm))
     if start is not None:
         model = _started(start, model, job.task)
     slices = tuple(place for _, place in model.layout.slices())

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
     from roundtable.client.training.batches import NoExamples
     from roundtable.client.training.evaluation import evaluate
-    from roundtable.client.training.local_training import LocalUpdate, split_data, train
+    from roundtable.client.training.local_training import split_data, train
+    from roundtable.client.training.local_work import Execution, LocalUpdate, LocalWork
     from roundtable.client.worker.script_trainer import Round
 
 __all__ = [
     "Agent",
     "AgentConfig",
+    "Execution",
     "LocalUpdate",
+    "LocalWork",
     "NoExamples",
     "Refused",
     "Round",
@@ -41,7 +44,9 @@ __all__ = [
 _HOMES = {
     "Agent": "agent.agent",
     "AgentConfig": "policy.config",
-    "LocalUpdate": "training.local_training",
+    "Execution": "training.local_work",
+    "LocalUpdate": "training.local_work",
+    "LocalWork": "training.local_work",
     "NoExamples": "training.batches",
     "Refused": "agent.connection",
     "Round": "worker.script_trainer",

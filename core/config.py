@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from blake3 import blake3
 from pydantic import BeforeValidator, Field, model_validator
 
+from roundtable.core.algorithms.known_algorithms import AlgorithmField
+from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import LayoutRules, Rule
@@ -111,53 +113,6 @@ class RoundTable(Table):
         if self.mode != "buffered" and others != (None, 10, 0.5):
             raise ValueError('concurrency, max_staleness and staleness_exponent belong to mode = "buffered"')
         return self
-
-
-class AlgorithmTable(Table):
-    """`[algorithm]`: local training."""
-
-    hints: ClassVar[Mapping[str, str]] = {
-        "optimizer": "silos train by SGD as this table says; a task may return its own from optimizer(); "
-        "the server's is [aggregation.server_optimizer]",
-        **{
-            name: f'it is a server optimizer: [aggregation.server_optimizer] name = "{name}"'
-            for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion")
-        },
-    }
-
-    name: Literal["fedavg", "fedprox"] = Field("fedavg", description="McMahan et al. 2017; Li et al. 2020")
-    epochs: int | None = Field(
-        None, ge=1, description="passes over the silo's data a round; default: 1 where no steps are given"
-    )
-    steps: int | None = Field(None, ge=1, description="instead of epochs: this many optimizer steps a round")
-    batch_size: int = Field(32, ge=1, description="examples a step")
-    learning_rate: Finite = Field(0.01, gt=0, description="of local SGD")
-    momentum: Finite = Field(0.0, ge=0, lt=1, description="of local SGD")
-    weight_decay: Finite = Field(0.0, ge=0, description="of local SGD")
-    learning_rate_decay: Finite = Field(
-        1.0, gt=0, le=1, description="the learning rate is multiplied by this each round"
-    )
-    mu: Finite = Field(0.0, ge=0, description="fedprox: weight of the proximal term")
-    max_gradient_norm: Finite | None = Field(None, gt=0, description="clip each step's gradient to this norm")
-    optimizer_state: Literal["drop", "keep"] = Field(
-        "drop", description="of a silo's optimizer between rounds: each starts afresh, or goes on with it"
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> AlgorithmTable:
-        if (self.name == "fedprox") != (self.mu > 0):
-            raise ValueError('mu belongs to name = "fedprox", and must be above 0 there')
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(
-                f"epochs = {self.epochs} and steps = {self.steps}: a round is measured by one of them; "
-                "leave the other out"
-            )
-        return self
-
-    @property
-    def passes(self) -> int:
-        """Passes over the silo's data a round, where no steps are given."""
-        return self.epochs or 1
 
 
 class ServerOptimizerTable(Table):
@@ -301,7 +256,7 @@ class JobConfig(Table):
     model: ModelTable = Field(default_factory=ModelTable)
     cohort: CohortTable = Field(default_factory=CohortTable)
     round: RoundTable = Field(default_factory=RoundTable)
-    algorithm: AlgorithmTable = Field(default_factory=AlgorithmTable)
+    algorithm: AlgorithmField = Field(default_factory=AlgorithmTable)
     aggregation: AggregationTable = Field(default_factory=AggregationTable)
     privacy: Privacy = Field(default_factory=NoPrivacy, description="who is protected, and how")
     evaluation: EvaluationTable = Field(default_factory=EvaluationTable)
@@ -330,7 +285,8 @@ def load_job(path: AnyPath, overrides: Mapping[str, Any] | None = None) -> JobCo
 
     Raises ConfigError with one line for each mistake: file, line, key, what was expected.
     """
-    return _with_overrides(read_toml(Path(path)), overrides)
+    file = Path(path)
+    return _with_overrides(read_toml(file), overrides, file.resolve().parent)
 
 
 def override_job(job: JobConfig, overrides: Mapping[str, Any] | None) -> JobConfig:
@@ -341,10 +297,12 @@ def override_job(job: JobConfig, overrides: Mapping[str, Any] | None) -> JobConf
     return _with_overrides(TomlDocument(values, "job", ""), overrides)
 
 
-def _with_overrides(document: TomlDocument, overrides: Mapping[str, Any] | None) -> JobConfig:
+def _with_overrides(
+    document: TomlDocument, overrides: Mapping[str, Any] | None, folder: Path | None = None
+) -> JobConfig:
     for key, value in (overrides or {}).items():
         document.override(key, value)
-    return validate(JobConfig, document)
+    return validate(JobConfig, document, folder)
 
 
 def parse_job(text: str, source: str = "job") -> JobConfig:

@@ -7,6 +7,9 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, RoundtableError, TaskError
 from roundtable.core.layout import Layout
@@ -15,8 +18,10 @@ from roundtable.core.plugins import described
 from roundtable.core.task import AnyTask, initial_state
 
 
-def initial_model(job: JobConfig, task: AnyTask) -> Model:
+def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | None = None) -> Model:
     """The same bytes wherever it is made: by `job submit`, in a simulation, at a silo.
+
+    `algorithm` None: the one that the job names, which is then no file.
 
     Raises TaskError if the task's model cannot be made or has no tensor that travels, ConfigError if a
     pattern in `[model]` names none of its tensors, LayoutError for a tensor that cannot be carried.
@@ -27,7 +32,7 @@ def initial_model(job: JobConfig, task: AnyTask) -> Model:
         raise
     except Exception as error:
         raise TaskError(f"task {job.task!r}: making its model failed: {described(error)}") from error
-    layout = Layout.of(made, job.model.rules())
+    layout = algorithm_layout(job.model.rules(), algorithm or make_algorithm(job.algorithm), made)
     _check_patterns(job, layout)
     if layout.size == 0:
         raise TaskError(
@@ -40,7 +45,7 @@ def initial_model(job: JobConfig, task: AnyTask) -> Model:
         if spec.rule == "local" and spec.alias_of is None
     }
     metadata = {"job": job.title, "task": job.task, "round": "0"}
-    return Model(layout, layout.flatten(made), local, metadata)
+    return Model(layout, initial_vector(layout, made), local, metadata)
 
 
 def _check_patterns(job: JobConfig, layout: Layout) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from blake3 import blake3
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from roundtable.core.errors import LayoutError
 
 Rule = Literal["average", "local", "drop"]
-Kind = Literal["parameter", "buffer"]
+Kind = Literal["parameter", "buffer", "algorithm"]
+"""What a tensor is to the model; `algorithm`: nothing, it is a vector that an algorithm sends beside it."""
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -37,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PLACE = "algorithm/"
 _MAX_TENSORS = 1_000_000
 _MAX_ELEMENTS = 1 << 48
 
@@ -151,6 +153,30 @@ class Layout:
     def averaged(self) -> tuple[TensorSpec, ...]:
         """The tensors that have a place in the vector, in order."""
         return tuple(spec for spec in self.tensors if spec.offset >= 0)
+
+    @cached_property
+    def model(self) -> Layout:
+        """The part that is the model: this layout, unless an algorithm has places behind it."""
+        if not any(spec.kind == "algorithm" for spec in self.tensors):
+            return self
+        return Layout(tuple(spec for spec in self.tensors if spec.kind != "algorithm"))
+
+    @cached_property
+    def places(self) -> dict[str, slice]:
+        """The algorithm's vectors behind the model by name: where each lies in the flat vector."""
+        return {
+            spec.name.removeprefix(_PLACE): slice(spec.offset, spec.offset + spec.size)
+            for spec in self.tensors
+            if spec.kind == "algorithm"
+        }
+
+    def with_places(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """The layout of this model's vector with further vectors of these names and shapes behind it."""
+        specs, offset = list(self.tensors), self.size
+        for name, shape in shapes.items():
+            specs.append(TensorSpec(_PLACE + name, shape, "float32", "algorithm", "average", offset))
+            offset += specs[-1].size
+        return Layout(tuple(specs))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -303,7 +329,7 @@ def _spec_from_row(row: Iterable[Any]) -> TensorSpec:
     _check_name(name)
     if not (sizes_ok and len(shape) <= 64 and prod(shape) <= _MAX_ELEMENTS):
         raise LayoutError(f"tensor {name!r} has an impossible shape {shape!r}")
-    if dtype not in DTYPES or kind not in ("parameter", "buffer") or rule not in ("average", "local", "drop"):
+    if dtype not in DTYPES or kind not in get_args(Kind) or rule not in ("average", "local", "drop"):
         raise LayoutError(
             f"tensor {name!r} has an unknown dtype, kind or rule: {dtype!r}, {kind!r}, {rule!r}"
         )
@@ -335,4 +361,13 @@ def _check_places(specs: tuple[TensorSpec, ...]) -> None:
                 raise LayoutError(f"a vector of {offset} elements is beyond the limit of {_MAX_ELEMENTS}")
         elif spec.offset != -1:
             raise LayoutError(f"tensor {spec.name!r} does not travel but has a place at {spec.offset}")
+        behind = bool(seen) and next(reversed(seen.values())).kind == "algorithm"
+        if spec.kind == "algorithm" and (spec.rule, spec.dtype, spec.alias_of) != (
+            "average",
+            "float32",
+            None,
+        ):
+            raise LayoutError(f"{spec.name!r} is an algorithm's vector and does not travel as float32")
+        if behind and spec.kind != "algorithm":
+            raise LayoutError(f"tensor {spec.name!r} of the model lies behind an algorithm's vector")
         seen[spec.name] = spec

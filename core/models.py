@@ -57,12 +57,12 @@ class Model:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor under every name, in the dtypes of the layout: what `load_state_dict` takes."""
+        """The model's tensors under all their names, in the layout's dtypes: what `load_state_dict` takes."""
         state = {**self.layout.unflatten(self.vector), **self.local}
         for spec in self.layout.tensors:
             if spec.alias_of in state and spec.name not in state:
                 state[spec.name] = state[spec.alias_of]
-        return {spec.name: state[spec.name] for spec in self.layout.tensors if spec.name in state}
+        return {spec.name: state[spec.name] for spec in self.layout.model.tensors if spec.name in state}
 
 
 def model_blocks(model: Model) -> Iterator[bytes | memoryview]:

@@ -55,7 +55,7 @@ def resolve(
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{reference}: loading {point.value!r} failed: {described(error)}") from error
     known = names(builtins, entry_point_group)
-    raise ConfigError(f"unknown {reference}{_nearest(name, known)}; known are {', '.join(known)}")
+    raise ConfigError(f"unknown {reference}; known are {', '.join(known)}{_nearest(name, known)}")
 
 
 def names(builtins: Mapping[str, Any], entry_point_group: str) -> list[str]:

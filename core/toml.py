@@ -88,10 +88,13 @@ def read_toml(path: Path) -> TomlDocument:
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
 
 
-def validate(model: type[Model], document: TomlDocument) -> Model:
-    """The document as `model`; ConfigError with a line for each mistake otherwise."""
+def validate(model: type[Model], document: TomlDocument, folder: Path | None = None) -> Model:
+    """The document as `model`; ConfigError with a line for each mistake otherwise.
+
+    `folder` is where files lie that the document names, for validators that look at them.
+    """
     try:
-        return model.model_validate(document.values)
+        return model.model_validate(document.values, context={"folder": folder})
     except ValidationError as error:
         lines = [_describe(model, document, mistake) for mistake in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from roundtable.client.training.local_work import LocalWork
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
@@ -24,13 +28,24 @@ class World:
     """What every backend needs to know: the job, its task and the model that it starts from.
 
     `reference` is how another process finds the task (see `load_task`), with the folder that it is
-    relative to; None where the task is an object that only this process has.
+    relative to; None where the task is an object that only this process has. `folder` is the job's, where an
+    algorithm in a file lies.
     """
 
     job: JobConfig
     task: AnyTask
     initial: Model
     reference: tuple[str, Path] | None = None
+    folder: Path | None = None
+
+    @cached_property
+    def algorithm(self) -> ClientAlgorithm:
+        """The algorithm that the job names."""
+        return make_algorithm(self.job.algorithm, self.folder)
+
+    def local_work(self, round: int, vector: Tensor, item: Work) -> LocalWork:
+        """A client's part of a round, as `client.training` takes it."""
+        return LocalWork(self.job, self.layout, vector, round, item.client, item.local, self.algorithm)
 
     @property
     def layout(self) -> Layout:

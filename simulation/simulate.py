@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 
 from roundtable.client.training.private_training import check_task
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, load_job, override_job
 from roundtable.core.errors import ResourceError, TaskError
 from roundtable.core.initial_model import initial_model
@@ -124,9 +125,10 @@ def _trackers(job: JobConfig, run: RunDirectory | None, folder: Path) -> Tracker
 
 def make_world(job: JobConfig, task: AnyTask | type[Task] | type[ArrayTask] | None, folder: Path) -> World:
     """The job's task and initial model, and how other processes find the task."""
+    algorithm = make_algorithm(job.algorithm, folder)
     if task is None:
         loaded = load_task(job.task, folder)
-        return World(job, loaded, initial_model(job, loaded), (job.task, folder))
+        return World(job, loaded, initial_model(job, loaded, algorithm), (job.task, folder), folder)
     made: AnyTask
     if isinstance(task, type):
         try:
@@ -135,7 +137,7 @@ def make_world(job: JobConfig, task: AnyTask | type[Task] | type[ArrayTask] | No
             raise TaskError(f"creating {task.__name__}() failed: {type(error).__name__}: {error}") from error
     else:
         made = task
-    return World(job, made, initial_model(job, made), _reference(made))
+    return World(job, made, initial_model(job, made, algorithm), _reference(made), folder)
 
 
 def _reference(task: AnyTask) -> tuple[str, Path] | None:

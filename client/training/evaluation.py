@@ -22,6 +22,8 @@ from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import AnyTask, ArrayTask
 
+Prepare = Callable[[nn.Module], None]
+
 
 def evaluate(
     task: AnyTask,
@@ -33,6 +35,7 @@ def evaluate(
     device: str | torch.device = "cpu",
     local: Mapping[str, Tensor] | None = None,
     batch_size: int = 256,
+    prepare: Prepare | None = None,
 ) -> Metrics:
     """Named (sum, count) of the model `vector` over the client's test data, "loss" among them.
 
@@ -40,7 +43,7 @@ def evaluate(
     the task's own `evaluate` says.
     """
     with evaluation(
-        task, model, layout, vector, device=device, local=local, batch_size=batch_size
+        task, model, layout, vector, device=device, local=local, batch_size=batch_size, prepare=prepare
     ) as measure:
         return measure(data)
 
@@ -55,9 +58,13 @@ def evaluation(
     device: str | torch.device = "cpu",
     local: Mapping[str, Tensor] | None = None,
     batch_size: int = 256,
+    prepare: Prepare | None = None,
 ) -> Iterator[Callable[[Any], Metrics]]:
     """`evaluate` for one data set after the other: the model is put in place once for all of them, and each
-    begins with the same seed. A task must not change the model meanwhile."""
+    begins with the same seed. A task must not change the model meanwhile; `prepare` may, once, before: an
+    algorithm with personal models."""
+    layout = layout.model
+    vector = vector[: layout.size]
     device = torch.device(device)
     seed = derive_seed(0, "evaluation")
     with isolated_randomness(seed, device):
@@ -78,6 +85,9 @@ def evaluation(
                     add(sums, checked(own(module, batch.data), task, reserved="loss"))
             return sums
 
-        with borrowed(module, layout, vector, local), torch.no_grad():
+        with borrowed(module, layout, vector, local):
+            if prepare is not None:
+                prepare(module)
             module.eval()
-            yield measure
+            with torch.no_grad():
+                yield measure

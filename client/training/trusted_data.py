@@ -8,6 +8,7 @@ from torch.utils.data import Subset
 
 from roundtable.client.training.batches import as_tensors, count_examples
 from roundtable.client.training.local_training import split_data, train
+from roundtable.client.training.local_work import LocalWork
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import TaskError
 from roundtable.core.layout import Layout
@@ -37,7 +38,7 @@ class RootData:
         """
         open_job = job.model_copy(update={"privacy": NoPrivacy()})
         model = initial_state(self._task, job.seed)
-        return train(self._task, model, self._data, open_job, layout, vector, round=round, client=NAME).delta
+        return train(self._task, model, self._data, LocalWork(open_job, layout, vector, round, NAME)).delta
 
 
 def _drawn(task: AnyTask, data: object, most: int, seed: int) -> object:

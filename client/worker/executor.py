@@ -15,9 +15,13 @@ from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.trainer import TrainedUpdate, write_update
 from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import check_evaluation, split_data, train
+from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.worker.silo_state import SiloState
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import LayoutError, ResourceError
 from roundtable.core.layout import Layout
@@ -69,6 +73,7 @@ class _WarmJob:
     job: str
     config: JobConfig
     task: AnyTask
+    algorithm: ClientAlgorithm
     model: nn.Module | dict[str, Tensor]
     layout: Layout
     out: Tensor
@@ -98,17 +103,22 @@ class Executor:
             warm.task,
             warm.model,
             data,
-            warm.config,
-            warm.layout,
-            start.vector,
-            round=order.round,
-            client=self._settings.client,
-            device=self.device,
-            local=start.local if local is None else local,
-            progress=progress,
-            out=warm.out,
-            protection=protection,
-            micro_batch=part_of_batch(warm.config, order.halvings) if order.halvings else None,
+            LocalWork(
+                warm.config,
+                warm.layout,
+                start.vector,
+                order.round,
+                self._settings.client,
+                start.local if local is None else local,
+                warm.algorithm,
+            ),
+            Execution(
+                device=self.device,
+                progress=progress,
+                out=warm.out,
+                protection=protection,
+                micro_batch=part_of_batch(warm.config, order.halvings) if order.halvings else None,
+            ),
         )
         warm.mode = protection.mode
         digest, size = write_update(Path(order.output), update.delta, warm.config.transfer.encoding)
@@ -144,8 +154,10 @@ class Executor:
             config = job_from_json(order.config)
             task = load_task(order.task, Path(self._settings.folder))
             model = initial_state(task, config.seed)
-            layout = Layout.of(model, config.model.rules())
-            warm = self._warm = _WarmJob(order.job, config, task, model, layout, torch.empty(layout.size))
+            algorithm = make_algorithm(config.algorithm)
+            layout = algorithm_layout(config.model.rules(), algorithm, model)
+            out = torch.empty(layout.size)
+            warm = self._warm = _WarmJob(order.job, config, task, algorithm, model, layout, out)
         start = open_model(Path(order.model))
         if not warm.layout.fingerprint == start.layout.fingerprint == order.layout:
             raise LayoutError(_difference(warm.layout, start.layout))

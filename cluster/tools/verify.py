@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.cluster.parallel.anatomy import dissect
 from roundtable.cluster.parallel.forward_trace import fake_model, trace
 from roundtable.cluster.parallel.meshes import Meshes
@@ -144,7 +145,9 @@ def difference(strategy: Strategy, device: torch.device) -> float:
     layout = Layout.of(model)
     start = layout.flatten(model).clone()
     data, _ = task.data(Site("probe"))
-    expected = train(task, model, data, job, layout, start, round=1, client="probe", device=device).delta
+    expected = train(
+        task, model, data, LocalWork(job, layout, start, 1, "probe"), Execution(device=device)
+    ).delta
     plan = None
     if strategy.mesh.tp > 1:
         mode, fake = fake_model(task)

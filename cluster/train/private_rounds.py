@@ -20,7 +20,8 @@ from roundtable.client.training.private_training import fit_privately, own_noise
 from roundtable.client.training.silo_account import Payment, Protection
 from roundtable.cluster.parallel.shards import deltas
 from roundtable.cluster.train.rank_trainer import RankTrainer, StepReport, Watch
-from roundtable.cluster.train.sharded_optimizer import make_correction
+from roundtable.cluster.train.sharded_optimizer import sharded_correction
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.privacy_table import Private
 from roundtable.core.seeds import derive_seed
 from roundtable.privacy import Charge, add_gaussian, local_gaussian_charge
@@ -83,7 +84,7 @@ def fit_examples_privately(
             trainer.optimizer,
             data,
             trainer.job,
-            make_correction(trainer.job, trainer.replica.parameters()),
+            sharded_correction(make_algorithm(trainer.job.algorithm).step(), trainer.replica.parameters()),
             trainer.device,
             protection,
             group=trainer.meshes.one("dp").get_group() if ranks > 1 else None,

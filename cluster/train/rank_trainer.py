@@ -32,12 +32,13 @@ from roundtable.cluster.train.sharded_optimizer import (
     align_gradients,
     clip_gradients,
     gradient_norm,
-    make_correction,
     make_optimizer,
     set_decay,
+    sharded_correction,
 )
 from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
 from roundtable.cluster.train.streams import StreamedBatches
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed
@@ -167,7 +168,7 @@ class RankTrainer:
         step is not taken then.
         """
         rate = self.begin(round)
-        correction = make_correction(self.job, self.replica.parameters())
+        correction = sharded_correction(make_algorithm(self.job.algorithm).step(), self.replica.parameters())
         self.replica.train()
         steadiness, step = LossGuard(), batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
-from roundtable.client.training.algorithms import Correction, make_algorithm
+from roundtable.client.training.corrections import Correction, make_correction
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of
 from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import Task
@@ -25,12 +27,12 @@ def make_optimizer(
     task: Task, parameters: Sequence[nn.Parameter], job: JobConfig, strategy: Strategy, meshes: Meshes
 ) -> torch.optim.Optimizer:
     """The task's own optimizer, or SGD as the job says; sharded over the replicas under ZeRO-1."""
-    table = job.algorithm
+    table, step = job.algorithm, make_algorithm(job.algorithm).step()
     make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
     own: torch.optim.Optimizer | None = make(parameters) if make is not None else None
     if own is None:
         own = torch.optim.SGD(
-            parameters, lr=table.learning_rate, momentum=table.momentum, weight_decay=table.weight_decay
+            parameters, lr=table.learning_rate, momentum=step.momentum, weight_decay=step.weight_decay
         )
     if strategy.data_parallel == "zero1":
         return _zero(own, parameters, meshes)
@@ -48,10 +50,10 @@ def set_decay(optimizer: torch.optim.Optimizer, job: JobConfig, round: int) -> f
     return float(optimizer.param_groups[0]["lr"])
 
 
-def make_correction(job: JobConfig, parameters: Sequence[nn.Parameter]) -> Correction | None:
-    """The local algorithm's correction, for each mesh by itself: foreach kernels take one at a time."""
-    found = [make_algorithm(job.algorithm).begin(group) for group in _by_mesh(parameters).values()]
-    corrections = [correction for correction in found if correction is not None]
+def sharded_correction(step: LocalStep, parameters: Sequence[nn.Parameter]) -> Correction | None:
+    """What the step adds to gradients, for each mesh by itself: foreach kernels take one at a time."""
+    made = [make_correction(step, group) for group in _by_mesh(parameters).values()]
+    corrections = [correction for correction in made if correction is not None]
     if not corrections:
         return None
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import job_from_json
 from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.initial_model import initial_model
@@ -54,7 +55,9 @@ def _prepare(channel: Channel) -> tuple[Backend, World]:
     sys.path[:] = message["path"]
     job = job_from_json(message["job"])
     task = load_task(message["task"], Path(message["folder"]))
-    world = World(job, task, initial_model(job, task))
+    folder = Path(message["algorithms"]) if message["algorithms"] is not None else None
+    algorithm = make_algorithm(job.algorithm, folder)
+    world = World(job, task, initial_model(job, task, algorithm), folder=folder)
     if world.layout.fingerprint != message["layout"]:
         raise RoundtableError(
             f"task {message['task']!r} makes another model in a worker process than here: its layout differs"
@@ -156,6 +159,7 @@ def start_message(world: World, inner: str, device: str, budget: int) -> dict[st
         "job": world.job.to_json(),
         "task": task,
         "folder": str(folder),
+        "algorithms": None if world.folder is None else str(world.folder),
         "layout": world.layout.fingerprint,
         "inner": inner,
         "device": device,

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import job_from_json
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import ConfigError, ResourceError
@@ -45,7 +46,9 @@ class Host:
         torch.set_num_threads(1)
         config = job_from_json(job)
         made = load_task(task, Path(folder))
-        self._world = World(config, made, initial_model(config, made))
+        algorithms = Path(folder)
+        model = initial_model(config, made, make_algorithm(config.algorithm, algorithms))
+        self._world = World(config, made, model, folder=algorithms)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._backend = make_local("sequential", self._world, Clients(self._world, budget), device)
         self._dense = get_encoding(config.transfer.encoding).dense_dtype or torch.float32

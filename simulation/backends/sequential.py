@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from roundtable.client.training.batches import count_examples
 from roundtable.client.training.evaluation import evaluation
 from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import Execution
 from roundtable.client.training.silo_account import Protection
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
 from roundtable.core.plugins import described
@@ -80,15 +81,8 @@ class Sequential:
             self._trained,
             self._model,
             self.clients.data(item.index)[0],
-            world.job,
-            world.layout,
-            vector,
-            round=round,
-            client=item.client,
-            device=self.device,
-            local=item.local,
-            out=row,
-            protection=self._protection(round, item),
+            world.local_work(round, vector, item),
+            Execution(device=self.device, out=row, protection=self._protection(round, item)),
         )
         return Trained(item.client, update.examples, update.steps, update.loss, update.metrics, update.local)
 

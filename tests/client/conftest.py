@@ -21,6 +21,7 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import LocalWork
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_trainer import order_of_work
@@ -315,8 +316,7 @@ class Silo:
         task = load_task("toy.py", self.config.folder)
         data, _ = task.data(Site("hospital"))
         start, layout = self.model.vector.clone(), self.model.layout
-        where = {"round": round, "client": "hospital"}
-        return train(task, task.model(), data, self.job, layout, start, **where).delta
+        return train(task, task.model(), data, LocalWork(self.job, layout, start, round, "hospital")).delta
 
     @asynccontextmanager
     async def agent(self, trainer: Trainer | None = None) -> AsyncIterator[asyncio.Task[None]]:

@@ -16,6 +16,7 @@ from roundtable.client import Refused, train
 from roundtable.client.agent.agent import Agent
 from roundtable.client.agent.connection import explain
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.training.local_work import LocalWork
 from roundtable.core import Site, initial_state, load_task
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError, UnavailableError
 from roundtable.core.identity.credentials import create_ca, issue
@@ -29,7 +30,7 @@ def expected_delta(silo: Any, round: int = 1) -> torch.Tensor:
     data, _ = task.data(Site("hospital"))
     model = initial_state(task, silo.job.seed)
     layout, vector = silo.model.layout, silo.model.vector
-    return train(task, model, data, silo.job, layout, vector, round=round, client="hospital").delta
+    return train(task, model, data, LocalWork(silo.job, layout, vector, round, "hospital")).delta
 
 
 async def test_a_round_is_trained_uploaded_and_evaluated(silo) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from roundtable.client.training.batches import Batch
 from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit, check_splittable, parts
 from roundtable.core import JobConfig, Layout
 from roundtable.core.privacy_table import privacy_from
@@ -55,7 +56,7 @@ def trained(task: Task, settings: JobConfig, size: int | None) -> Any:
     layout = Layout.of(model)
     start = layout.flatten(model).clone()
     data, _ = task.data(Site("s"))
-    return train(task, model, data, settings, layout, start, round=1, client="s", micro_batch=size)
+    return train(task, model, data, LocalWork(settings, layout, start, 1, "s"), Execution(micro_batch=size))
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 16, 100])

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from roundtable.client.training.batches import training_batches
 from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import LocalWork
 from roundtable.core import ArrayTask, JobConfig, Layout, Site, Task, torch_generator
 from roundtable.core.errors import TaskError
 
@@ -61,9 +62,7 @@ def rounds(task: Task, job: JobConfig) -> Tensor:
     layout, (data, _) = Layout.of(model), task.data(Site("alder"))
     vector, local = layout.flatten(model).clone(), None
     for round in (1, 2):
-        update = train(
-            task, task.model(), data, job, layout, vector, round=round, client="alder", local=local
-        )
+        update = train(task, task.model(), data, LocalWork(job, layout, vector, round, "alder", local))
         vector, local = vector + update.delta, update.local
     return vector
 
@@ -105,4 +104,4 @@ def test_an_array_task_has_no_optimizer_to_keep() -> None:
     vector = torch.zeros(2)
     state = {"w": vector}
     with pytest.raises(TaskError, match="has no optimizer here"):
-        train(Arrays(), state, None, job_of("keep"), Layout.of(state), vector, round=1, client="alder")
+        train(Arrays(), state, None, LocalWork(job_of("keep"), Layout.of(state), vector, 1, "alder"))

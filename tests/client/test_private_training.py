@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from roundtable.client.training.local_training import LocalUpdate, train
+from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.worker.executor import Executor, Order, Settings
 from roundtable.core import ArrayTask, Layout, Site, Task, load_task, parse_job, save_model
@@ -85,7 +86,11 @@ def once(job: JobConfig, folder: Path, epsilon: float | None = None, norm: bool 
     data, _ = task.data(Site("alder"))
     protection = Protection(payment(folder, "job", 1, 1, epsilon, None))
     return train(
-        task, model, data, job, layout, layout.flatten(model), round=1, client="alder", protection=protection
+        task,
+        model,
+        data,
+        LocalWork(job, layout, layout.flatten(model), 1, "alder"),
+        Execution(protection=protection),
     )
 
 
@@ -162,7 +167,9 @@ def fit_arrays(level: str, folder: Path) -> LocalUpdate:
     protection = Protection(payment(folder, "job", 1, 1, None, None))
     data, job = task.data(Site("alder")), job_of(level)
     vector = torch.zeros(layout.size)
-    return train(task, model, data, job, layout, vector, round=1, client="alder", protection=protection)
+    return train(
+        task, model, data, LocalWork(job, layout, vector, 1, "alder"), Execution(protection=protection)
+    )
 
 
 def test_an_array_task_gets_the_silos_noise_on_its_clipped_update(tmp_path: Path) -> None:
@@ -215,9 +222,5 @@ def test_without_an_account_nothing_is_trained() -> None:
             task,
             model,
             task.data(Site("a"))[0],
-            job_of("example"),
-            layout,
-            layout.flatten(model),
-            round=1,
-            client="a",
+            LocalWork(job_of("example"), layout, layout.flatten(model), 1, "a"),
         )

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from roundtable.client import NoExamples, evaluate, split_data, train
+from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.core import (
     ArrayTask,
     JobConfig,
@@ -85,7 +86,7 @@ def plain_loop(task: Task, job: JobConfig, data: tuple[Tensor, Tensor], round: i
             optimizer.zero_grad()
             loss = task.loss(model, (data[0][rows], data[1][rows]))
             for weight, origin in zip(model.parameters(), anchor, strict=True):
-                loss = loss + table.mu / 2 * ((weight - origin) ** 2).sum()
+                loss = loss + getattr(table, "mu", 0.0) / 2 * ((weight - origin) ** 2).sum()
             loss.backward()
             if table.max_gradient_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), table.max_gradient_norm)
@@ -101,7 +102,7 @@ def test_a_rounds_number_seeds_its_training() -> None:
     def trained(round: int, batch_size: int) -> Tensor:
         model, layout, vector = setting(task)
         job = job_of(batch_size=batch_size, learning_rate=0.5)
-        return train(task, model, toy_data(12), job, layout, vector, round=round, client="a").delta.clone()
+        return train(task, model, toy_data(12), LocalWork(job, layout, vector, round, "a")).delta.clone()
 
     assert torch.equal(trained(1, 4), trained(1, 4))
     assert (trained(1, 4) - trained(2, 4)).norm() > 0.01 * trained(1, 4).norm()
@@ -122,7 +123,7 @@ def test_a_rounds_number_seeds_its_training() -> None:
 def test_equals_a_plain_loop(algorithm: dict[str, object]) -> None:
     task, job = Linear(), job_of(**algorithm)
     model, layout, vector = setting(task)
-    update = train(task, model, toy_data(10), job, layout, vector, round=3, client="a")
+    update = train(task, model, toy_data(10), LocalWork(job, layout, vector, 3, "a"))
     expected = layout.flatten(plain_loop(task, job, toy_data(10), 3, "a")) - vector
     if "mu" in algorithm:
         torch.testing.assert_close(update.delta, expected)
@@ -145,7 +146,7 @@ def test_the_proximal_term_has_its_closed_form() -> None:
     rate, mu, steps = 0.1, 0.5, 7
     model, layout, vector = setting(Slope())
     job = job_of(name="fedprox", mu=mu, learning_rate=rate, steps=steps)
-    update = train(Slope(), model, (torch.ones(4, 1),), job, layout, vector, round=1, client="a")
+    update = train(Slope(), model, (torch.ones(4, 1),), LocalWork(job, layout, vector, 1, "a"))
     expected = -2.0 / mu * (1 - (1 - rate * mu) ** steps)
     assert update.delta.item() == pytest.approx(expected, rel=1e-5)
 
@@ -157,9 +158,9 @@ def test_same_call_same_bits_and_no_trace_in_global_generators() -> None:
     np.random.seed(1)
     random.seed(1)
     before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())
-    first = train(task, model, toy_data(10), job, layout, vector, round=1, client="a")
-    other = train(task, model, toy_data(10), job, layout, vector, round=1, client="b")
-    again = train(task, model, toy_data(10), job, layout, vector, round=1, client="a")
+    first = train(task, model, toy_data(10), LocalWork(job, layout, vector, 1, "a"))
+    other = train(task, model, toy_data(10), LocalWork(job, layout, vector, 1, "b"))
+    again = train(task, model, toy_data(10), LocalWork(job, layout, vector, 1, "a"))
     assert torch.equal(first.delta, again.delta)
     assert first.loss == again.loss
     assert not torch.equal(first.delta, other.delta)
@@ -171,14 +172,12 @@ def test_same_call_same_bits_and_no_trace_in_global_generators() -> None:
 def test_batch_statistics_are_averaged_and_the_counter_stays() -> None:
     task = Normed()
     model, layout, vector = setting(task)
-    update = train(task, model, toy_data(12), job_of(), layout, vector, round=1, client="a")
+    update = train(task, model, toy_data(12), LocalWork(job_of(), layout, vector, 1, "a"))
     state = layout.unflatten(update.delta)
     assert state["1.running_mean"].abs().sum() > 0
     assert update.local == {"1.num_batches_tracked": torch.tensor(3)}
     assert model.state_dict()["1.num_batches_tracked"] == 0
-    later = train(
-        task, model, toy_data(12), job_of(), layout, vector, round=2, client="a", local=update.local
-    )
+    later = train(task, model, toy_data(12), LocalWork(job_of(), layout, vector, 2, "a", update.local))
     assert later.local["1.num_batches_tracked"] == 6
 
 
@@ -187,7 +186,7 @@ def test_local_tensors_go_in_and_come_out() -> None:
     model, layout, vector = setting(task, LayoutRules(local=("2.*",)))
     mine = {"2.weight": torch.full((3, 8), 0.25), "2.bias": torch.ones(3)}
     job = job_of(learning_rate=0.1)
-    update = train(task, model, toy_data(10), job, layout, vector, round=1, client="a", local=mine)
+    update = train(task, model, toy_data(10), LocalWork(job, layout, vector, 1, "a", mine))
     assert layout.size == 4 * 8 + 8
     assert set(update.local) == set(mine)
     assert not torch.equal(update.local["2.bias"], mine["2.bias"])
@@ -210,7 +209,7 @@ def test_low_precision_weights_do_not_pull_the_global_vector_to_their_grid() -> 
     model, layout, vector = setting(Half())
     vector = vector + 1e-5
     job = job_of(learning_rate=1e-30)
-    update = train(Half(), model, toy_data(4), job, layout, vector, round=1, client="a")
+    update = train(Half(), model, toy_data(4), LocalWork(job, layout, vector, 1, "a"))
     assert torch.equal(update.delta, torch.zeros(layout.size))
 
 
@@ -238,7 +237,7 @@ def test_every_kind_of_data_set_gives_the_same_bits() -> None:
     model, layout, vector = setting(task)
     forms = [data, TensorDataset(*data), Rows(data), tuple(part.numpy() for part in data)]
     updates = [
-        train(task, model, form, job_of(epochs=2), layout, vector, round=1, client="a") for form in forms
+        train(task, model, form, LocalWork(job_of(epochs=2), layout, vector, 1, "a")) for form in forms
     ]
     tests = [evaluate(task, model, form, layout, vector, batch_size=3) for form in forms]
     assert all(torch.equal(update.delta, updates[0].delta) for update in updates)
@@ -248,9 +247,9 @@ def test_every_kind_of_data_set_gives_the_same_bits() -> None:
 def test_large_tensors_are_gathered_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Linear()
     model, layout, vector = setting(task)
-    usual = train(task, model, toy_data(10), job_of(), layout, vector, round=1, client="a")
+    usual = train(task, model, toy_data(10), LocalWork(job_of(), layout, vector, 1, "a"))
     monkeypatch.setattr("roundtable.client.training.batches._COPY_LIMIT_BYTES", 0)
-    sparing = train(task, model, toy_data(10), job_of(), layout, vector, round=1, client="a")
+    sparing = train(task, model, toy_data(10), LocalWork(job_of(), layout, vector, 1, "a"))
     assert torch.equal(usual.delta, sparing.delta)
 
 
@@ -265,12 +264,8 @@ def test_steps_count_batches_over_epochs(form: str) -> None:
         task,
         model,
         dataset,
-        job,
-        layout,
-        vector,
-        round=1,
-        client="a",
-        progress=lambda done, total, loss: seen.append((done, total)),
+        LocalWork(job, layout, vector, 1, "a"),
+        Execution(progress=lambda done, total, loss: seen.append((done, total))),
     )
     assert update.steps == 7
     assert seen[-1] == (4 + 4 + 2 + 4 + 4 + 2 + 4, 28)
@@ -279,14 +274,14 @@ def test_steps_count_batches_over_epochs(form: str) -> None:
 def test_a_stream_without_steps_is_refused() -> None:
     model, layout, vector = setting(Linear())
     with pytest.raises(TaskError, match=r"\[algorithm\] steps"):
-        train(Linear(), model, Stream(toy_data(3)), job_of(), layout, vector, round=1, client="a")
+        train(Linear(), model, Stream(toy_data(3)), LocalWork(job_of(), layout, vector, 1, "a"))
 
 
 @pytest.mark.parametrize("empty", [toy_data(0), Rows(toy_data(0)), None])
 def test_zero_examples_are_refused(empty: object) -> None:
     model, layout, vector = setting(Linear())
     with pytest.raises(NoExamples, match="zero examples"):
-        train(Linear(), model, empty, job_of(), layout, vector, round=1, client="a")
+        train(Linear(), model, empty, LocalWork(job_of(), layout, vector, 1, "a"))
     assert evaluate(Linear(), model, empty, layout, vector) == {}
 
 
@@ -296,7 +291,7 @@ def test_zero_examples_are_refused(empty: object) -> None:
 def test_what_is_no_data_set_is_named(wrong: object) -> None:
     model, layout, vector = setting(Linear())
     with pytest.raises(TaskError, match=r"data set|equal lengths"):
-        train(Linear(), model, wrong, job_of(), layout, vector, round=1, client="a")
+        train(Linear(), model, wrong, LocalWork(job_of(), layout, vector, 1, "a"))
 
 
 def test_a_loss_that_is_not_finite_names_step_and_epoch() -> None:
@@ -304,9 +299,9 @@ def test_a_loss_that_is_not_finite_names_step_and_epoch() -> None:
     data = toy_data(10)
     data[0][5, 0] = float("nan")
     with pytest.raises(InvalidUpdate, match=r"loss is nan at step \d+, epoch 1 of round 4") as caught:
-        train(Linear(), model, data, job_of(epochs=30), layout, vector, round=4, client="a")
+        train(Linear(), model, data, LocalWork(job_of(epochs=30), layout, vector, 4, "a"))
     assert caught.value.reason == "non_finite"
-    healthy = train(Linear(), model, toy_data(10), job_of(), layout, vector, round=4, client="a")
+    healthy = train(Linear(), model, toy_data(10), LocalWork(job_of(), layout, vector, 4, "a"))
     assert torch.isfinite(healthy.delta).all()
 
 
@@ -318,7 +313,7 @@ def test_weights_that_overflow_in_the_last_step_are_caught() -> None:
     model, layout, vector = setting(Steep())
     job = job_of(learning_rate=1e38, steps=1)
     with pytest.raises(InvalidUpdate, match="weights that are not finite"):
-        train(Steep(), model, toy_data(4), job, layout, vector, round=1, client="a")
+        train(Steep(), model, toy_data(4), LocalWork(job, layout, vector, 1, "a"))
 
 
 def test_a_loss_that_is_no_scalar_is_named() -> None:
@@ -328,7 +323,7 @@ def test_a_loss_that_is_no_scalar_is_named() -> None:
 
     model, layout, vector = setting(Vectorial())
     with pytest.raises(TaskError, match=r"scalar tensor, not \[4\]"):
-        train(Vectorial(), model, toy_data(4), job_of(), layout, vector, round=1, client="a")
+        train(Vectorial(), model, toy_data(4), LocalWork(job_of(), layout, vector, 1, "a"))
 
 
 def test_evaluation_sums_over_batches_in_evaluation_mode() -> None:
@@ -349,7 +344,7 @@ def test_evaluation_sums_over_batches_in_evaluation_mode() -> None:
 def test_a_model_of_another_layout_is_refused() -> None:
     _, layout, vector = setting(Linear())
     with pytest.raises(LayoutError, match="differ from the layout"):
-        train(Linear(), nn.Linear(4, 3), toy_data(4), job_of(), layout, vector, round=1, client="a")
+        train(Linear(), nn.Linear(4, 3), toy_data(4), LocalWork(job_of(), layout, vector, 1, "a"))
 
 
 def test_the_tasks_own_optimizer_is_used_and_decays() -> None:
@@ -359,7 +354,7 @@ def test_the_tasks_own_optimizer_is_used_and_decays() -> None:
 
     model, layout, vector = setting(Adam())
     job = job_of(learning_rate_decay=0.5, epochs=1, batch_size=10)
-    update = train(Adam(), model, toy_data(10), job, layout, vector, round=2, client="a")
+    update = train(Adam(), model, toy_data(10), LocalWork(job, layout, vector, 2, "a"))
     assert update.delta.abs().max().item() == pytest.approx(0.005, rel=1e-3)
 
 
@@ -387,11 +382,11 @@ def test_array_tasks_go_through_the_same_two_functions() -> None:
     layout = Layout.of(state)
     vector = layout.flatten(state)
     data, test = split_data(task, Site("a"))
-    update = train(task, state, data, job_of(), layout, vector, round=1, client="a")
+    update = train(task, state, data, LocalWork(job_of(), layout, vector, 1, "a"))
     assert torch.equal(update.delta, torch.tensor([2.0, 3.0]))
     assert (update.examples, update.loss, update.metrics) == (2, 0.5, {"loss": (1.0, 2)})
     assert update.local == {"seen": torch.tensor(2)}
-    again = train(task, state, data, job_of(), layout, vector, round=2, client="a", local=update.local)
+    again = train(task, state, data, LocalWork(job_of(), layout, vector, 2, "a", update.local))
     assert again.local == {"seen": torch.tensor(4)}
     assert evaluate(task, state, test, layout, vector + update.delta) == {"distance": (4.0, 2)}
 
@@ -404,4 +399,4 @@ def test_an_array_task_that_reports_nothing_is_refused() -> None:
     state = initial_state(Idle(), 5)
     layout = Layout.of(state)
     with pytest.raises(NoExamples, match="zero examples"):
-        train(Idle(), state, None, job_of(), layout, layout.flatten(state), round=1, client="a")
+        train(Idle(), state, None, LocalWork(job_of(), layout, layout.flatten(state), 1, "a"))

@@ -41,7 +41,7 @@ def test_each_door_gives_its_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("medain", ["unknown rule 'medain'", "did you mean 'median'?", "mean, median, mine"]),
+        ("medain", ["unknown rule 'medain'", "did you mean 'median'?", "mean, median, mine; did you mean"]),
         ("broken", ["rule 'broken'", "there_is_no_such_module:x", "ModuleNotFoundError"]),
         ("absent.py:x", ["rule 'absent.py:x'", "there is no file", "absent.py"]),
         ("own.py:valeu", ["own.py has no 'valeu'", "did you mean 'value'?"]),

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import LocalWork
 from roundtable.cluster.parallel.anatomy import dissect
 from roundtable.cluster.parallel.forward_trace import fake_model, trace
 from roundtable.cluster.parallel.meshes import Meshes
@@ -74,7 +75,7 @@ def reference(case: Case) -> tuple[dict[str, Tensor], float, Tensor]:
     layout = Layout.of(model)
     start = layout.flatten(model).clone()
     data, _ = case.task.data(Site("silo"))
-    update = train(case.task, model, data, job, layout, start, round=1, client="silo")
+    update = train(case.task, model, data, LocalWork(job, layout, start, 1, "silo"))
     return {name: value.clone() for name, value in model.state_dict().items()}, update.loss, start
 
 

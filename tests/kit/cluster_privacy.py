@@ -12,6 +12,7 @@ from cluster_models import Language
 from torch import Tensor
 
 from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.silo_account import Protection
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import prepare_update, write_deltas
@@ -54,8 +55,8 @@ def one_process(case: PrivateCase, sources: Any = seeded, plain: bool = False) -
     start = layout.flatten(model).clone()
     data, _ = task.data(Site("silo"))
     protection = Protection(lambda privacy, charge: None, sources, "first")
-    given = {} if plain else {"protection": protection}
-    return train(task, model, data, job, layout, start, round=1, client="silo", **given).delta  # type: ignore[arg-type]
+    execution = Execution() if plain else Execution(protection=protection)
+    return train(task, model, data, LocalWork(job, layout, start, 1, "silo"), execution).delta
 
 
 def private_round(rank: int, case: PrivateCase, folder: Path, same: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from roundtable.client.policy.rules import PolicyTable
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import StepWork
 from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import LocalWork
 from roundtable.cluster.agent.cluster_trainer import ClusterTrainer
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig, Layout, Model, load_task, open_model, save_model
@@ -133,9 +134,7 @@ class Silo:
         data, _ = task.data(Site("alder", options={}))
         model = initial_state(task, self.job.seed)
         layout, vector = Layout.of(model, self.job.model.rules()), open_model(self.path).vector
-        update = train(
-            task, model, data, self.job, layout, vector, round=round, client="alder", local=local or None
-        )
+        update = train(task, model, data, LocalWork(self.job, layout, vector, round, "alder", local or None))
         if local is not None:
             local.update(update.local)
         return update.delta

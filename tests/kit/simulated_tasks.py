@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roundtable.core import ArrayTask, Layout, Model, Site, Task, initial_state, parse_job
+from roundtable.core import ArrayTask, Model, Site, Task, initial_state, parse_job
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
 from roundtable.simulation.backend import Backend, Failed, Trained, Work, World
 from roundtable.simulation.backends.sequential import one_thread
 
@@ -123,15 +127,15 @@ ALGORITHMS = {
 }
 
 
-def world(task: Task | ArrayTask, algorithm: str = "", model: str = "") -> World:
+def world(task: Task | ArrayTask, algorithm: str = "", model: str = "", folder: Path | None = None) -> World:
     length = "" if "steps" in algorithm else "epochs = 2"
     job = parse_job(
         f'task = "t"\n[algorithm]\n{length}\nbatch_size = 4\nlearning_rate = 0.1\n{algorithm}\n'
         f"[model]\n{model}\n[simulation]\nclients = {len(SIZES)}"
     )
     state = initial_state(task, job.seed)
-    layout = Layout.of(state, job.model.rules())
-    return World(job, task, Model(layout, layout.flatten(state).clone()))
+    layout = algorithm_layout(job.model.rules(), make_algorithm(job.algorithm, folder), state)
+    return World(job, task, Model(layout, initial_vector(layout, state).clone()), folder=folder)
 
 
 def run(backend: Backend, place: World, round: int = 2) -> tuple[list[Trained | Failed], Tensor]:
@@ -145,4 +149,4 @@ def moved(place: World) -> World:
     """The same world with other weights everywhere than those that the task makes."""
     chance = torch.Generator().manual_seed(1)
     vector = place.initial.vector + 0.1 * torch.randn(place.layout.size, generator=chance)
-    return World(place.job, place.task, Model(place.layout, vector))
+    return replace(place, initial=Model(place.layout, vector))

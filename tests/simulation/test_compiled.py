@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from roundtable.client.training.batches import Batch
 from roundtable.core import Layout
+from roundtable.core.algorithms.step import LocalStep
 from roundtable.simulation.backends.vectorised import recorded_steps as steps_module
 from roundtable.simulation.backends.vectorised.compiled_step import CompiledProgram
 from roundtable.simulation.backends.vectorised.library import load
-from roundtable.simulation.backends.vectorised.program import StepProgram, Update
+from roundtable.simulation.backends.vectorised.program import StepProgram
 from roundtable.simulation.backends.vectorised.recorded_steps import Steps
 from roundtable.simulation.backends.vectorised.recording import Kind
 
@@ -42,10 +43,10 @@ def stepped(
     model: nn.Module,
     batch: tuple[Tensor, ...],
     loss: Callable[[nn.Module, Any], Tensor] = classified,
-    update: Update | None = None,
+    update: LocalStep | None = None,
 ) -> CompiledProgram:
     """Three steps of the compiled program, held against autograd and SGD in double precision."""
-    update = update or Update()
+    update = update or LocalStep()
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(loss), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
     steps.begin(layout.flatten(model.state_dict()), update)
@@ -63,7 +64,7 @@ def stepped(
         expected.backward()
         for parameter, origin in zip(twin.parameters(), start, strict=True):
             if parameter.grad is not None:
-                parameter.grad += update.mu * (parameter.detach() - origin)
+                parameter.grad += update.pull * (parameter.detach() - origin)
         if update.max_norm is not None:
             nn.utils.clip_grad_norm_(twin.parameters(), update.max_norm)
         optimizer.step()
@@ -122,17 +123,17 @@ def test_products_of_any_size(count: int, width: int) -> None:
 @pytest.mark.parametrize(
     "update",
     [
-        Update(weight_decay=0.1),
-        Update(mu=0.5),
-        Update(mu=0.5, weight_decay=0.1),
-        Update(momentum=0.8),
-        Update(max_norm=0.1),
-        Update(max_norm=1e6),
-        Update(0.8, 0.1, 0.5, 0.1),
+        LocalStep(weight_decay=0.1),
+        LocalStep(pull=0.5),
+        LocalStep(pull=0.5, weight_decay=0.1),
+        LocalStep(momentum=0.8),
+        LocalStep(max_norm=0.1),
+        LocalStep(max_norm=1e6),
+        LocalStep(0.8, 0.1, 0.5, 0.1),
     ],
     ids=str,
 )
-def test_every_way_to_update(update: Update) -> None:
+def test_every_way_to_update(update: LocalStep) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -192,8 +193,8 @@ def test_a_convolution_is_left_to_torch_between_kernels() -> None:
     assert 0.5 < program.compiled < 1.0
 
 
-@pytest.mark.parametrize("update", [Update(), Update(mu=0.5), Update(momentum=0.8)], ids=str)
-def test_large_products_are_left_to_torch(update: Update) -> None:
+@pytest.mark.parametrize("update", [LocalStep(), LocalStep(pull=0.5), LocalStep(momentum=0.8)], ids=str)
+def test_large_products_are_left_to_torch(update: LocalStep) -> None:
     model = stack(nn.ReLU(), inputs=1024, width=1024)
     program = stepped(model, batch_of(40, inputs=1024), update=update)
     assert program.compiled < 1.0
@@ -206,9 +207,9 @@ def test_values_that_are_not_finite_stay_so() -> None:
     model = stack(nn.ReLU(), nn.LayerNorm(33), nn.GELU())
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-    steps.begin(layout.flatten(model.state_dict()), Update())
-    assert isinstance(steps.prepare((x, y), Update()), CompiledProgram)
-    assert torch.isnan(steps.take((x, y), Update(), 0.05))
+    steps.begin(layout.flatten(model.state_dict()), LocalStep())
+    assert isinstance(steps.prepare((x, y), LocalStep()), CompiledProgram)
+    assert torch.isnan(steps.take((x, y), LocalStep(), 0.05))
     assert torch.isnan(steps.weights).any()
 
 
@@ -217,12 +218,12 @@ def test_a_label_that_does_not_exist_is_an_error() -> None:
     model = stack(nn.ReLU())
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-    steps.begin(layout.flatten(model.state_dict()), Update())
-    steps.take((x, y), Update(), 0.05)
+    steps.begin(layout.flatten(model.state_dict()), LocalStep())
+    steps.take((x, y), LocalStep(), 0.05)
     for wrong in (5, -1, 1 << 40):
         y[3] = wrong
         with pytest.raises(IndexError, match="out of range"):
-            steps.take((x, y), Update(), 0.05)
+            steps.take((x, y), LocalStep(), 0.05)
 
 
 def test_batches_that_lie_otherwise_get_a_program_of_their_own() -> None:
@@ -232,8 +233,8 @@ def test_batches_that_lie_otherwise_get_a_program_of_their_own() -> None:
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
     losses = []
     for batch in (x, x.t().contiguous().t()):
-        steps.begin(layout.flatten(model.state_dict()), Update())
-        losses.append(float(steps.take((batch, y), Update(), 0.05)))
+        steps.begin(layout.flatten(model.state_dict()), LocalStep())
+        losses.append(float(steps.take((batch, y), LocalStep(), 0.05)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(steps._programs) == 2
 
@@ -251,7 +252,7 @@ def test_batches_that_the_kernels_gather_give_what_single_ones_give(apart: bool)
     rows = [*orders[0].split(5), *orders[1].split(5)]
     batches = [Batch(1, len(some), (x[some], y[some])) for some in rows]
     found = []
-    update = Update(mu=0.1)
+    update = LocalStep(pull=0.1)
     for gathered in (True, False):
         steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
         steps.begin(vector, update)
@@ -294,9 +295,9 @@ def test_kernels_that_err_are_not_trusted(
     model = stack(nn.Tanh())
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-    steps.begin(layout.flatten(model.state_dict()), Update())
+    steps.begin(layout.flatten(model.state_dict()), LocalStep())
     with caplog.at_level(logging.WARNING, "roundtable.simulation"):
-        program = steps.prepare(batch_of(), Update())
+        program = steps.prepare(batch_of(), LocalStep())
     assert type(program) is StepProgram
     assert "without the compiled kernels" in caplog.text
 

@@ -10,26 +10,29 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.batches import as_tensors, epoch_orders, ordering_of
+from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.module_state import isolated_randomness
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import InvalidUpdate, RoundtableError
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import ArrayTask, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World, can_sum
 from roundtable.simulation.backends.precision import mixed, trained_task
-from roundtable.simulation.backends.sequential import ROWS_IN_MEMORY, allocate_rows, failure_of
+from roundtable.simulation.backends.sequential import ROWS_IN_MEMORY, allocate_rows, answer_of, failure_of
 from roundtable.simulation.backends.stacked.pool import Parts, Pool, kind_of, pinned
 from roundtable.simulation.backends.stacked.schedule import Turn, turns
 from roundtable.simulation.backends.stacked.stack import Stack, Unstackable, Where
 from roundtable.simulation.backends.vectorised import Vectorised, why_not
 from roundtable.simulation.backends.vectorised.backend import loss_not_finite, weights_not_finite
-from roundtable.simulation.backends.vectorised.program import Update
 from roundtable.simulation.world.simulated_clients import DATA_BUDGET, Clients
 
 log = logging.getLogger("roundtable.simulation")
@@ -38,6 +41,8 @@ log = logging.getLogger("roundtable.simulation")
 _CPU_BUDGET = 64 << 20
 _CHECKED_CLIENTS = 4
 _COLUMNS = 1 << 14
+
+_Kept = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Stacked:
         self._stack: Stack | None = None
         self._most = 0
         self._kept = torch.empty(0, world.layout.size)
+        self._trained: Sequence[slice] = ()
         self._slots: dict[int, int] = {}
 
     @property
@@ -183,14 +189,16 @@ class Stacked:
         assert isinstance(model, nn.Module)
         task = trained_task(self.world, self.device)
         assert not isinstance(task, ArrayTask)
-        stack = Stack(task, model, self.world.layout, self.device)
-        stack.anchor.copy_(vector)
+        layout = self.world.layout.model
+        stack = Stack(task, model, layout, self.device)
+        stack.anchor.copy_(vector[: layout.size])
+        self._trained = trained_slices(model, layout)
         first = next(iter(self._turns(round, some)))
         assert self._pool is not None
         batch = self._pool.take(torch.from_numpy(first.rows).to(self.device))
         try:
             with isolated_randomness(derive_seed(self.world.job.seed, "stacks"), self.device):
-                stack.check(batch, self._update())
+                stack.check(batch, self.world.algorithm.step())
         except Unstackable as error:
             self.refused = str(error)
             log.warning("clients are not stacked because %s", error)
@@ -220,26 +228,49 @@ class Stacked:
 
     def _train_stack(self, round: int, vector: Tensor, clients: Sequence[_Client]) -> list[Trained | Failed]:
         """Nothing waits for the device before the end of the last step."""
-        stack, update, table = self._stack, self._update(), self.world.job.algorithm
+        stack, step, size = self._stack, self.world.algorithm.step(), self.world.layout.model.size
         assert stack is not None
         assert self._pool is not None
         plan = list(self._turns(round, clients))
         rows = self._sent(np.concatenate([turn.rows.ravel() for turn in plan]))
-        rate = table.learning_rate * table.learning_rate_decay ** (round - 1)
-        stack.anchor.copy_(pinned(vector, self.device), non_blocking=True)
-        stack.begin(len(clients), update)
+        rate = self.world.job.algorithm.rate(round)
+        rules = [self._rules(round, vector, client) for client in clients]
+        constants = [each.constant for each in rules if each.constant is not None]
+        stack.anchor.copy_(pinned(vector[:size], self.device), non_blocking=True)
+        stack.begin(len(clients), step, torch.stack(constants) if constants else None)
         seed = derive_seed(self.world.job.seed, round, clients[0].work.client, "training")
         losses = []
         with isolated_randomness(seed, self.device) if stack.random else nullcontext():
             for turn, flat in zip(plan, torch.split(rows, [turn.rows.size for turn in plan]), strict=True):
                 batch = self._pool.take(flat.view(turn.rows.shape))
-                losses.append(stack.step(self._where(turn.clients), batch, update, rate))
+                losses.append(stack.step(self._where(turn.clients), batch, step, rate))
         changes = stack.weights.sub_(stack.anchor)
         finite = changes.sum(1, dtype=torch.float64).isfinite()
-        for client, change in zip(clients, changes, strict=True):
-            client.row.copy_(self._rounded(change), non_blocking=True)
+        steps = np.bincount(np.concatenate([turn.clients for turn in plan]), minlength=len(clients)).tolist()
+        ended = [
+            answer_of(client.work, partial(self._put, client, change, own, count))
+            for client, change, own, count in zip(clients, changes, rules, steps, strict=True)
+        ]
         values = torch.cat(losses).cpu().numpy()
-        return list(_answers(clients, plan, values, finite.tolist(), f"round {round}"))
+        return list(_answers(clients, plan, values, finite.tolist(), ended, f"round {round}"))
+
+    def _rules(self, round: int, vector: Tensor, client: _Client) -> AlgorithmRound:
+        """A client's round as the algorithm begins it."""
+        work = self.world.local_work(round, vector, client.work)
+        steps = steps_of(self.world.job, client.examples)
+        context = Context(self.world.job.title, round, work.client, steps, self.device, self.world.job.seed)
+        return AlgorithmRound(work, context, self._trained)
+
+    def _put(self, client: _Client, change: Tensor, rules: AlgorithmRound, steps: int) -> _Kept:
+        """Ends a client's round: its update goes to its row; gives what it keeps."""
+        if not rules.ends:
+            client.row.copy_(self._rounded(change), non_blocking=True)
+            return {}
+        own = torch.empty(self.world.layout.size)
+        own[: len(change)].copy_(change)
+        kept = rules.end(own, steps)
+        client.row.copy_(self._rounded(own), non_blocking=True)
+        return kept
 
     def _train_alone(
         self, round: int, vector: Tensor, work: Sequence[tuple[Work, Tensor]]
@@ -272,16 +303,13 @@ class Stacked:
         """As it would have travelled, where nobody else will see it."""
         return update.to(self._dense) if self.sums_updates and self._dense is not None else update
 
-    def _update(self) -> Update:
-        table = self.world.job.algorithm
-        return Update(table.momentum, table.weight_decay, table.mu, table.max_gradient_norm)
-
 
 def _answers(
     clients: Sequence[_Client],
     plan: Sequence[Turn],
     losses: np.ndarray,
     finite: Sequence[bool],
+    ended: Sequence[_Kept | Failed],
     place: str,
 ) -> Iterator[Trained | Failed]:
     """`losses` are those of all turns, one after the other."""
@@ -302,7 +330,10 @@ def _answers(
         if error is not None:
             yield failure_of(client.work.client, error)
             continue
+        kept = ended[number]
+        if isinstance(kept, Failed):
+            yield kept
+            continue
         loss, count = float(sums[number]), int(seen[number])
-        yield Trained(
-            client.work.client, client.examples, int(steps[number]), loss / count, {"loss": (loss, count)}
-        )
+        metrics = {"loss": (loss, count)}
+        yield Trained(client.work.client, client.examples, int(steps[number]), loss / count, metrics, kept)

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
 from roundtable.simulation.backends.precision import MixedPrecision
-from roundtable.simulation.backends.vectorised.program import Update
 from roundtable.simulation.backends.vectorised.recorded_steps import Loss
 
 Where = slice | Tensor
@@ -82,7 +82,7 @@ class Stack:
     def __init__(self, task: Task, model: nn.Module, layout: Layout, device: torch.device) -> None:
         self.model = model.to(device).train()
         self.anchor = torch.zeros(layout.size, device=device)
-        self.weights = self.velocity = self.anchor.expand(0, -1)
+        self.weights = self.velocity = self.constants = self.anchor.expand(0, -1)
         self.random = False
         self.bytes_each = 0
         self._loss = Loss(task, self.model)
@@ -94,30 +94,33 @@ class Stack:
             f"model.{span.name}": span.of(self.anchor[None])[0] for span in spans if span.name not in trained
         }
 
-    def begin(self, count: int, update: Update) -> None:
-        """So many clients begin at the anchor."""
+    def begin(self, count: int, step: LocalStep, constants: Tensor | None = None) -> None:
+        """So many clients begin at the anchor; `constants` [count, d] are added to each one's gradients."""
         if len(self.weights) != count:
             # First given back, then taken: there may be no room for both.
             self.weights = self.velocity = self.anchor.expand(0, -1)
             self.weights = self.anchor.expand(count, -1).clone()
         else:
             self.weights.copy_(self.anchor)
-        if update.momentum:
+        if constants is not None:
+            self.constants = constants.to(self.anchor.device)
+        if step.momentum:
             self.velocity = torch.zeros_like(self.weights)
 
-    def step(self, where: Where, batch: Parts, update: Update, rate: float) -> Tensor:
+    def step(self, where: Where, batch: Parts, step: LocalStep, rate: float) -> Tensor:
         """A step of the clients at `where` on `batch` [clients, size, …]; their losses, not waited for."""
         weights = self.weights[where]
-        velocity = self.velocity[where] if update.momentum else None
+        velocity = self.velocity[where] if step.momentum else None
+        constants = self.constants[where] if step.corrected else None
         losses, gradients = self._stacked(weights, batch, "different" if self.random else "error")
-        self._move(weights, velocity, gradients, update, rate)
+        self._move(weights, velocity, constants, gradients, step, rate)
         if isinstance(where, Tensor):
             self.weights[where] = weights
             if velocity is not None:
                 self.velocity[where] = velocity
         return losses
 
-    def check(self, batch: Parts, update: Update) -> None:
+    def check(self, batch: Parts, step: LocalStep) -> None:
         """Holds the stacked step against autograd's, client by client, at the anchor; nothing is trained.
 
         What draws random numbers is compared in evaluation mode, where dropout is off. Raises
@@ -137,7 +140,7 @@ class Stack:
             self.model.train()
         if self._versions() != versions:
             raise Unstackable("it changes a buffer of the model in place")
-        vectors = 4 + bool(update.momentum) + bool(update.mu)
+        vectors = 4 + bool(step.momentum) + bool(step.pull) + step.corrected
         self.bytes_each = vectors * self.anchor.nbytes + 2 * saved // len(batch[0])
 
     def _try(self, batch: Parts) -> int:
@@ -204,28 +207,38 @@ class Stack:
         self,
         weights: Tensor,
         velocity: Tensor | None,
+        constants: Tensor | None,
         gradients: Sequence[Tensor | None],
-        update: Update,
+        step: LocalStep,
         rate: float,
     ) -> None:
         """What `client.training` does after a backward pass, for every row; gradients may share memory."""
         reached: list[tuple[_Span, Tensor]] = []
         for span, gradient in zip(self._trained, gradients, strict=True):
-            if update.mu:
-                pull = update.mu * (span.of(weights) - span.of(self.anchor[None]))
-                reached.append((span, pull if gradient is None else pull.add_(gradient)))
+            drawn = self._drawn(span, weights, constants, step)
+            if drawn is not None:
+                reached.append((span, drawn if gradient is None else drawn.add_(gradient)))
             elif gradient is not None:
                 reached.append((span, gradient))
-        if update.max_norm is not None and reached:
+        if step.max_norm is not None and reached:
             squares = torch.stack([gradient.square().flatten(1).sum(1) for _, gradient in reached])
-            factor = (update.max_norm / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
+            factor = (step.max_norm / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
             reached = [(span, g * factor.view(-1, *[1] * (g.dim() - 1))) for span, g in reached]
         for span, gradient in reached:
-            if update.weight_decay:
-                gradient = gradient.add(span.of(weights), alpha=update.weight_decay)
+            if step.weight_decay:
+                gradient = gradient.add(span.of(weights), alpha=step.weight_decay)
             if velocity is not None:
-                gradient = span.of(velocity).mul_(update.momentum).add_(gradient)
+                gradient = span.of(velocity).mul_(step.momentum).add_(gradient)
             span.of(weights).add_(gradient, alpha=-rate)
+
+    def _drawn(
+        self, span: _Span, weights: Tensor, constants: Tensor | None, step: LocalStep
+    ) -> Tensor | None:
+        """What the step adds to the gradients of a tensor: pull · (w − x) + k; None for nothing."""
+        drawn = step.pull * (span.of(weights) - span.of(self.anchor[None])) if step.pull else None
+        if constants is None:
+            return drawn
+        return span.of(constants).clone() if drawn is None else drawn.add_(span.of(constants))
 
     def _versions(self) -> list[int]:
         """Grow whenever what a step must leave alone is written to."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.batches import (
     as_tensors,
     count_examples,
@@ -27,6 +28,7 @@ from roundtable.client.training.batches import (
     training_batches,
 )
 from roundtable.client.training.module_state import isolated_randomness
+from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.errors import InvalidUpdate
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
@@ -34,7 +36,6 @@ from roundtable.core.task import ArrayTask, Task, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.sequential import Sequential, answer_of
 from roundtable.simulation.backends.vectorised.library import load
-from roundtable.simulation.backends.vectorised.program import Update
 from roundtable.simulation.backends.vectorised.recorded_steps import Steps
 from roundtable.simulation.backends.vectorised.recording import Unrecordable
 from roundtable.simulation.world.simulated_clients import Clients
@@ -52,6 +53,9 @@ def why_not_recorded(world: World) -> str | None:
 def why_not(world: World) -> str | None:
     """The same for any way to run clients that does not let each of them go through `client.training`."""
     task = world.task
+    if (hook := type(world.algorithm).hooked()) is not None:
+        name = world.job.algorithm.name
+        return f"algorithm {name!r} works on each client's module by its {hook}, one client at a time"
     if isinstance(task, ArrayTask):
         return "an ArrayTask trains with code of its own, not with torch"
     if isinstance(world.job.privacy, OwnNoise):
@@ -83,6 +87,7 @@ class Vectorised:
         self.fallback = Sequential(world, self.clients, str(self.device))
         self.refused = why_not_recorded(world)
         self._steps: Steps | None = None
+        self._trained: Sequence[slice] = ()
         if self.refused is None and self.device.type == "cpu":
             # On a machine's first run the kernels are compiled while clients' data is loaded.
             threading.Thread(target=load, name="kernels", daemon=True).start()
@@ -129,22 +134,24 @@ class Vectorised:
 
     def _train(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained:
         job, data = self.world.job, self.clients.data(item.index)[0]
-        steps, table = self._ready(), job.algorithm
-        update = Update(table.momentum, table.weight_decay, table.mu, table.max_gradient_norm)
-        rate = table.learning_rate * table.learning_rate_decay ** (round - 1)
-        steps.begin(vector, update)
-        found = self._gathered(steps, data, update, rate, round, item.client)
-        losses, sizes = found or self._replayed(steps, data, update, rate, round, item.client)
+        steps, rate, size = self._ready(), job.algorithm.rate(round), self.world.layout.model.size
+        work = self.world.local_work(round, vector, item)
+        rules = AlgorithmRound(work, work.context(data, self.device), self._trained)
+        step = rules.step
+        steps.begin(vector[:size], step, rules.constant)
+        found = self._gathered(steps, data, step, rate, round, item.client)
+        losses, sizes = found or self._replayed(steps, data, step, rate, round, item.client)
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
-        if not steps.change(vector, row):
+        if not steps.change(vector[:size], row[:size]):
             raise weights_not_finite()
+        kept = rules.end(row, len(sizes))
         seen = sum(sizes)
         examples = count_examples(data)
         metrics = {"loss": (loss_sum, seen)}
-        return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics)
+        return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics, kept)
 
     def _gathered(
-        self, steps: Steps, data: Any, update: Update, rate: float, round: int, client: str
+        self, steps: Steps, data: Any, step: LocalStep, rate: float, round: int, client: str
     ) -> tuple[Tensor, list[int]] | None:
         """Training where the kernels can fetch the examples of each batch themselves; else None."""
         job, examples = self.world.job, as_tensors(data)
@@ -153,29 +160,30 @@ class Vectorised:
         size = job.algorithm.batch_size
         orders = epoch_orders(len(examples[0]), **ordering_of(job, round, client))
         first = next(orders)
-        if not steps.takes_rows(examples, first[:size], update):
+        if not steps.takes_rows(examples, first[:size], step):
             return None
-        return steps.take_rows(examples, chain([first], orders), size, update, rate)
+        return steps.take_rows(examples, chain([first], orders), size, step, rate)
 
     def _replayed(
-        self, steps: Steps, data: Any, update: Update, rate: float, round: int, client: str
+        self, steps: Steps, data: Any, step: LocalStep, rate: float, round: int, client: str
     ) -> tuple[Tensor, list[int]]:
         """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
         job = self.world.job
         batches = training_batches(data, **ordering_of(job, round, client), device=self.device)
         first = next(batches)
-        steps.prepare(first.data, update)
+        steps.prepare(first.data, step)
         seed = derive_seed(job.seed, round, client, "training")
         chance = isolated_randomness(seed, self.device) if steps.random else nullcontext()
         with chance:
-            return steps.take_all(chain([first], batches), update, rate)
+            return steps.take_all(chain([first], batches), step, rate)
 
     def _ready(self) -> Steps:
         if self._steps is None:
             model = initial_state(self.world.task, self.world.job.seed)
             assert isinstance(model, nn.Module)
             assert isinstance(self.world.task, Task) or not isinstance(self.world.task, ArrayTask)
-            self._steps = Steps(self.world.task, model, self.world.layout, self.device)
+            self._steps = Steps(self.world.task, model, self.world.layout.model, self.device)
+            self._trained = trained_slices(model, self.world.layout)
         return self._steps
 
 

@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from roundtable.core.algorithms.step import LocalStep
 from roundtable.simulation.backends.vectorised.buffer_plan import is_window, lifetimes, packed, roots
 from roundtable.simulation.backends.vectorised.instructions import Instruction, Number, Place
 from roundtable.simulation.backends.vectorised.library import Library
 from roundtable.simulation.backends.vectorised.lowering import lower
-from roundtable.simulation.backends.vectorised.program import StepProgram, Update, needed
+from roundtable.simulation.backends.vectorised.program import StepProgram, Vectors, needed
 from roundtable.simulation.backends.vectorised.recording import Call, Recording, Ref
-from roundtable.simulation.backends.vectorised.updating import ANCHOR, SQUARES, VELOCITY, WHOLE, Updates
+from roundtable.simulation.backends.vectorised.updating import SQUARES, TARGET, VELOCITY, WHOLE, Updates
 
 _BLOCK, _WEIGHTS = 0, 1
-_BESIDE = {ANCHOR: 2, VELOCITY: 3, WHOLE: 4, SQUARES: 5}
+_BESIDE = {TARGET: 2, VELOCITY: 3, WHOLE: 4, SQUARES: 5}
 """Rows of the table of addresses; those of values that torch or the batch brings follow."""
 
 
@@ -58,30 +59,28 @@ class CompiledProgram(StepProgram):
         library: Library,
         recording: Recording,
         parameters: Sequence[Tensor],
-        weights: Tensor,
-        anchor: Tensor,
-        velocity: Tensor,
-        update: Update,
+        vectors: Vectors,
+        step: LocalStep,
     ) -> None:
         self._library = library
         self._kinds = recording.kinds
         self._root = roots(recording)
         self._starts = {
-            ref: int(parameter.storage_offset() - weights.storage_offset())
+            ref: int(parameter.storage_offset() - vectors.weights.storage_offset())
             for ref, parameter in zip(recording.inputs, parameters, strict=False)
         }
-        self._numbers: list[float | str] = ["rate", "-rate", "kept", "pulled"]
+        self._numbers: list[float | str] = ["rate", "-rate", "kept"]
         self._rows: dict[Ref, int] = {}
         self._places: dict[Ref, int] = {}
-        super().__init__(recording, parameters, weights, anchor, velocity, update)
+        super().__init__(recording, parameters, vectors, step)
 
     @override
     def _write(self) -> str:
         calls = [call for call in self._recording.calls if not self._hoisted(call)]
         calls = needed(calls, [ref for ref in self._recording.results if ref])
         inputs = self._recording.inputs[: len(self._parameters)]
-        updates = Updates(calls, self._kinds, inputs, self._gradients, self._starts, self._update)
-        steps = [self._step(call) for call in calls if updates.gone.isdisjoint(call.outputs)]
+        updates = Updates(calls, self._kinds, inputs, self._gradients, self._starts, self._step)
+        steps = [self._prepared(call) for call in calls if updates.gone.isdisjoint(call.outputs)]
         owners = self._made(steps)
         self._gathered = updates.redirect(owners)
         final = updates.instructions()
@@ -91,7 +90,7 @@ class CompiledProgram(StepProgram):
         self.compiled = sum(step.instructions is not None for step in real) / max(1, len(real))
         return self._function(steps, final)
 
-    def _step(self, call: Call) -> _Step:
+    def _prepared(self, call: Call) -> _Step:
         return _Step(call, () if is_window(call, self._root) else lower(call, self._kinds))
 
     def _made(self, steps: Sequence[_Step]) -> set[Ref]:
@@ -109,7 +108,7 @@ class CompiledProgram(StepProgram):
         spans = lifetimes([step.call for step in steps], [*ends, *filter(None, [self._loss])], self._root)
         self._places, length = packed(sorted(owners, key=lambda ref: ref.number), spans, self._kinds)
         self._block = torch.zeros(max(1, length))
-        self._whole = torch.zeros(0 if self._update.plain else self._globals["weights"].numel())
+        self._whole = torch.zeros(0 if self._step.plain else self._globals["weights"].numel())
         self._squares = torch.zeros(1)
 
     def _function(self, steps: Sequence[_Step], final: Sequence[Instruction]) -> str:
@@ -213,9 +212,9 @@ class CompiledProgram(StepProgram):
 
     def _set_rate(self, rate: float) -> None:
         """The numbers that follow from the rate."""
-        numbers, update = self._globals["numbers"], self._update
+        numbers = self._globals["numbers"]
         numbers[0], numbers[1] = rate, -rate
-        numbers[2], numbers[3] = 1.0 - rate * (update.weight_decay + update.mu), rate * update.mu
+        numbers[2] = 1.0 - rate * (self._step.weight_decay + self._step.pull)
 
     def _encoded(self, instructions: Sequence[Instruction]) -> _Chunk:
         """Instructions as the integers that kernels.cpp reads."""
@@ -259,7 +258,7 @@ class CompiledProgram(StepProgram):
     def _runners(self, chunks: Sequence[list[int]]) -> list[Any]:
         """A function without arguments for each chunk of code; the tables must not grow after this."""
         self._code = (ctypes.c_int64 * sum(map(len, chunks)))(*(word for chunk in chunks for word in chunk))
-        own = [self._block, self._globals["weights"], self._globals["anchor"], self._globals["velocity"]]
+        own = [self._block, self._globals["weights"], self._globals["target"], self._globals["velocity"]]
         addresses = [tensor.data_ptr() for tensor in (*own, self._whole, self._squares)]
         addresses += [self._fixed[ref].data_ptr() if ref in self._fixed else 0 for ref in self._rows]
         rows = (ctypes.c_int64 * len(addresses))(*addresses)

@@ -133,16 +133,19 @@ static bool read_embedding(Reader r, bool backward) {
   return true;
 }
 
-// Gradients that clipping or momentum looks at as a whole: g += mu (w - anchor), and the sum of all g^2.
+// Gradients that clipping or momentum looks at as a whole: g += pull w - target, and the sum of all g^2.
 static void read_pull(Reader r) {
   int64_t n = r.next();
-  float mu = (float)r.number(), *g = r.tensor();
-  const float *w = r.tensor(), *anchor = r.tensor();
+  float pull = (float)r.number(), *g = r.tensor();
+  const float *w = r.tensor(), *target = r.tensor();
   float* squares = r.tensor();
   Vector total{};
   each(n, [&](int64_t i, int count) {
-    Vector v = some(g, i, count) + mu * (some(w, i, count) - some(anchor, i, count));
-    if (mu != 0.0f) put(g, i, v, count);
+    Vector v = some(g, i, count);
+    if (target) {
+      v += pull * some(w, i, count) - some(target, i, count);
+      put(g, i, v, count);
+    }
     if (count < WIDTH)
       for (int k = count; k < WIDTH; k++) v[k] = 0.0f;
     total += v * v;

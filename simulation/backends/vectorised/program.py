@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundtable.core.algorithms.step import LocalStep
 from roundtable.simulation.backends.vectorised.recording import Call, Operator, Recording, Ref, refill
 
 aten = torch.ops.aten
@@ -47,21 +48,31 @@ _KEYWORDS_ONLY = {aten.ones_like.default: {"pin_memory", "memory_format"}}
 
 
 @dataclass(frozen=True)
-class Update:
-    """How a step moves the weights, but for its rate.
+class Vectors:
+    """What a step works on, each as long as the weights.
 
-    w ← w − rate · v with v ← momentum · v + g + weight_decay · w + mu · (w − anchor), g clipped to max_norm.
+    `target` is q = pull · x − k, so that g + pull · (w − x) + k is g + pull · w − q: one vector for whatever
+    holds or corrects the weights beside the loss.
     """
 
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    mu: float = 0.0
-    max_norm: float | None = None
+    weights: Tensor
+    target: Tensor
+    velocity: Tensor
 
-    @property
-    def plain(self) -> bool:
-        """Whether gradients can be added where they are made: nothing looks at them as a whole."""
-        return self.momentum == 0.0 and self.max_norm is None
+    @classmethod
+    def zeros(cls, size: int, device: torch.device) -> Vectors:
+        """For `size` weights."""
+        return cls(*(torch.zeros(size, device=device) for _ in range(3)))
+
+    def begin(self, vector: Tensor, step: LocalStep, constant: Tensor | None) -> None:
+        """A client begins at `vector`; what its step does not look at is left as it is."""
+        self.weights.copy_(vector)
+        if step.shifted:
+            torch.mul(self.weights, step.pull, out=self.target)
+        if constant is not None:
+            self.target.sub_(constant.to(self.target.device))
+        if step.momentum:
+            self.velocity.zero_()
 
 
 class StepProgram:
@@ -75,16 +86,18 @@ class StepProgram:
         self,
         recording: Recording,
         parameters: Sequence[Tensor],
-        weights: Tensor,
-        anchor: Tensor,
-        velocity: Tensor,
-        update: Update,
+        vectors: Vectors,
+        step: LocalStep,
     ) -> None:
         self._recording = recording
         self._parameters = parameters
-        self._update = update
+        self._step = step
         self._names: dict[Ref, str] = {}
-        self._globals: dict[str, Any] = {"weights": weights, "anchor": anchor, "velocity": velocity}
+        self._globals: dict[str, Any] = {
+            "weights": vectors.weights,
+            "target": vectors.target,
+            "velocity": vectors.velocity,
+        }
         count = len(parameters)
         self._fixed: dict[Ref, Tensor] = dict(zip(recording.inputs[:count], parameters, strict=True))
         self._fixed.update(recording.constants)
@@ -94,10 +107,10 @@ class StepProgram:
         self.run = self._compile(self.source)
 
     def _write(self) -> str:
-        """The function's text: hoisted views first (run now), then the calls, then the update."""
+        """The function's text: hoisted views first (run now), then the calls, then the step."""
         calls = [call for call in self._recording.calls if not self._hoisted(call)]
         calls = needed(calls, [ref for ref in self._recording.results if ref])
-        fused, calls = self._fuse(calls) if self._update.plain else ({}, calls)
+        fused, calls = self._fuse(calls) if self._step.plain else ({}, calls)
         lines = [self._line(call) for call in calls]
         lines += self._update_lines(fused)
         loss = self._name(self._loss)
@@ -144,8 +157,8 @@ class StepProgram:
 
     def _update_lines(self, fused: Mapping[int, str]) -> list[str]:
         rest = [n for n, gradient in enumerate(self._gradients) if gradient is not None and n not in fused]
-        update = self._update
-        if not update.plain:
+        step = self._step
+        if not step.plain:
             return self._flat_update_lines(rest)
         lines = self._decay_lines()
         lines += fused.values()
@@ -157,45 +170,46 @@ class StepProgram:
         return lines
 
     def _decay_lines(self) -> list[str]:
-        """Weight decay and the proximal term pull every weight that has a gradient."""
-        update = self._update
+        """Weight decay, a pull and a constant move every weight that has a gradient."""
+        step = self._step
         reached = [n for n, gradient in enumerate(self._gradients) if gradient is not None]
-        targets, anchors = self._lists(reached)
+        targets, attractors = self._lists(reached)
         lines = []
-        if update.weight_decay or update.mu:
+        if step.weight_decay or step.pull:
             self._globals["foreach_mul_"] = torch._foreach_mul_
-            lines.append(f"foreach_mul_({targets}, 1.0 - rate * {update.weight_decay + update.mu!r})")
-        if update.mu:
+            lines.append(f"foreach_mul_({targets}, 1.0 - rate * {step.weight_decay + step.pull!r})")
+        if step.shifted:
             self._globals["foreach_add_"] = torch._foreach_add_
-            lines.append(f"foreach_add_({targets}, {anchors}, alpha=rate * {update.mu!r})")
+            lines.append(f"foreach_add_({targets}, {attractors}, alpha=rate)")
         return lines
 
     def _flat_update_lines(self, rest: Sequence[int]) -> list[str]:
         """Momentum and clipping look at the whole gradient: it is gathered in one vector."""
-        update = self._update
+        step = self._step
         self._globals |= {"whole": torch.zeros_like(self._globals["weights"])}
         self._globals |= {"foreach_copy_": torch._foreach_copy_, "foreach_add_": torch._foreach_add_}
         gathered = self._bind([self._window(self._globals["whole"], n) for n in rest])
-        targets, anchors = self._lists(rest)
+        targets, attractors = self._lists(rest)
         gradients = ", ".join(self._name(self._gradients[n]) for n in rest)
         lines = [f"foreach_copy_({gathered}, [{gradients}])"]
-        if update.mu:
-            lines.append(f"foreach_add_({gathered}, {targets}, alpha={update.mu!r})")
-            lines.append(f"foreach_add_({gathered}, {anchors}, alpha={-update.mu!r})")
-        if update.max_norm is not None:
+        if step.pull:
+            lines.append(f"foreach_add_({gathered}, {targets}, alpha={step.pull!r})")
+        if step.shifted:
+            lines.append(f"foreach_add_({gathered}, {attractors}, alpha=-1.0)")
+        if step.max_norm is not None:
             self._globals["norm"] = torch.linalg.vector_norm
-            lines.append(f"whole.mul_(({update.max_norm!r} / (norm(whole) + 1e-6)).clamp_(max=1.0))")
-        if update.weight_decay:
-            lines.append(f"foreach_add_({gathered}, {targets}, alpha={update.weight_decay!r})")
-        if update.momentum:
-            lines.append(f"velocity.mul_({update.momentum!r}).add_(whole)")
-        lines.append(f"weights.sub_({'velocity' if update.momentum else 'whole'}, alpha=rate)")
+            lines.append(f"whole.mul_(({step.max_norm!r} / (norm(whole) + 1e-6)).clamp_(max=1.0))")
+        if step.weight_decay:
+            lines.append(f"foreach_add_({gathered}, {targets}, alpha={step.weight_decay!r})")
+        if step.momentum:
+            lines.append(f"velocity.mul_({step.momentum!r}).add_(whole)")
+        lines.append(f"weights.sub_({'velocity' if step.momentum else 'whole'}, alpha=rate)")
         return lines
 
     def _lists(self, numbers: Sequence[int]) -> tuple[str, str]:
-        """Names of these parameters, and of where they started."""
+        """Names of these parameters, and of their parts of the target."""
         targets = self._bind([self._parameters[n] for n in numbers])
-        return targets, self._bind([self._window(self._globals["anchor"], n) for n in numbers])
+        return targets, self._bind([self._window(self._globals["target"], n) for n in numbers])
 
     def _window(self, vector: Tensor, number: int) -> Tensor:
         """The part of a vector that lies where the parameter lies in the weights."""

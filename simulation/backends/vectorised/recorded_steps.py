@@ -15,18 +15,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from roundtable.client.training.batches import Batch
+from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
 from roundtable.simulation.backends.vectorised.buffer_plan import Aliased
 from roundtable.simulation.backends.vectorised.compiled_step import CompiledProgram, whole
 from roundtable.simulation.backends.vectorised.instructions import Unsuitable
 from roundtable.simulation.backends.vectorised.library import load
-from roundtable.simulation.backends.vectorised.program import StepProgram, Update
+from roundtable.simulation.backends.vectorised.program import StepProgram, Vectors
 from roundtable.simulation.backends.vectorised.recording import Recording, Unrecordable, record
 
 log = logging.getLogger("roundtable.simulation")
 Parts = Sequence[Tensor]
-_Program = tuple[Recording, Sequence[Tensor], Tensor, Tensor, Tensor, Update]
+_Program = tuple[Recording, Sequence[Tensor], Vectors, LocalStep]
 _TOLERANCE = 1e-4
 _CHECKED_RATE = 0.125
 
@@ -50,11 +51,11 @@ class Loss(nn.Module):
 
 
 class Steps:
-    """One client after the other over `weights`; it began at `anchor`, where the update looks at that."""
+    """One client after the other over `weights`, a vector of the layout."""
 
     def __init__(self, task: Task, model: nn.Module, layout: Layout, device: torch.device) -> None:
         self.model = model.to(device).train()
-        self.weights, self.anchor, self.velocity = (torch.zeros(layout.size, device=device) for _ in range(3))
+        self.vectors = Vectors.zeros(layout.size, device)
         self._loss = Loss(task, self.model)
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         views = layout.unflatten(self.weights)
@@ -69,33 +70,34 @@ class Steps:
         self._programs: dict[tuple[Any, ...], StepProgram] = {}
         self.random = False
 
-    def begin(self, vector: Tensor, update: Update) -> None:
-        """A client starts from the global vector; what its update does not look at is left as it is."""
-        self.weights.copy_(vector)
+    @property
+    def weights(self) -> Tensor:
+        """The client's weights as they now are."""
+        return self.vectors.weights
+
+    def begin(self, vector: Tensor, step: LocalStep, constant: Tensor | None = None) -> None:
+        """A client starts from the global vector; `constant` is added to each of its gradients."""
+        self.vectors.begin(vector, step, constant)
         for tensor, span in self._resting:
             tensor.copy_(vector[span].view(tensor.shape))
-        if update.mu:
-            self.anchor.copy_(vector)
-        if update.momentum:
-            self.velocity.zero_()
 
-    def take(self, batch: Any, update: Update, rate: float) -> Tensor:
+    def take(self, batch: Any, step: LocalStep, rate: float) -> Tensor:
         """One step on a batch; returns its loss, not waited for. Unrecordable comes before any change."""
         tensors = batch if _plain(batch) else tree_flatten(batch)[0]
-        program = self._programs.get(_key(tensors, update)) or self.prepare(batch, update)
+        program = self._programs.get(_key(tensors, step)) or self.prepare(batch, step)
         return program.run(rate, *tensors)
 
-    def take_all(self, batches: Iterable[Batch], update: Update, rate: float) -> tuple[Tensor, list[int]]:
+    def take_all(self, batches: Iterable[Batch], step: LocalStep, rate: float) -> tuple[Tensor, list[int]]:
         """A step on each batch; their losses and sizes."""
         losses: list[Tensor] = []
         sizes: list[int] = []
         for batch in batches:
-            losses.append(self.take(batch.data, update, rate).view(1))
+            losses.append(self.take(batch.data, step, rate).view(1))
             sizes.append(batch.size)
         return torch.cat(losses), sizes
 
     def take_rows(
-        self, examples: Parts, orders: Iterable[Tensor], batch_size: int, update: Update, rate: float
+        self, examples: Parts, orders: Iterable[Tensor], batch_size: int, step: LocalStep, rate: float
     ) -> tuple[Tensor, list[int]]:
         """The same for batches of these examples, epoch after epoch in the order given. Where the kernels are
         alone, an epoch is one call, and each batch is gathered when its turn comes."""
@@ -106,7 +108,7 @@ class Steps:
             for rows in (order[:full].view(-1, batch_size), order[full:].view(1, -1)):
                 if not rows.numel():
                     continue
-                program = self.prepare(gathered(examples, rows[0]), update)
+                program = self.prepare(gathered(examples, rows[0]), step)
                 if isinstance(program, CompiledProgram) and program.alone:
                     losses.append(program.repeat(rate, examples, rows))
                 else:
@@ -114,11 +116,11 @@ class Steps:
                 sizes += [rows.shape[1]] * len(rows)
         return torch.cat(losses), sizes
 
-    def takes_rows(self, examples: Parts, rows: Tensor, update: Update) -> bool:
+    def takes_rows(self, examples: Parts, rows: Tensor, step: LocalStep) -> bool:
         """Whether steps on batches such as these rows are the kernels' alone."""
         if self.weights.device.type != "cpu" or not all(map(whole, examples)):
             return False
-        program = self.prepare(gathered(examples, rows), update)
+        program = self.prepare(gathered(examples, rows), step)
         return isinstance(program, CompiledProgram) and program.alone
 
     def change(self, vector: Tensor, out: Tensor) -> bool:
@@ -133,71 +135,75 @@ class Steps:
         # A sum may be infinite where no value is.
         return math.isfinite(total) or bool(torch.isfinite(out).all())
 
-    def prepare(self, batch: Any, update: Update) -> StepProgram:
+    def prepare(self, batch: Any, step: LocalStep) -> StepProgram:
         """The program for batches of this shape; nothing is trained."""
-        known = self._programs.get(_key(batch, update)) if _plain(batch) else None
+        known = self._programs.get(_key(batch, step)) if _plain(batch) else None
         if known is not None:
             return known
         leaves, spec = tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len(tensors) != len(leaves):
             raise Unrecordable("its batches hold values that are no tensors")
-        key = _key(tensors, update)
+        key = _key(tensors, step)
         if key not in self._programs:
-            self._programs[key] = self._make(tensors, spec, update)
+            self._programs[key] = self._make(tensors, spec, step)
         return self._programs[key]
 
-    def _make(self, tensors: list[Tensor], spec: Any, update: Update) -> StepProgram:
-        def step(*inputs: Tensor) -> list[Tensor | None]:
+    def _make(self, tensors: list[Tensor], spec: Any, step: LocalStep) -> StepProgram:
+        def gradients_of(*inputs: Tensor) -> list[Tensor | None]:
             count = len(self.parameters)
             leaves = [value.detach().requires_grad_() for value in inputs[:count]]
             state = {f"model.{name}": leaf for name, leaf in zip(self._names, leaves, strict=True)}
             loss = functional_call(self._loss, state, (tree_unflatten(list(inputs[count:]), spec),))
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-            if update.mu and update.weight_decay:
-                # The proximal term reaches everything, and with it decay.
+            if step.corrected or (step.pull and step.weight_decay):
+                # The pull reaches everything, and with it decay; so does a constant.
                 gradients = tuple(
                     torch.zeros_like(leaf) if gradient is None else gradient
                     for leaf, gradient in zip(leaves, gradients, strict=True)
                 )
             return [loss.detach(), *gradients]
 
-        recording = _recorded_twice(step, [*self.parameters, *tensors], len(self.parameters))
+        recording = _recorded_twice(gradients_of, [*self.parameters, *tensors], len(self.parameters))
         self.random = self.random or recording.random
-        parts = (recording, self.parameters, self.weights, self.anchor, self.velocity, update)
-        compiled = self._compiled(parts, step, tensors)
+        parts = (recording, self.parameters, self.vectors, step)
+        compiled = self._compiled(parts, gradients_of, tensors)
         if compiled is not None:
             return compiled
         program = StepProgram(*parts)
         if not self._programs:
-            self._check(program, step, tensors, update)
+            self._check(program, gradients_of, tensors, step)
         return program
 
-    def _compiled(self, parts: _Program, step: Any, tensors: Sequence[Tensor]) -> CompiledProgram | None:
+    def _compiled(
+        self, parts: _Program, gradients_of: Any, tensors: Sequence[Tensor]
+    ) -> CompiledProgram | None:
         """The step on compiled kernels; None where there are none, or where they err."""
         library = load() if self.weights.device.type == "cpu" else None
         if library is None:
             return None
         try:
             program = CompiledProgram(library, *parts)
-            self._check(program, step, tensors, parts[-1])
+            self._check(program, gradients_of, tensors, parts[-1])
         except (Aliased, Unsuitable, Unrecordable) as error:
             log.warning("a training step runs without the compiled kernels: %s", error)
             return None
         return program
 
-    def _check(self, program: StepProgram, step: Any, tensors: Sequence[Tensor], update: Update) -> None:
+    def _check(
+        self, program: StepProgram, gradients_of: Any, tensors: Sequence[Tensor], step: LocalStep
+    ) -> None:
         """A program is held against autograd before it is trusted: the first, and all on compiled kernels."""
-        before = (self.weights.clone(), self.velocity.clone())
+        before = (self.weights.clone(), self.vectors.velocity.clone())
         with torch.random.fork_rng(devices=_cuda(self.weights)):
             torch.manual_seed(0)
-            loss, *gradients = step(*self.parameters, *tensors)
-            expected = _stepped(self, gradients, update, _CHECKED_RATE)
+            loss, *gradients = gradients_of(*self.parameters, *tensors)
+            expected = _stepped(self, gradients, step, _CHECKED_RATE)
             torch.manual_seed(0)
             found = program.run(_CHECKED_RATE, *tensors)
         change = self.weights - before[0]
         self.weights.copy_(before[0])
-        self.velocity.copy_(before[1])
+        self.vectors.velocity.copy_(before[1])
         scale = float(expected.abs().amax()) if expected.numel() else 0.0
         error = float((change - expected).abs().amax()) if expected.numel() else 0.0
         if not torch.isfinite(loss):
@@ -218,11 +224,11 @@ def _plain(batch: Any) -> bool:
     return type(batch) is tuple and all(type(part) is Tensor for part in batch)
 
 
-def _key(tensors: Sequence[Tensor], update: Update) -> tuple[Any, ...]:
-    return (update, *((t.shape, t.stride(), t.dtype) for t in tensors))
+def _key(tensors: Sequence[Tensor], step: LocalStep) -> tuple[Any, ...]:
+    return (step, *((t.shape, t.stride(), t.dtype) for t in tensors))
 
 
-def _recorded_twice(step: Any, inputs: list[Tensor], parameters: int) -> Recording:
+def _recorded_twice(gradients_of: Any, inputs: list[Tensor], parameters: int) -> Recording:
     """Records the step, and again on other data with another seed; it must depend on neither."""
     devices = _cuda(inputs[0])
     other = [*inputs[:parameters], *(t.flip(0) if t.dim() else t for t in inputs[parameters:])]
@@ -230,32 +236,33 @@ def _recorded_twice(step: Any, inputs: list[Tensor], parameters: int) -> Recordi
     with torch.random.fork_rng(devices=devices):
         for seed, values in enumerate((inputs, other)):
             torch.manual_seed(seed)
-            recordings.append(record(step, values))
+            recordings.append(record(gradients_of, values))
     difference = recordings[0].same_as(recordings[1])
     if difference is not None:
         raise Unrecordable(f"its operations depend on the data or on chance: {difference}")
     return recordings[0]
 
 
-def _stepped(steps: Steps, gradients: Sequence[Tensor | None], update: Update, rate: float) -> Tensor:
+def _stepped(steps: Steps, gradients: Sequence[Tensor | None], step: LocalStep, rate: float) -> Tensor:
     """What one step of torch's SGD adds to the weights, as a flat vector; the weights are left alone."""
     twins = [nn.Parameter(p.detach().clone()) for p in steps.parameters]
     reached = [(twin, g) for twin, g in zip(twins, gradients, strict=True) if g is not None]
     for number, (twin, gradient) in enumerate(zip(twins, gradients, strict=True)):
         if gradient is not None:
             start = steps.parameters[number].storage_offset() - steps.weights.storage_offset()
-            anchor = steps.anchor[start : start + twin.numel()].view(twin.shape)
-            twin.grad = gradient + update.mu * (twin.detach() - anchor)
-    if update.max_norm is not None:
-        nn.utils.clip_grad_norm_([twin for twin, _ in reached], update.max_norm)
+            target = steps.vectors.target[start : start + twin.numel()].view(twin.shape)
+            drawn = step.pull * twin.detach() - target if step.shifted else 0.0
+            twin.grad = gradient + drawn
+    if step.max_norm is not None:
+        nn.utils.clip_grad_norm_([twin for twin, _ in reached], step.max_norm)
     change = torch.zeros_like(steps.weights)
     for number, twin in enumerate(twins):
         if twin.grad is not None:
             start = steps.parameters[number].storage_offset() - steps.weights.storage_offset()
             window = change[start : start + twin.numel()].view(twin.shape)
-            velocity = steps.velocity[start : start + twin.numel()].view(twin.shape)
-            gradient = twin.grad + update.weight_decay * twin.detach()
-            window.copy_(-rate * (update.momentum * velocity + gradient))
+            velocity = steps.vectors.velocity[start : start + twin.numel()].view(twin.shape)
+            gradient = twin.grad + step.weight_decay * twin.detach()
+            window.copy_(-rate * (step.momentum * velocity + gradient))
     return change
 
 

@@ -1,13 +1,14 @@
 """How a compiled step moves the weights: instructions that follow its forward and backward pass.
 
-Numbers by name: `rate` and `-rate`; `kept` is what weight decay and the proximal term leave of a weight,
-1 - rate · (decay + mu), and `pulled` is rate · mu, what comes from where the round began.
+Numbers by name: `rate` and `-rate`; `kept` is what weight decay and the pull leave of a weight,
+1 - rate · (decay + pull). The target (`Vectors.target`) comes in at the rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from roundtable.core.algorithms.step import LocalStep
 from roundtable.simulation.backends.vectorised.instructions import (
     NOWHERE,
     Instruction,
@@ -20,11 +21,10 @@ from roundtable.simulation.backends.vectorised.instructions import (
     whole,
 )
 from roundtable.simulation.backends.vectorised.lowering import Kinds, aten, scatter
-from roundtable.simulation.backends.vectorised.program import Update
 from roundtable.simulation.backends.vectorised.recording import Call, Kind, Ref
 
-ANCHOR, VELOCITY, WHOLE, SQUARES = Ref(-1), Ref(-2), Ref(-3), Ref(-4)
-"""Vectors beside the weights: where the round began, velocity, gradients gathered, their sum of squares."""
+TARGET, VELOCITY, WHOLE, SQUARES = Ref(-1), Ref(-2), Ref(-3), Ref(-4)
+"""Vectors beside the weights: the target, velocity, gradients gathered, their sum of squares."""
 
 
 class Updates:
@@ -41,12 +41,12 @@ class Updates:
         parameters: Sequence[Ref],
         gradients: Sequence[Ref | None],
         starts: Mapping[Ref, int],
-        update: Update,
+        step: LocalStep,
     ) -> None:
         self._kinds = kinds
         self._reached = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
         self._starts = starts
-        self._update = update
+        self._rule = step
         self._makers = {ref: call for call in calls for ref in call.outputs if ref}
         self._uses: dict[Ref, int] = {}
         for ref in [*(r for call in calls for r in call.reads), *(g for _, g in self._reached)]:
@@ -54,12 +54,12 @@ class Updates:
         self._redirected: set[Ref] = set()
         self.gone: set[Ref] = set()
         self.by_torch: dict[Ref, tuple[Call, bool]] = {}
-        self._direct = {p: self._straight(p, g) for p, g in self._reached} if update.plain else {}
+        self._direct = {p: self._straight(p, g) for p, g in self._reached} if step.plain else {}
 
     def redirect(self, owners: set[Ref]) -> dict[Ref, int]:
         """Gradients that are made where they are gathered, and where that is in the flat vector."""
         found: dict[Ref, int] = {}
-        if not self._update.plain:
+        if not self._rule.plain:
             for parameter, gradient in self._reached:
                 kind = self._kinds[gradient]
                 whole_value = kind.contiguous and kind.shape == self._kinds[parameter].shape
@@ -70,7 +70,7 @@ class Updates:
 
     def instructions(self) -> list[Instruction]:
         """The update, to be run after everything else."""
-        if not self._update.plain:
+        if not self._rule.plain:
             return self._gathered()
         found: list[Instruction] = []
         for parameter, gradient in self._reached:
@@ -79,8 +79,14 @@ class Updates:
         return found
 
     @property
-    def _decays(self) -> bool:
-        return bool(self._update.weight_decay or self._update.mu)
+    def _moved_alone(self) -> bool:
+        """Whether a weight moves without its gradient."""
+        return bool(self._rule.weight_decay) or self._rule.shifted
+
+    @property
+    def _drawn(self) -> float | str:
+        """What the target counts."""
+        return "rate" if self._rule.shifted else 0.0
 
     def _straight(self, parameter: Ref, gradient: Ref) -> list[Instruction] | None:
         """Where the gradient is one product or the backward of an embedding: straight into the weights."""
@@ -112,32 +118,32 @@ class Updates:
         if turned:
             left, right = right, left
         stride = self._kinds[parameter].stride
-        here, origin = Place(parameter), Place(ANCHOR, self._starts[parameter])
-        mu = self._update.mu
+        here, origin = Place(parameter), Place(TARGET, self._starts[parameter])
+        shifted = self._rule.shifted
         return product(
             (here, (0, *stride)),
             left,
             right,
-            ("-rate", "kept" if self._decays else 1.0, "pulled" if mu else 0.0),
-            ((here, stride[0]), (origin, stride[0]) if mu else (NOWHERE, 0)),
+            ("-rate", "kept" if self._moved_alone else 1.0, self._drawn),
+            ((here, stride[0]), (origin, stride[0]) if shifted else (NOWHERE, 0)),
         )
 
     def _decayed(self, parameter: Ref) -> list[Instruction]:
-        if not self._decays:
+        if not self._moved_alone:
             return []
         kind = self._kinds[parameter]
         here = whole(parameter, kind)
-        origin = View(Place(ANCHOR, self._starts[parameter]), kind.stride)
-        return [map_over("update", kind.shape, here, [here, origin, origin], ["kept", "pulled", 0.0])]
+        origin = View(Place(TARGET, self._starts[parameter]), kind.stride)
+        return [map_over("update", kind.shape, here, [here, origin, origin], ["kept", self._drawn, 0.0])]
 
     def _moved(self, parameter: Ref, gradient: Ref) -> list[Instruction]:
-        """w ← kept · w - rate · g + pulled · anchor."""
+        """w ← kept · w - rate · g + rate · target."""
         kind = self._kinds[parameter]
         here, slope = whole(parameter, kind), whole(gradient, self._kinds[gradient])
-        if not self._decays:
+        if not self._moved_alone:
             return [map_over("add", kind.shape, here, [here, slope], ["-rate"])]
-        origin = View(Place(ANCHOR, self._starts[parameter]), kind.stride)
-        return [map_over("update", kind.shape, here, [here, slope, origin], ["kept", "-rate", "pulled"])]
+        origin = View(Place(TARGET, self._starts[parameter]), kind.stride)
+        return [map_over("update", kind.shape, here, [here, slope, origin], ["kept", "-rate", self._drawn])]
 
     def _gathered(self) -> list[Instruction]:
         """Momentum and clipping look at the gradient as a whole."""
@@ -147,14 +153,15 @@ class Updates:
                 kind = self._kinds[parameter]
                 target = View(Place(WHOLE, self._starts[parameter]), kind.stride)
                 found.append(map_over("copy", kind.shape, target, [whole(gradient, self._kinds[gradient])]))
-        update, spans = self._update, self._spans()
-        if update.mu or update.max_norm is not None:
+        step, spans = self._rule, self._spans()
+        if step.shifted or step.max_norm is not None:
             found.append(Instruction("zero", (1, Place(SQUARES))))
             for start, length in spans:
-                places = (Place(WHOLE, start), self._weights_at(start), Place(ANCHOR, start), Place(SQUARES))
-                found.append(Instruction("pull", (length, Number(update.mu), *places)))
-        most = -1.0 if update.max_norm is None else update.max_norm
-        numbers = (Number(most), Number(update.weight_decay), Number(update.momentum), Number("rate"))
+                towards = Place(TARGET, start) if step.shifted else NOWHERE
+                pulled = (Place(WHOLE, start), self._weights_at(start), towards, Place(SQUARES))
+                found.append(Instruction("pull", (length, Number(step.pull), *pulled)))
+        most = -1.0 if step.max_norm is None else step.max_norm
+        numbers = (Number(most), Number(step.weight_decay), Number(step.momentum), Number("rate"))
         for start, length in spans:
             places = (Place(WHOLE, start), Place(SQUARES), self._weights_at(start), Place(VELOCITY, start))
             found.append(Instruction("step", (length, *numbers, *places)))

@@ -1,0 +1,122 @@
+"""A client's round as its algorithm sees it: vectors in; an update with its places, and what is kept, out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from roundtable.client.training.local_work import LocalWork
+from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Sent
+from roundtable.core.algorithms.round_context import Context
+from roundtable.core.errors import InvalidUpdate, TaskError
+from roundtable.core.layout import Layout
+
+_PREFIX = "algorithm/"
+
+
+class AlgorithmRound:
+    """The hooks of one client's round, called by whatever trains it.
+
+    `constant` is what each step adds to the gradient, float32 [d] on CPU, where its algorithm's step is
+    `corrected`. `measure` serves algorithms that declare `measures`.
+    """
+
+    def __init__(
+        self,
+        work: LocalWork,
+        context: Context,
+        trained: Sequence[slice],
+        measure: Callable[[], tuple[float, Tensor]] | None = None,
+    ) -> None:
+        self.algorithm = work.rules()
+        self.step = self.algorithm.step()
+        self._layout = work.layout
+        self.round = begun(work, context, trained, measure)
+        self.constant = self._begin()
+
+    def _begin(self) -> Tensor | None:
+        constant = self.algorithm.begin(self.round)
+        wanted = (self._layout.model.size,)
+        if self.step.corrected and (constant is None or constant.shape != wanted):
+            found = None if constant is None else list(constant.shape)
+            raise TaskError(
+                f"algorithm {self.algorithm.table.name!r}: its step is corrected, and begin() gave {found} "
+                f"in the place of a constant of shape {list(wanted)}"
+            )
+        return constant if self.step.corrected else None
+
+    def constants(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
+        """The constant by parameter, as each lies."""
+        if self.constant is None:
+            return None
+        views = self._layout.model.unflatten(self.constant)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        return [views[names[id(p)]].to(p.device, p.dtype) for p in parameters]
+
+    @property
+    def ends(self) -> bool:
+        """Whether the end of a round leaves more than the update."""
+        return bool(self._layout.places) or type(self.algorithm).end is not ClientAlgorithm.end
+
+    def end(self, row: Tensor, steps: int) -> dict[str, Tensor]:
+        """Ends the round: `row` [layout.size] begins with local − global and receives what is sent instead.
+
+        Gives the tensors that the client keeps. Raises TaskError where the algorithm gives other places than
+        it declared, InvalidUpdate where one is not finite.
+        """
+        if not self.ends:
+            return {}
+        size = self._layout.model.size
+        sent = self.algorithm.end(self.round, row[:size], steps)
+        if sent.update.data_ptr() != row.data_ptr():
+            row[:size].copy_(sent.update)
+        self._put_places(sent, row)
+        return {_PREFIX + name: value for name, value in sent.kept.items()}
+
+    def _put_places(self, sent: Sent, row: Tensor) -> None:
+        places = self._layout.places
+        if set(sent.up) != set(places):
+            raise TaskError(
+                f"algorithm {self.algorithm.table.name!r}: end() gave the places {sorted(sent.up)}, and "
+                f"{sorted(places)} are declared"
+            )
+        for name, place in places.items():
+            row[place].copy_(sent.up[name].reshape(-1))
+            if not row[place].isfinite().all():
+                raise InvalidUpdate(
+                    "non_finite", f"what the algorithm sends in its place {name!r} is not finite"
+                )
+
+
+def begun(
+    work: LocalWork,
+    context: Context,
+    trained: Sequence[slice],
+    measure: Callable[[], tuple[float, Tensor]] | None = None,
+) -> ClientRound:
+    """The round as its hooks see it."""
+    layout, algorithm = work.layout, work.rules()
+    return ClientRound(
+        context=context,
+        step=algorithm.step(),
+        rate=work.job.algorithm.rate(work.round),
+        vector=work.vector[: layout.model.size],
+        down={name: work.vector[place] for name, place in layout.places.items()},
+        kept=kept_tensors(work.local),
+        trained=trained,
+        measure=measure if algorithm.measures else None,
+    )
+
+
+def kept_tensors(local: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The algorithm's own among the tensors that a client keeps."""
+    own = (local or {}).items()
+    return {name.removeprefix(_PREFIX): value for name, value in own if name.startswith(_PREFIX)}
+
+
+def trained_slices(module: nn.Module, layout: Layout) -> list[slice]:
+    """Where in the flat vector the parameters lie that training moves."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    specs = (spec for spec in layout.model.averaged if spec.name in trained)
+    return [slice(spec.offset, spec.offset + spec.size) for spec in specs]

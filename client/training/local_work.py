@@ -1,0 +1,97 @@
+"""What a client's local training is given, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from roundtable.client.training.batches import count_examples
+from roundtable.client.training.metrics import Metrics
+from roundtable.client.training.silo_account import Protection
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.round_context import Context
+from roundtable.core.config import JobConfig
+from roundtable.core.layout import Layout
+
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """One client's part of a round: it trains from the global `vector`, float32 [layout.size].
+
+    `local` are the tensors that the client keeps between rounds: its own with rule `local`, its optimizer's
+    and its algorithm's; where it has none yet, those in the model serve. `algorithm` None: the one that the
+    job names, which is then no file.
+    """
+
+    job: JobConfig
+    layout: Layout
+    vector: Tensor
+    round: int
+    client: str
+    local: Mapping[str, Tensor] | None = None
+    algorithm: ClientAlgorithm | None = None
+
+    def rules(self) -> ClientAlgorithm:
+        """The algorithm that the client trains by."""
+        return self.algorithm or make_algorithm(self.job.algorithm)
+
+    def context(self, data: object, device: torch.device) -> Context:
+        """What hooks and the task's methods are told about it."""
+        steps = steps_of(self.job, count_examples(data))
+        return Context(self.job.title, self.round, self.client, steps, device, self.job.seed)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where and how the work is done.
+
+    `progress` is called with (examples seen, examples to see, recent loss). `out`, if given, receives the
+    update: float32 on CPU of shape [layout.size]. `protection` serves where the silo itself makes the update
+    private. With `micro_batch`, no more than so many examples are in memory at once: the same batches, their
+    gradients added up from parts.
+    """
+
+    device: str | torch.device = "cpu"
+    progress: Progress | None = None
+    out: Tensor | None = None
+    protection: Protection | None = None
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True)
+class LocalUpdate:
+    """What one client's training gives.
+
+    `delta` is local − global, and behind it the algorithm's places: float32 of shape [layout.size];
+    `examples` the size of the training set; `loss` the mean training loss over the round; `metrics` named
+    (sum, count), the loss among them; `local` the tensors that the client keeps, as training left them.
+    """
+
+    delta: Tensor
+    examples: int
+    steps: int
+    loss: float
+    metrics: Metrics = field(default_factory=dict)
+    local: dict[str, Tensor] = field(default_factory=dict)
+
+
+def steps_of(job: JobConfig, examples: int | None) -> int | None:
+    """Optimizer steps of a client's round over so many examples; None where only iterating would tell."""
+    table = job.algorithm
+    if table.steps is not None or examples is None:
+        return table.steps
+    return table.passes * -(-examples // table.batch_size)
+
+
+def examples_to_see(job: JobConfig, data: object) -> int:
+    """Examples that a round's training looks at."""
+    table = job.algorithm
+    if table.steps is not None:
+        return table.steps * table.batch_size
+    return table.passes * (count_examples(data) or 0)

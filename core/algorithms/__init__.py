@@ -1,0 +1,1 @@
+"""Local algorithms: what a client does, what travels beside the model, what the server makes of it."""

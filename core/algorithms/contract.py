@@ -1,0 +1,218 @@
+"""What a local algorithm declares and does: a `ClientAlgorithm`, and a `ServerAlgorithm` where it needs one.
+
+The class attributes are declarations, from which every backend, privacy level and party accepts or refuses a
+job before round 1. The methods are hooks; one that is not overridden costs nothing.
+
+    state       at the client: named tensors that `end` returns and the next round's `begin` finds in `kept`
+                at the server: named vectors of `ServerAlgorithm`, committed with the model
+    places      vectors behind the model in the one flat vector: down they hold what the server last put
+                there, up what the client adds; whatever is done to an update is done to all of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from roundtable.core.algorithms.round_context import Context
+from roundtable.core.algorithms.step import LocalStep
+from roundtable.core.algorithms.table import AlgorithmTable
+
+
+@dataclass(frozen=True)
+class AlgorithmPlace:
+    """A named vector behind the model; `shape` None: one value for each of the model's.
+
+    Each rule says what may be done to what a client sends there; None where nobody has shown that it is
+    sound, and a job that would do it is refused.
+
+    clipping     "joint": in one norm with the update; the client has brought it to the update's units
+    noise        "joint": as much on each value as on the update's, which joint clipping makes sound
+    masks        "sum": the server needs no more than the weighted sum over clients
+    compression  "as_update": in the job's encoding, with its rounding
+    rules        "mean", or "rows": any rule that weighs whole rows, as for the update
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    clipping: Literal["joint"] | None = None
+    noise: Literal["joint"] | None = None
+    masks: Literal["sum"] | None = None
+    compression: Literal["as_update"] | None = None
+    rules: Literal["mean", "rows"] = "mean"
+
+    def size(self, model: int) -> int:
+        """Values that it takes behind a model of so many."""
+        return model if self.shape is None else prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What an algorithm goes together with, beside its places' rules; the reason is part of a refusal.
+
+    levels: of privacy. weightings: of the mean. Local training: `momentum`, a task's own optimizer, gradient
+    clipping by `max_gradient_norm`. The rest: buffered rounds, tasks without gradients (ArrayTask).
+    """
+
+    levels: frozenset[str] = frozenset({"none"})
+    weightings: frozenset[str] | None = None
+    momentum: bool = True
+    own_optimizers: bool = False
+    gradient_clipping: bool = True
+    buffered: bool = False
+    arrays: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ClientRound:
+    """A round as one client begins it. All vectors are float32 on CPU and must be left alone.
+
+    vector: the model as received [d]. down: the places as received. kept: what `end` returned in the last
+    round that counted; empty before the first. trained: where in [d] the trained parameters lie. `measure`
+    gives (mean loss, gradient [d]) over all training examples at the weights as they are, for an algorithm
+    that declares `measures`. scratch: what hooks hand to later hooks of the same round.
+    """
+
+    context: Context
+    step: LocalStep
+    rate: float
+    vector: Tensor
+    down: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor]
+    trained: Sequence[slice]
+    measure: Callable[[], tuple[float, Tensor]] | None = None
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    def on_trained(self, values: Tensor) -> Tensor:
+        """A copy of `values` [d] with zeros where no parameter is trained (running statistics)."""
+        found = torch.zeros_like(values)
+        for place in self.trained:
+            found[place] = values[place]
+        return found
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a client's round ends with: its update [d], its places, and what it keeps for the next round."""
+
+    update: Tensor
+    up: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GradientWork:
+    """A step as the hooks around its gradient see it; `number` from 1.
+
+    `compute` makes the gradients of the batch anew at the weights as they are, and gives the loss.
+    Hooks may change weights and gradients; the step leaves a parameter without one alone.
+    """
+
+    round: ClientRound
+    number: int
+    task: Any
+    module: nn.Module
+    parameters: Sequence[nn.Parameter]
+    batch: Any
+    compute: Callable[[], Tensor]
+
+
+class ClientAlgorithm:
+    """One way to train at a client. An instance serves one job; what differs by client is in the round."""
+
+    Table: ClassVar[type[AlgorithmTable]] = AlgorithmTable
+    places: ClassVar[tuple[AlgorithmPlace, ...]] = ()
+    composition: ClassVar[Composition] = Composition()
+    measures: ClassVar[bool] = False
+
+    def __init__(self, table: AlgorithmTable) -> None:
+        self.table = table
+
+    def step(self) -> LocalStep:
+        """What it does to a step, as far as a `LocalStep` can say it."""
+        return LocalStep.of(self.table)
+
+    def server(self) -> ServerAlgorithm | None:
+        """The server's part; needed where there are places."""
+        return None
+
+    def local_tensors(self, model: nn.Module) -> Sequence[str]:
+        """Names of tensors of the model that never leave a client (FedBN, FedPer)."""
+        return ()
+
+    def begin(self, round: ClientRound) -> Tensor | None:
+        """The round's constant k [d], for a step that is `corrected`."""
+        return None
+
+    def before_gradient(self, work: GradientWork) -> None:
+        """Before the gradient of each step is made."""
+
+    def after_gradient(self, work: GradientWork) -> None:
+        """After it, before correction, clipping and the step."""
+
+    def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
+        """After the last step: `update` is local − global [d] of so many steps."""
+        return Sent(update)
+
+    def before_evaluation(self, round: ClientRound, module: nn.Module) -> None:
+        """With the global model in `module`, before it is evaluated at the client."""
+
+    @classmethod
+    def hooked(cls) -> str | None:
+        """The hook by which it changes a step in a way that `step` does not say; None if there is none."""
+        for name in ("before_gradient", "after_gradient"):
+            if getattr(cls, name) is not getattr(ClientAlgorithm, name):
+                return name
+        return "measures" if cls.measures else None
+
+    @classmethod
+    def personal(cls) -> bool:
+        """Whether a client evaluates another model than the global one."""
+        return cls.before_evaluation is not ClientAlgorithm.before_evaluation
+
+
+@dataclass(frozen=True)
+class ServerRound:
+    """A round as the server ends it: `model` [d] and `places` are those that the clients began from.
+
+    update, up: the job's aggregate of what came back. present of population: the clients whose updates are in
+    it. state: what the last committed round's `step` returned. `optimize` moves the model by an update as the
+    job's server optimizer does, once.
+    """
+
+    number: int
+    model: Tensor
+    places: Mapping[str, Tensor]
+    update: Tensor
+    up: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    present: int
+    population: int
+    optimize: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What the server makes of a round: the new model [d], what the places hold next, and its state."""
+
+    model: Tensor
+    places: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class ServerAlgorithm:
+    """The server's part of an algorithm."""
+
+    def init(self, columns: int) -> Mapping[str, Tensor]:
+        """The state before round 1 for a model of `columns` values: named float32 tensors."""
+        return {}
+
+    def step(self, round: ServerRound) -> Moved:
+        """The new model. The arguments must be left alone: a round may be repeated."""
+        return Moved(round.optimize(round.update))

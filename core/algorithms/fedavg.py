@@ -1,0 +1,13 @@
+"""FedAvg: plain local SGD (McMahan et al. 2017, Algorithm 1, ClientUpdate)."""
+
+from __future__ import annotations
+
+from roundtable.core.algorithms.contract import ClientAlgorithm, Composition
+
+ANY_LEVEL = frozenset({"none", "client", "client_local", "example", "distributed", "dp_ftrl"})
+
+
+class FedAvg(ClientAlgorithm):
+    """The job's table says all there is."""
+
+    composition = Composition(levels=ANY_LEVEL, own_optimizers=True, buffered=True, arrays=True)
