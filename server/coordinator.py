@@ -28,10 +28,10 @@ from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.config import ServerConfig
-from roundtable.server.jobs.combiner import NoTrustedTraining, TrustedTraining
-from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Sessions
+from roundtable.server.jobs.trusted_training import NoTrustedTraining, TrustedTraining
 from roundtable.server.leadership.election import Leadership
 from roundtable.server.metrics_page import CoordinatorPage, DatabaseAway
 from roundtable.server.operations.alerts import Alerts
@@ -40,9 +40,9 @@ from roundtable.server.services.agents import AgentService
 from roundtable.server.services.operators import OperatorService
 from roundtable.server.services.security import Security
 from roundtable.server.services.uploads import Uploads
-from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.bucket import Bucket
-from roundtable.server.storage.replicas import Copies
+from roundtable.server.storage.replicas import Replicas
 from roundtable.server.storage.retention import Retention
 from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import seen
@@ -70,7 +70,7 @@ class Coordinator:
         self.config, self.clock, self.trusted = config, clock, trusted
         self.observer = CoordinatorObserver(tracer or open_tracer(config.traces, "coordinator"), clock)
         self.port = self.metrics_port = 0
-        self.jobs: Jobs
+        self.jobs: JobRegistry
         self.security: Security
         self._database: Database
         self.deposed = asyncio.Event()
@@ -132,7 +132,7 @@ class Coordinator:
         artifacts = await self._find_artifacts()
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
         self._together = GroupedWrites(self._database)
-        keep, copies = Keep(config.keep_models, config.keep_every), Copies(config.copies, artifacts)
+        keep, replicas = Keep(config.keep_models, config.keep_every), Replicas(config.copies, artifacts)
         services = JobServices(
             database=self._database,
             artifacts=artifacts,
@@ -140,14 +140,14 @@ class Coordinator:
             clock=self.clock,
             compute=self._compute,
             writer=secrets.token_hex(8),
-            retention=Retention(self._database, artifacts, keep, copies),
+            retention=Retention(self._database, artifacts, keep, replicas),
             alerts=Alerts(config.alerts),
             together=self._together,
             tracking=Path(config.state) / "tracking",
             trusted=self.trusted or NoTrustedTraining(),
             observer=self.observer,
         )
-        self.jobs = Jobs(services)
+        self.jobs = JobRegistry(services)
         self.security = Security(config, self._database, credentials, self.clock)
         await self.security.start()
         self._server = self._serve(services, credentials)
@@ -165,13 +165,13 @@ class Coordinator:
             work.append(self._bucket.run())
         self._tasks.extend(loop.create_task(part) for part in work)
 
-    async def _find_artifacts(self) -> LocalArtifacts:
+    async def _find_artifacts(self) -> ArtifactStore:
         """The folder; with a bucket, all that the database mentions is in that before anything is served."""
         place = (Path(self.config.artifacts), self._database.identity)
         if not self.config.bucket:
-            return LocalArtifacts(*place)
+            return ArtifactStore(*place)
         self._bucket = Bucket(self.config.bucket)
-        artifacts = await asyncio.to_thread(LocalArtifacts, *place, self._bucket)
+        artifacts = await asyncio.to_thread(ArtifactStore, *place, self._bucket)
         known = await self._database.read(all_digests)
         if missing := await asyncio.to_thread(artifacts.settle, known):
             log.error("%d artifacts that the database mentions are nowhere: restore a backup", missing)
@@ -186,7 +186,7 @@ class Coordinator:
 
     async def _keep_house(self, retention: Retention) -> None:
         await retention.copy_newest()
-        copying = asyncio.get_running_loop().create_task(retention.copies.run())
+        copying = asyncio.get_running_loop().create_task(retention.replicas.run())
         try:
             while True:
                 await retention.sweep(self.clock())

@@ -20,7 +20,7 @@ from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Inte
 from roundtable.engine.selection import quorum
 from roundtable.proto.pieces import traffic
 from roundtable.server.config import ServerConfig
-from roundtable.server.jobs.job_registry import Jobs, offers
+from roundtable.server.jobs.job_registry import JobRegistry, offers
 from roundtable.server.jobs.privacy_report import Books, books
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Sessions
@@ -48,7 +48,7 @@ class CoordinatorPage:
     ) -> None:
         self._config, self._credentials = config, credentials
         self._observer, self._clock = observer, clock
-        self._parts: tuple[Jobs, Sessions, Database] | None = None
+        self._parts: tuple[JobRegistry, Sessions, Database] | None = None
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._turn, self._interval = asyncio.Lock(), Interval(REFRESH_SECONDS)
         self._silos: list[AgentRow] = []
@@ -58,7 +58,7 @@ class CoordinatorPage:
         self._answers = False
 
     def opened(
-        self, jobs: Jobs, sessions: Sessions, database: Database, refusals: Counter[tuple[str, str]]
+        self, jobs: JobRegistry, sessions: Sessions, database: Database, refusals: Counter[tuple[str, str]]
     ) -> None:
         """The coordinator is active. `refusals` counts the gate's, by call and status."""
         self._parts, self._refusals = (jobs, sessions, database), refusals
@@ -118,7 +118,7 @@ class CoordinatorPage:
         text = "how long phases of rounds took"
         page.histogram("roundtable_phase_seconds", text, tally.spreads_of("phase"), "phase")
 
-    def _jobs(self, page: Families, jobs: Jobs, sessions: Sessions) -> None:
+    def _jobs(self, page: Families, jobs: JobRegistry, sessions: Sessions) -> None:
         live = {(runner.row.id, runner.row.name): runner for runner in jobs.runners()}
         statuses = Counter({status: self._statuses[status] for status in STATES})
         statuses.update(runner.row.status for runner in live.values())
@@ -172,7 +172,7 @@ class CoordinatorPage:
             found = {(population,): values[place] for population, values in self._accounts.items()}
             page.gauge(f"roundtable_privacy_epsilon_{name}", text, found, label)
 
-    async def _refresh(self, jobs: Jobs, database: Database) -> None:
+    async def _refresh(self, jobs: JobRegistry, database: Database) -> None:
         """Asks the database, seldom: a page that is asked for often costs it nothing."""
         async with self._turn:
             if not self._interval.due():

@@ -23,7 +23,7 @@ from typing_extensions import override
 from roundtable.core import errors
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.permissions import CALLERS, Permission, permission_of
-from roundtable.server.auth.principals import NOBODY, Principal, Trust
+from roundtable.server.auth.principals import NOBODY, Principal, Principals
 from roundtable.server.auth.rate_limit import Lockout, RateLimit, WrongSecret
 
 log = logging.getLogger("roundtable.server.auth.access")
@@ -74,8 +74,10 @@ def address_of(context: Context) -> str:
 class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """The gate before every method of every service."""
 
-    def __init__(self, trust: Trust, audit: AuditLog, lockout: Lockout, clock: Callable[[], float]) -> None:
-        self._trust, self._audit, self._lockout = trust, audit, lockout
+    def __init__(
+        self, principals: Principals, audit: AuditLog, lockout: Lockout, clock: Callable[[], float]
+    ) -> None:
+        self._principals, self._audit, self._lockout = principals, audit, lockout
         self._known = RateLimit(CALLS_A_SECOND, CALLS_AT_ONCE, clock)
         self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
         self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, clock)
@@ -159,7 +161,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             raise errors.IdentityError("this coordinator speaks TLS 1.3 only; use a newer TLS library")
         if shown := known.get("x509_pem_cert"):
             # What it builds upon follows: the issuing authority may be revoked too.
-            return self._trust.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
+            return self._principals.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
         bearer = _bearer(context)
         wait = self._lockout.seconds(address)
         if wait:
@@ -170,7 +172,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if not bearer:
             return NOBODY
         try:
-            return await self._trust.of_bearer(bearer)
+            return await self._principals.of_bearer(bearer)
         except WrongSecret as error:
             self._lockout.wrong(address)
             raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error

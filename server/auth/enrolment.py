@@ -25,7 +25,7 @@ from roundtable.core.identity.credentials import ISSUING_KEY, Authority, check_n
 from roundtable.core.identity.invitation import Invitation, Secret
 from roundtable.proto import administration_pb2, administration_pb2_grpc, common_pb2
 from roundtable.server.auth.access import Context, Refusal, address_of
-from roundtable.server.auth.principals import Trust
+from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.rate_limit import Lockout, WrongSecret
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
@@ -57,12 +57,12 @@ class Enrolment:
         database: Database,
         folder: Path,
         authority: bytes,
-        trust: Trust,
+        principals: Principals,
         clock: Callable[[], float],
         days: float,
     ) -> None:
         self._database, self._folder, self._authority = database, folder, authority
-        self._trust, self._clock, self._days = trust, clock, days
+        self._principals, self._clock, self._days = principals, clock, days
 
     async def invite(self, silo: str, seconds: float, uses: int, author: str) -> tuple[Invitation, float]:
         """A new invitation and when it ends; IdentityError for what cannot name a silo."""
@@ -81,7 +81,7 @@ class Enrolment:
         """Certificates for an invitation; WrongSecret where it does not hold."""
         issuer, keys = self._issuer(), _keys(requests)
         made = await self._database.write(lambda connection: self._enroll(connection, issuer, secret, keys))
-        await self._trust.refresh()
+        await self._principals.refresh()
         return made
 
     async def renew(self, name: str, requests: common_pb2.CertificateRequests) -> common_pb2.Certificates:
@@ -90,7 +90,7 @@ class Enrolment:
         made = await self._database.write(
             lambda connection: self._certify(connection, issuer, name, keys, "")
         )
-        await self._trust.refresh()
+        await self._principals.refresh()
         return made
 
     def _enroll(

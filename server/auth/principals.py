@@ -40,7 +40,7 @@ class Principal:
 NOBODY = Principal("nobody", "nobody", "none")
 
 
-class Trust:
+class Principals:
     """Decides who somebody is. What was revoked is kept in memory, read from the database and `crl.pem`."""
 
     def __init__(

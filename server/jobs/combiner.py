@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import AggregationError
-from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import Plan, Received, ServerState, combine, initial_server_state
 from roundtable.engine import messages as m
 from roundtable.privacy import SecureNoise
 from roundtable.server.jobs.privacy_budget import Guarantee
 from roundtable.server.jobs.sliced_optimizer import SlicedOptimizer, give_back_free_memory
-from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.jobs.trusted_training import TrustedTraining
+from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.store import ArtifactRow
 
 
@@ -28,34 +26,11 @@ class NewModel:
     artifacts: tuple[ArtifactRow, ...]
 
 
-class TrustedTraining(Protocol):
-    """Training on data of the coordinator's own: whoever starts the service brings it."""
-
-    def offers(self, task: str) -> bool:
-        """Whether there are trusted data for a job's task."""
-
-    def update(self, job: JobConfig, layout: Layout, vector: Tensor, round: int) -> Tensor:
-        """local − global after a round of training from `vector`: float32 [layout.size].
-
-        Raises AggregationError where the task fails.
-        """
-
-
-class NoTrustedTraining:
-    """Of a coordinator without data of its own."""
-
-    def offers(self, task: str) -> bool:
-        return False
-
-    def update(self, job: JobConfig, layout: Layout, vector: Tensor, round: int) -> Tensor:
-        raise AggregationError(f"this coordinator has no trusted data for the task {job.task!r}")
-
-
 class Combiner:
     """Makes one job's models. Blocks for as long as that takes: call it in a thread."""
 
     def __init__(
-        self, job: JobConfig, plan: Plan, artifacts: LocalArtifacts, trusted: TrustedTraining
+        self, job: JobConfig, plan: Plan, artifacts: ArtifactStore, trusted: TrustedTraining
     ) -> None:
         self._job = job
         self._artifacts = artifacts

@@ -60,7 +60,7 @@ class Submission:
     certificate: bytes = b""
 
 
-class Jobs:
+class JobRegistry:
     """Starts, finds and ends jobs, and passes on to each what concerns it."""
 
     def __init__(self, services: JobServices) -> None:

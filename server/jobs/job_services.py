@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from roundtable.server.jobs.combiner import TrustedTraining
 from roundtable.server.jobs.sessions import Sessions
+from roundtable.server.jobs.trusted_training import TrustedTraining
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
-from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.retention import Retention
 from roundtable.server.store import Database
 from roundtable.server.store.group_commit import GroupedWrites
@@ -26,7 +26,7 @@ class JobServices:
     """
 
     database: Database
-    artifacts: LocalArtifacts
+    artifacts: ArtifactStore
     sessions: Sessions
     clock: Callable[[], float]
     compute: ThreadPoolExecutor

@@ -16,7 +16,7 @@ from roundtable.proto import administration_pb2_grpc
 from roundtable.server.auth.access import Access, Context, Refusal, caller
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.enrolment import Enrolment
-from roundtable.server.auth.principals import Trust
+from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.provenance import Provenance
 from roundtable.server.store import Database
 from roundtable.server.store import trust_rows as store
@@ -34,13 +34,13 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         self,
         database: Database,
         enrolment: Enrolment,
-        trust: Trust,
+        principals: Principals,
         access: Access,
         audit: AuditLog,
         provenance: Provenance,
         clock: Callable[[], float],
     ) -> None:
-        self._database, self._enrolment, self._trust = database, enrolment, trust
+        self._database, self._enrolment, self._principals = database, enrolment, principals
         self._access, self._audit = access, audit
         self._provenance, self._clock = provenance, clock
 
@@ -62,7 +62,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
             store.void_invitations(connection, request.name, now)
 
         await self._database.write(work)
-        await self._trust.refresh()
+        await self._principals.refresh()
         calls = self._access.cut(request.name)
         log.warning("%s is revoked by %s", request.name, author, extra={"site": request.name})
         return pb.RevokeReply(calls=calls)

@@ -22,7 +22,7 @@ from roundtable.proto.receipts import receipt_values
 from roundtable.server.auth.access import Context, Refusal, caller
 from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import AgentSession, Identity
@@ -50,7 +50,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
 
     def __init__(
         self,
-        jobs: Jobs,
+        jobs: JobRegistry,
         uploads: Uploads,
         services: JobServices,
         threads: ThreadPoolExecutor,
@@ -175,7 +175,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             return ""
         try:
             holder, key = verify_identity(certificate, self._authority)
-            self._security.trust.of_certificate(certificate)
+            self._security.principals.of_certificate(certificate)
         except IdentityError as error:
             return f"{error}; issue the agent's credentials anew with `roundtable ca issue`"
         if holder != name:
@@ -190,7 +190,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             heartbeat_seconds=self._services.sessions.heartbeat,
             clock=self._services.clock(),
             identity=self._security.identity.certificate if self._security.identity else b"",
-            revocations=self._security.trust.list_for_agents,
+            revocations=self._security.principals.list_for_agents,
         )
 
     async def _listen(self, session: AgentSession, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
@@ -247,7 +247,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
 
     def _hand_on_the_list(self, session: AgentSession) -> None:
         """What the root has revoked since the agent was told last."""
-        newest = self._security.trust.list_for_agents
+        newest = self._security.principals.list_for_agents
         if newest != session.revocations:
             session.revocations = newest
             session.send(agent_pb2.ToAgent(revocations=newest))

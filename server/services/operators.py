@@ -24,7 +24,7 @@ from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Context, Refusal, caller, principal
 from roundtable.server.jobs import privacy_report as accounts
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.job_registry import Jobs, Submission
+from roundtable.server.jobs.job_registry import JobRegistry, Submission
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
 from roundtable.server.services.watching import detail_of, updates
@@ -49,7 +49,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     def __init__(
         self,
-        jobs: Jobs,
+        jobs: JobRegistry,
         services: JobServices,
         threads: ThreadPoolExecutor,
         version: str,

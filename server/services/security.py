@@ -31,7 +31,7 @@ from roundtable.server.auth.access import Access
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.enrolment import Enrolment, EnrolmentService
 from roundtable.server.auth.oidc import Provider
-from roundtable.server.auth.principals import Trust
+from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.provenance import Provenance
 from roundtable.server.auth.rate_limit import Lockout
 from roundtable.server.config import ServerConfig
@@ -58,18 +58,18 @@ class Security:
         self._folder = Path(config.credentials)
         self.identity = _identity(self._folder)
         provider = Provider(config.oidc) if config.oidc else None
-        self.trust = Trust(database, self._folder, credentials.ca, clock, provider)
+        self.principals = Principals(database, self._folder, credentials.ca, clock, provider)
         self.audit = AuditLog(database, self.identity, clock)
         self._lockout = Lockout(time.monotonic)
-        self.access = Access(self.trust, self.audit, self._lockout, time.monotonic)
+        self.access = Access(self.principals, self.audit, self._lockout, time.monotonic)
         self.enrolment = Enrolment(
-            database, self._folder, credentials.ca, self.trust, clock, config.certificate_days
+            database, self._folder, credentials.ca, self.principals, clock, config.certificate_days
         )
         provenance = Provenance(database, self.identity, versions()["roundtable"], clock)
         self._administration = AdministrationService(
             database,
             self.enrolment,
-            self.trust,
+            self.principals,
             self.access,
             self.audit,
             provenance,
@@ -80,7 +80,7 @@ class Security:
 
     async def start(self) -> None:
         """Reads what is revoked, and notes the start; IdentityError for a list that cannot be trusted."""
-        await self.trust.refresh()
+        await self.principals.refresh()
         await self.audit.begin(self._credentials.name, versions())
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self.audit.watch()), loop.create_task(self._refresh())]
@@ -128,7 +128,7 @@ class Security:
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
             try:
-                await self.trust.refresh()
+                await self.principals.refresh()
             except (IdentityError, StorageError) as error:
                 log.error("what is revoked could not be read anew: %s", error)
 

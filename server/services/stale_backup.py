@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from roundtable.proto import agent_pb2
-from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.store import FINAL, Database
 from roundtable.server.store.jobs import UnknownJob
 
 
-async def forgotten(jobs: Jobs, database: Database, hello: agent_pb2.Hello) -> str:
+async def forgotten(jobs: JobRegistry, database: Database, hello: agent_pb2.Hello) -> str:
     """What the agent has seen and the database does not know, in words with the remedy; empty if nothing."""
     if hello.coordinator != database.identity:
         return ""
@@ -25,7 +25,7 @@ async def forgotten(jobs: Jobs, database: Database, hello: agent_pb2.Hello) -> s
     return ""
 
 
-async def _position(jobs: Jobs, job: str) -> tuple[int, float] | None:
+async def _position(jobs: JobRegistry, job: str) -> tuple[int, float] | None:
     """(round, attempt) that the job has come to; every attempt at the last round of one that is over."""
     runner = jobs.runner(job)
     if runner is not None:

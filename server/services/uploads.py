@@ -18,7 +18,7 @@ from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Refusal
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.services import transfer
@@ -57,7 +57,7 @@ class Offer:
 class Uploads:
     """Receives updates for all jobs."""
 
-    def __init__(self, jobs: Jobs, services: JobServices, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, jobs: JobRegistry, services: JobServices, threads: ThreadPoolExecutor) -> None:
         self._jobs, self._services, self._threads = jobs, services, threads
         self._active: dict[str, asyncio.Task[Receipt]] = {}
         self._corrupted: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from roundtable.core.errors import UnavailableError
 from roundtable.engine import ClientView
 from roundtable.proto import operator_pb2
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.job_registry import Jobs
+from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.store import FINAL, JobRow
@@ -37,7 +37,7 @@ def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> o
 
 
 async def updates(
-    jobs: Jobs, services: JobServices, job: str, first: int, show: Callable[[JobRow], operator_pb2.Job]
+    jobs: JobRegistry, services: JobServices, job: str, first: int, show: Callable[[JobRow], operator_pb2.Job]
 ) -> AsyncIterator[operator_pb2.JobUpdate]:
     """Events from `first` onwards with the job as it stands, until it is over and all are told."""
     while True:

@@ -43,7 +43,7 @@ class DamagedArtifact(StorageError):
         self.digest = digest
 
 
-class LocalArtifacts:
+class ArtifactStore:
     """The store in a folder of this machine; with a bucket, that is the home and the folder a cache of it.
 
     `refetch` looks elsewhere for what is missing or damaged, and writes it into the file it is given.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roundtable.core.errors import StorageError
-from roundtable.server.storage.artifact_store import DamagedArtifact, LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore, DamagedArtifact
 from roundtable.server.storage.location import Location, Unreachable, blob_name
 
 log = logging.getLogger("roundtable.server.storage.replicas")
@@ -19,10 +19,10 @@ log = logging.getLogger("roundtable.server.storage.replicas")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 
 
-class Copies:
+class Replicas:
     """All locations. What is offered is copied in the background, however long that takes."""
 
-    def __init__(self, addresses: Sequence[str], artifacts: LocalArtifacts) -> None:
+    def __init__(self, addresses: Sequence[str], artifacts: ArtifactStore) -> None:
         self._locations = [Location(address, "copies") for address in addresses]
         self._artifacts = artifacts
         self._wanted: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()

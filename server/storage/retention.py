@@ -15,8 +15,8 @@ from sqlalchemy.engine import Connection
 from roundtable.core.errors import StorageError
 from roundtable.core.failpoints import failpoint
 from roundtable.engine.messages import RoundRecord
-from roundtable.server.storage.artifact_store import LocalArtifacts
-from roundtable.server.storage.replicas import Copies
+from roundtable.server.storage.artifact_store import ArtifactStore
+from roundtable.server.storage.replicas import Replicas
 from roundtable.server.store import FINAL, Database
 from roundtable.server.store.artifacts import (
     Keep,
@@ -37,16 +37,16 @@ AT_ONCE = 500
 class Retention:
     """The rules, applied after each commit and when the coordinator starts."""
 
-    def __init__(self, database: Database, artifacts: LocalArtifacts, keep: Keep, copies: Copies) -> None:
-        self._database, self._artifacts, self._keep, self.copies = database, artifacts, keep, copies
+    def __init__(self, database: Database, artifacts: ArtifactStore, keep: Keep, replicas: Replicas) -> None:
+        self._database, self._artifacts, self._keep, self.replicas = database, artifacts, keep, replicas
 
     async def after_commit(self, job: str, record: RoundRecord, settled: int) -> list[str]:
         """Deletes updates of committed rounds and models that are too old; their digests.
 
         Half an upload for round `settled` is of no use any more; for later rounds it may be.
         """
-        self.copies.offer(record.model)
-        self.copies.offer(record.optimizer)
+        self.replicas.offer(record.model)
+        self.replicas.offer(record.optimizer)
 
         def forget(connection: Connection) -> list[str]:
             found = [
@@ -63,7 +63,7 @@ class Retention:
         except StorageError as error:
             log.warning("old artifacts stay for now: %s", error, extra={"job": job})
             return []
-        self.copies.forget(gone)
+        self.replicas.forget(gone)
         return gone
 
     async def copy_newest(self) -> None:
@@ -75,7 +75,7 @@ class Retention:
             return
         for row in rows:
             for digest in (row.initial_model, row.model, row.optimizer):
-                self.copies.offer(digest)
+                self.replicas.offer(digest)
 
     async def sweep(self, now: float) -> int:
         """Deletes what crashes, attempts that failed and jobs that are over have left behind; how much."""

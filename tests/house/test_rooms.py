@@ -108,7 +108,7 @@ def test_every_room_has_its_place_in_the_layers_of_its_folder() -> None:
             for name in CONTAINERS
             if name.rpartition(".")[0] == container and FILES[name].parent.name != "versions"
         }
-        assert len(folders) < 2 or folders <= named[container] or container == "roundtable.server", container
+        assert len(folders) < 2 or folders <= named[container], container
 
 
 def test_the_picture_of_the_arrows_is_fresh() -> None:

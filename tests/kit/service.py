@@ -17,7 +17,7 @@ from roundtable.core.models import model_blocks
 from roundtable.proto import operator_pb2, operator_pb2_grpc
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
 from roundtable.server import Coordinator, ServerConfig
-from roundtable.server.jobs.combiner import TrustedTraining
+from roundtable.server.jobs.trusted_training import TrustedTraining
 
 AGENTS = ("alder", "birch", "cedar")
 

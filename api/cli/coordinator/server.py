@@ -16,7 +16,7 @@ from roundtable.core.observability.logs import LogFormat, write_logs
 
 if TYPE_CHECKING:
     from roundtable.server.config import ServerConfig
-    from roundtable.server.jobs.combiner import TrustedTraining
+    from roundtable.server.jobs.trusted_training import TrustedTraining
 
 
 class _Server(click.Command):

@@ -243,7 +243,7 @@ async def test_a_list_made_offline_counts(
     shutil.copytree(parties / "ca", tmp_path / "ca")
     listed = revoke(tmp_path / "ca", parties / "viewer" / "node.crt")
     shutil.copy(listed, tmp_path / "own" / "crl.pem")
-    await open_coordinator.security.trust.refresh()
+    await open_coordinator.security.principals.refresh()
     async with Operator(open_coordinator.port, parties / "viewer") as viewer:
         with pytest.raises(grpc.aio.AioRpcError, match="has been revoked"):
             await viewer.stub.Status(operator_pb2.StatusRequest())
@@ -255,7 +255,7 @@ async def test_agents_are_handed_the_list_and_each_new_one(
     open_coordinator: Coordinator, parties: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(parties / "ca", tmp_path / "ca")
-    trust, own = open_coordinator.security.trust, tmp_path / "own" / "crl.pem"
+    trust, own = open_coordinator.security.principals, tmp_path / "own" / "crl.pem"
     async with ScriptedAgent(open_coordinator.port, parties / "agent") as agent:
         assert agent.welcome.revocations == b""
         first = revoke(tmp_path / "ca", parties / "viewer" / "node.crt").read_bytes()
@@ -290,7 +290,7 @@ async def test_what_a_revoked_issuing_authority_has_certified_is_void(
     await agent.close()
     shutil.copytree(parties / "ca", tmp_path / "ca")
     shutil.copy(revoke(tmp_path / "ca", parties / "ca" / "issuing.crt"), tmp_path / "own" / "crl.pem")
-    await open_coordinator.security.trust.refresh()
+    await open_coordinator.security.principals.refresh()
     again = ScriptedAgent(open_coordinator.port, tmp_path / "north")
     with pytest.raises(grpc.aio.AioRpcError, match="has been revoked"):
         await again.connect()
@@ -326,7 +326,7 @@ async def test_a_certificate_that_ends_ends_on_open_connections_too(
     async with Operator(open_coordinator.port, parties / "viewer") as viewer:
         await viewer.stub.Status(operator_pb2.StatusRequest())
         later = load_credentials(parties / "viewer").expires.timestamp() + 1
-        open_coordinator.security.trust._clock = lambda: later
+        open_coordinator.security.principals._clock = lambda: later
         with pytest.raises(grpc.aio.AioRpcError, match="has expired"):
             await viewer.stub.Status(operator_pb2.StatusRequest())
 

@@ -14,7 +14,7 @@ from scripted_agent import ScriptedAgent
 from service import Operator
 
 from roundtable.proto import agent_pb2
-from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore
 
 Status = agent_pb2.UploadReceipt
 ONE = torch.ones(4)
@@ -93,14 +93,14 @@ async def test_a_disk_that_spoils_it_every_time(
     job = await operator.submit(PAIR.replace("minimum = 1", "minimum = 2\nretries = 0"), rounds=1)
     first, second = [await agent.expect("instruction") for agent in pair]
     await pair[1].answer(second, 3 * ONE)
-    sound = LocalArtifacts.path
+    sound = ArtifactStore.path
 
-    def spoiled(self: LocalArtifacts, digest: str) -> Path:
+    def spoiled(self: ArtifactStore, digest: str) -> Path:
         if digest == digest_of(ONE):
             rot(tmp_path, ONE)
         return sound(self, digest)
 
-    monkeypatch.setattr(LocalArtifacts, "path", spoiled)
+    monkeypatch.setattr(ArtifactStore, "path", spoiled)
     assert (await pair[0].answer(first, ONE)).status == Status.ACCEPTED
     for _ in range(2):
         again = await pair[0].expect("instruction")

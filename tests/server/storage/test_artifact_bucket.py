@@ -25,7 +25,7 @@ from roundtable.server import Coordinator, ServerConfig, load_server_config
 from roundtable.server.jobs import aggregate_action
 from roundtable.server.storage import bucket
 from roundtable.server.storage import replicas as copies
-from roundtable.server.storage.artifact_store import DamagedArtifact, LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore, DamagedArtifact
 from roundtable.server.storage.backup import back_up, restore
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.location import Location, Unreachable, blob_name
@@ -113,10 +113,10 @@ def test_a_blob_is_in_the_bucket_before_it_has_its_name_and_comes_back_from_ther
     tmp_path: Path, address: str, kind: str
 ) -> None:
     address = address if kind == "object store" else f"file://{tmp_path}/bucket"
-    first = LocalArtifacts(tmp_path / "first", "me", Bucket(address))
+    first = ArtifactStore(tmp_path / "first", "me", Bucket(address))
     digest, size = first.create([b"a model", b" or an update"])
     assert lies_there(address) == sorted(["coordinator", blob_name(digest)])
-    second = LocalArtifacts(tmp_path / "second", "me", Bucket(address))
+    second = ArtifactStore(tmp_path / "second", "me", Bucket(address))
     assert (second.size(digest), second.digests()) == (size, [digest])
     assert second.path(digest).read_bytes() == b"a model or an update"
     second.path(digest).write_bytes(b"rotten")
@@ -129,12 +129,12 @@ def test_a_blob_is_in_the_bucket_before_it_has_its_name_and_comes_back_from_ther
 def test_what_is_damaged_or_missing_everywhere_is_named_and_comes_back_when_it_is_sent_again(
     tmp_path: Path, address: str
 ) -> None:
-    first = LocalArtifacts(tmp_path / "first", "me", Bucket(address))
+    first = ArtifactStore(tmp_path / "first", "me", Bucket(address))
     digest, _ = first.create([b"an update"])
     place = f"{address}/{blob_name(digest)}"
     with fsspec.open(place, "wb") as file:
         file.write(b"an upd4te")
-    second = LocalArtifacts(tmp_path / "second", "me", Bucket(address))
+    second = ArtifactStore(tmp_path / "second", "me", Bucket(address))
     with pytest.raises(DamagedArtifact, match=f"is missing from .*second and {address}"):
         second.path(digest)
     assert second.create([b"an update"])[0] == digest
@@ -145,7 +145,7 @@ def test_what_is_damaged_or_missing_everywhere_is_named_and_comes_back_when_it_i
 def test_a_store_that_is_away_or_gives_back_other_bytes_gives_no_blob_its_name(
     tmp_path: Path, address: str, moody: type[Moody]
 ) -> None:
-    artifacts = LocalArtifacts(tmp_path / "first", "me", Bucket(address))
+    artifacts = ArtifactStore(tmp_path / "first", "me", Bucket(address))
     data = b"an update"
     digest = blake3(data).hexdigest()
     writer = artifacts.receive("job.1.1.alder", digest, len(data)).open()
@@ -175,7 +175,7 @@ async def test_what_is_deleted_goes_from_the_bucket_too_unless_it_is_pinned_or_s
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     home = Bucket(address)
-    artifacts = LocalArtifacts(tmp_path / "first", "me", home)
+    artifacts = ArtifactStore(tmp_path / "first", "me", home)
     stays, goes, returns = (artifacts.create([name])[0] for name in (b"stays", b"goes", b"returns"))
     artifacts.unpin([goes, returns])
     assert artifacts.delete([stays, goes, returns]) == 2
@@ -195,7 +195,7 @@ def test_half_a_file_that_a_crash_left_behind_is_no_blob_and_goes(tmp_path: Path
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
     home = Bucket(f"file://{tmp_path}/bucket")
-    artifacts = LocalArtifacts(tmp_path / "first", "me", home)
+    artifacts = ArtifactStore(tmp_path / "first", "me", home)
     assert artifacts.digests() == []
     home._purge()
     assert not left.exists()
@@ -361,7 +361,7 @@ async def test_a_backup_of_a_bucket_is_restored_into_another(
 
 
 def test_what_the_database_names_and_nobody_has_is_counted(tmp_path: Path, address: str) -> None:
-    artifacts = LocalArtifacts(tmp_path / "first", "me", Bucket(address))
+    artifacts = ArtifactStore(tmp_path / "first", "me", Bucket(address))
     digest, _ = artifacts.create([b"here"])
     assert artifacts.settle([digest, "0" * 64]) == 1
 

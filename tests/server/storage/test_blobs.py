@@ -11,15 +11,15 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore
 
 KIB = 1 << 10
 SIZES = [1, 4 * KIB - 1, 4 * KIB, 8 * KIB, 12 * KIB + 1, 1100 * KIB]
 sizes = st.lists(st.sampled_from(SIZES), min_size=1, max_size=6)
 
 
-def store_in(folder: Path) -> LocalArtifacts:
-    return LocalArtifacts(folder / "artifacts", "database")
+def store_in(folder: Path) -> ArtifactStore:
+    return ArtifactStore(folder / "artifacts", "database")
 
 
 @settings(max_examples=30, deadline=None)

@@ -18,7 +18,7 @@ from service import Operator, running
 
 from roundtable.core.errors import StorageError
 from roundtable.server import ServerConfig
-from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.location import Location, Unreachable, blob_name
 
@@ -90,18 +90,18 @@ async def test_a_damaged_model_comes_back_from_the_bucket(
 
 
 def test_a_bucket_is_the_home_of_artifacts_and_another_folder_a_cache(bucket: str, tmp_path: Path) -> None:
-    first = LocalArtifacts(tmp_path / "first", "me", Bucket(bucket))
+    first = ArtifactStore(tmp_path / "first", "me", Bucket(bucket))
     data = torch.arange(6_000_000.0).numpy().tobytes()
     digest, size = first.create([data[:5_000_000], data[5_000_000:]])
     assert files(bucket) == [f"roundtable/{digest[:2]}/{digest}", "roundtable/coordinator"]
-    second = LocalArtifacts(tmp_path / "second", "me", Bucket(bucket))
+    second = ArtifactStore(tmp_path / "second", "me", Bucket(bucket))
     assert (second.size(digest), second.digests()) == (size, [digest])
     assert second.path(digest).read_bytes() == data
     with pytest.raises(StorageError, match="belongs to coordinator me, the database to you"):
         Bucket(bucket).check_owner("you")
     home = Bucket(bucket)
     home.probe()
-    second = LocalArtifacts(tmp_path / "second", "me", home)
+    second = ArtifactStore(tmp_path / "second", "me", home)
     assert second.delete([digest]) == 1
     home._purge()
     assert files(bucket) == ["roundtable/coordinator"]
@@ -111,7 +111,7 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_named(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Unreachable, match="s3://nobody-has-this/x does not do what it is asked to"):
-        LocalArtifacts(tmp_path / "first", "me", Bucket("s3://nobody-has-this/x"))
+        ArtifactStore(tmp_path / "first", "me", Bucket("s3://nobody-has-this/x"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(Unreachable, match="Could not connect to the endpoint"):

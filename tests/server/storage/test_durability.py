@@ -25,7 +25,7 @@ from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig, clock
 from roundtable.server.operations.incidents import incident_of
-from roundtable.server.storage.artifact_store import DamagedArtifact, LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore, DamagedArtifact
 from roundtable.server.store import Database
 from roundtable.server.store import jobs as store
 
@@ -106,7 +106,7 @@ async def test_a_damaged_model_that_a_silo_asks_for_pauses_the_job_until_it_is_b
 
 
 def test_a_file_is_hashed_again_once_it_was_changed(tmp_path: Path) -> None:
-    artifacts = LocalArtifacts(tmp_path, "1" * 32)
+    artifacts = ArtifactStore(tmp_path, "1" * 32)
     digest, _ = artifacts.create([b"abc"])
     place = artifacts.path(digest)
     place.write_bytes(b"abd")

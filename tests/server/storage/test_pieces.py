@@ -19,7 +19,7 @@ from roundtable.aggregation import OptimizerState, make_optimizer
 from roundtable.core.errors import ResourceError, StorageError, TransferError
 from roundtable.server.jobs import sliced_optimizer as memory
 from roundtable.server.services.transfer import in_thread
-from roundtable.server.storage.artifact_store import LocalArtifacts
+from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.finite_check import FiniteCheck
 
 DATA = bytes(range(256)) * 8
@@ -54,11 +54,11 @@ def test_a_sum_that_overflows_is_no_bad_element() -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalArtifacts:
-    return LocalArtifacts(tmp_path / "artifacts", "me")
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "artifacts", "me")
 
 
-def test_a_blob_has_its_name_when_it_is_whole(store: LocalArtifacts) -> None:
+def test_a_blob_has_its_name_when_it_is_whole(store: ArtifactStore) -> None:
     writer = store.receive("x.1", DIGEST, len(DATA)).open()
     writer.write(DATA[:1000])
     writer.close()
@@ -75,7 +75,7 @@ def test_a_blob_has_its_name_when_it_is_whole(store: LocalArtifacts) -> None:
     assert store.received("x.1", DIGEST) == 0
 
 
-def test_going_on_from_before_the_end_drops_what_follows(store: LocalArtifacts) -> None:
+def test_going_on_from_before_the_end_drops_what_follows(store: ArtifactStore) -> None:
     writer = store.receive("x", DIGEST, len(DATA)).open()
     writer.write(b"?" * 500)
     writer.close()
@@ -107,7 +107,7 @@ async def test_cancelled_work_lets_go_of_its_file_first() -> None:
         assert ended.is_set()
 
 
-def test_wrong_bytes_are_forgotten(store: LocalArtifacts) -> None:
+def test_wrong_bytes_are_forgotten(store: ArtifactStore) -> None:
     writer = store.receive("x", DIGEST, len(DATA)).open()
     writer.write(b"?" * len(DATA))
     with pytest.raises(TransferError, match="announced was"):
@@ -119,7 +119,7 @@ def test_wrong_bytes_are_forgotten(store: LocalArtifacts) -> None:
 
 @pytest.mark.parametrize("damage", [b"?" * len(DATA), DATA[:-1], None])
 def test_damage_is_found_when_a_later_process_reads(tmp_path: Path, damage: bytes | None) -> None:
-    digest, _ = LocalArtifacts(tmp_path / "a", "me").create([DATA[:5], memoryview(DATA)[5:]])
+    digest, _ = ArtifactStore(tmp_path / "a", "me").create([DATA[:5], memoryview(DATA)[5:]])
     assert digest == DIGEST
     path = tmp_path / "a" / "objects" / DIGEST[:2] / DIGEST
     if damage is None:
@@ -127,10 +127,10 @@ def test_damage_is_found_when_a_later_process_reads(tmp_path: Path, damage: byte
     else:
         path.write_bytes(damage)
     with pytest.raises(StorageError, match="missing" if damage is None else "damaged"):
-        LocalArtifacts(tmp_path / "a", "me").path(DIGEST)
+        ArtifactStore(tmp_path / "a", "me").path(DIGEST)
 
 
-def test_what_is_not_mentioned_yet_is_not_deleted(store: LocalArtifacts) -> None:
+def test_what_is_not_mentioned_yet_is_not_deleted(store: ArtifactStore) -> None:
     digest, _ = store.create([DATA])
     store.delete([digest])
     assert store.path(digest).is_file()
@@ -139,7 +139,7 @@ def test_what_is_not_mentioned_yet_is_not_deleted(store: LocalArtifacts) -> None
     assert store.size(digest) is None
 
 
-def test_unfinished_uploads_are_discarded_by_prefix(store: LocalArtifacts) -> None:
+def test_unfinished_uploads_are_discarded_by_prefix(store: ArtifactStore) -> None:
     for owner in ("job.1.1.alder", "job.12.1.alder", "put.olga"):
         store.receive(owner, DIGEST, len(DATA)).open().close()
     store.discard("job.1.")
@@ -148,14 +148,14 @@ def test_unfinished_uploads_are_discarded_by_prefix(store: LocalArtifacts) -> No
 
 
 @pytest.mark.parametrize("name", ["../" + "a" * 61, "a" * 63, "A" * 64, "", "a" * 63 + "/"])
-def test_names_that_are_no_digests(store: LocalArtifacts, name: str) -> None:
+def test_names_that_are_no_digests(store: ArtifactStore, name: str) -> None:
     with pytest.raises(StorageError):
         store.path(name)
     with pytest.raises(StorageError):
         store.receive("x", name, 1)
 
 
-def test_a_full_device(store: LocalArtifacts, tmp_path: Path) -> None:
+def test_a_full_device(store: ArtifactStore, tmp_path: Path) -> None:
     writer = store.receive("x", DIGEST, len(DATA)).open()
     writer.close()
     with open("/dev/full", "wb", buffering=0) as full:
