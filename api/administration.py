@@ -25,11 +25,21 @@ class Administrator(OperatorClient):
         with self._translated():
             return self._admin.Invite(request, timeout=_SECONDS)
 
-    def revoke(self, name: str, reason: str) -> int:
-        """Voids every certificate of this name at once; how many of its calls were cut off."""
+    def revoke(self, name: str, reason: str, role: str = "agent") -> pb.RevokeReply:
+        """Voids every certificate of this party at once; an administrator's once a second one confirms it."""
+        request = pb.RevokeRequest(name=name, reason=reason, role=role)
         with self._translated():
-            reply = self._admin.Revoke(pb.RevokeRequest(name=name, reason=reason), timeout=_SECONDS)
-        return reply.calls
+            return self._admin.Revoke(request, timeout=_SECONDS)
+
+    def confirm(self, request_id: str) -> pb.RevokeReply:
+        """Does what another administrator has asked for."""
+        with self._translated():
+            return self._admin.Confirm(pb.ConfirmRequest(request_id=request_id), timeout=_SECONDS)
+
+    def pending(self) -> list[pb.Pending]:
+        """What waits for a second administrator, the oldest first."""
+        with self._translated():
+            return list(self._admin.ListPending(pb.ListPendingRequest(), timeout=_SECONDS).pending)
 
     def create_token(self, name: str, role: str, seconds: float) -> pb.CreateTokenReply:
         """A new operator's token; its secret is shown this once."""
@@ -42,10 +52,10 @@ class Administrator(OperatorClient):
         with self._translated():
             return list(self._admin.ListTokens(pb.ListTokensRequest(), timeout=_SECONDS).tokens)
 
-    def revoke_token(self, name: str) -> None:
-        """The token does not hold any more."""
+    def revoke_token(self, name: str) -> pb.RevokeTokenReply:
+        """Voids a token at once; another administrator's once a second person confirms it."""
         with self._translated():
-            self._admin.RevokeToken(pb.RevokeTokenRequest(name=name), timeout=_SECONDS)
+            return self._admin.RevokeToken(pb.RevokeTokenRequest(name=name), timeout=_SECONDS)
 
     def audit(self, first: int = 1) -> Iterator[str]:
         """The audit log's lines from an entry on, signed up to its end."""

@@ -111,16 +111,20 @@ class RevokeRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
     name: builtins.str
     reason: builtins.str
     """For the audit log."""
+    role: builtins.str
+    """agent, viewer, data-scientist, operator, admin."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         reason: builtins.str = ...,
+        role: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "role", b"role"]) -> None: ...
 
 global___RevokeRequest = RevokeRequest
 
@@ -129,16 +133,101 @@ class RevokeReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CALLS_FIELD_NUMBER: builtins.int
+    PENDING_FIELD_NUMBER: builtins.int
     calls: builtins.int
     """Calls of that party that were ended."""
+    pending: builtins.str
+    """Nothing was ended yet: this request waits for a second administrator."""
     def __init__(
         self,
         *,
         calls: builtins.int = ...,
+        pending: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["calls", b"calls"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "pending", b"pending"]) -> None: ...
 
 global___RevokeReply = RevokeReply
+
+@typing.final
+class ConfirmRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+global___ConfirmRequest = ConfirmRequest
+
+@typing.final
+class ListPendingRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListPendingRequest = ListPendingRequest
+
+@typing.final
+class Pending(google.protobuf.message.Message):
+    """What an administrator has asked for and a second one must confirm."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ACTION_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    CREATED_FIELD_NUMBER: builtins.int
+    EXPIRES_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    action: builtins.str
+    """revoke, revoke_token."""
+    role: builtins.str
+    name: builtins.str
+    reason: builtins.str
+    author: builtins.str
+    """Role and name, as in the audit log."""
+    created: builtins.float
+    expires: builtins.float
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        action: builtins.str = ...,
+        role: builtins.str = ...,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+        author: builtins.str = ...,
+        created: builtins.float = ...,
+        expires: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "author", b"author", "created", b"created", "expires", b"expires", "name", b"name", "reason", b"reason", "request_id", b"request_id", "role", b"role"]) -> None: ...
+
+global___Pending = Pending
+
+@typing.final
+class ListPendingReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PENDING_FIELD_NUMBER: builtins.int
+    @property
+    def pending(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Pending]: ...
+    def __init__(
+        self,
+        *,
+        pending: collections.abc.Iterable[global___Pending] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pending", b"pending"]) -> None: ...
+
+global___ListPendingReply = ListPendingReply
 
 @typing.final
 class CreateTokenRequest(google.protobuf.message.Message):
@@ -200,9 +289,15 @@ global___RevokeTokenRequest = RevokeTokenRequest
 class RevokeTokenReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PENDING_FIELD_NUMBER: builtins.int
+    pending: builtins.str
+    """The token still holds: this request waits for a second administrator."""
     def __init__(
         self,
+        *,
+        pending: builtins.str = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pending", b"pending"]) -> None: ...
 
 global___RevokeTokenReply = RevokeTokenReply
 

@@ -140,6 +140,16 @@ class AdministrationStub(object):
                 request_serializer=roundtable_dot_proto_dot_administration__pb2.ListTokensRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_administration__pb2.ListTokensReply.FromString,
                 )
+        self.Confirm = channel.unary_unary(
+                '/roundtable.v1.Administration/Confirm',
+                request_serializer=roundtable_dot_proto_dot_administration__pb2.ConfirmRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_administration__pb2.RevokeReply.FromString,
+                )
+        self.ListPending = channel.unary_unary(
+                '/roundtable.v1.Administration/ListPending',
+                request_serializer=roundtable_dot_proto_dot_administration__pb2.ListPendingRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_administration__pb2.ListPendingReply.FromString,
+                )
         self.ReadAudit = channel.unary_stream(
                 '/roundtable.v1.Administration/ReadAudit',
                 request_serializer=roundtable_dot_proto_dot_administration__pb2.ReadAuditRequest.SerializeToString,
@@ -163,7 +173,8 @@ class AdministrationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Revoke(self, request, context):
-        """Ends every certificate of this name, and its connections, at once.
+        """Ends every certificate of this party, and its connections, at once. Of an administrator it is kept until a
+        second one confirms it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,6 +193,19 @@ class AdministrationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTokens(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Confirm(self, request, context):
+        """Does what another administrator has asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPending(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,6 +252,16 @@ def add_AdministrationServicer_to_server(servicer, server):
                     servicer.ListTokens,
                     request_deserializer=roundtable_dot_proto_dot_administration__pb2.ListTokensRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_administration__pb2.ListTokensReply.SerializeToString,
+            ),
+            'Confirm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Confirm,
+                    request_deserializer=roundtable_dot_proto_dot_administration__pb2.ConfirmRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_administration__pb2.RevokeReply.SerializeToString,
+            ),
+            'ListPending': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPending,
+                    request_deserializer=roundtable_dot_proto_dot_administration__pb2.ListPendingRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_administration__pb2.ListPendingReply.SerializeToString,
             ),
             'ReadAudit': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadAudit,
@@ -332,6 +366,40 @@ class Administration(object):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Administration/ListTokens',
             roundtable_dot_proto_dot_administration__pb2.ListTokensRequest.SerializeToString,
             roundtable_dot_proto_dot_administration__pb2.ListTokensReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Confirm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Administration/Confirm',
+            roundtable_dot_proto_dot_administration__pb2.ConfirmRequest.SerializeToString,
+            roundtable_dot_proto_dot_administration__pb2.RevokeReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListPending(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Administration/ListPending',
+            roundtable_dot_proto_dot_administration__pb2.ListPendingRequest.SerializeToString,
+            roundtable_dot_proto_dot_administration__pb2.ListPendingReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -83,7 +83,9 @@ class AdministrationStub:
         roundtable.proto.administration_pb2.RevokeRequest,
         roundtable.proto.administration_pb2.RevokeReply,
     ]
-    """Ends every certificate of this name, and its connections, at once."""
+    """Ends every certificate of this party, and its connections, at once. Of an administrator it is kept until a
+    second one confirms it.
+    """
 
     CreateToken: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.administration_pb2.CreateTokenRequest,
@@ -98,6 +100,17 @@ class AdministrationStub:
     ListTokens: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.administration_pb2.ListTokensRequest,
         roundtable.proto.administration_pb2.ListTokensReply,
+    ]
+
+    Confirm: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.administration_pb2.ConfirmRequest,
+        roundtable.proto.administration_pb2.RevokeReply,
+    ]
+    """Does what another administrator has asked for."""
+
+    ListPending: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.administration_pb2.ListPendingRequest,
+        roundtable.proto.administration_pb2.ListPendingReply,
     ]
 
     ReadAudit: grpc.UnaryStreamMultiCallable[
@@ -124,7 +137,9 @@ class AdministrationAsyncStub:
         roundtable.proto.administration_pb2.RevokeRequest,
         roundtable.proto.administration_pb2.RevokeReply,
     ]
-    """Ends every certificate of this name, and its connections, at once."""
+    """Ends every certificate of this party, and its connections, at once. Of an administrator it is kept until a
+    second one confirms it.
+    """
 
     CreateToken: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.administration_pb2.CreateTokenRequest,
@@ -139,6 +154,17 @@ class AdministrationAsyncStub:
     ListTokens: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.administration_pb2.ListTokensRequest,
         roundtable.proto.administration_pb2.ListTokensReply,
+    ]
+
+    Confirm: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.administration_pb2.ConfirmRequest,
+        roundtable.proto.administration_pb2.RevokeReply,
+    ]
+    """Does what another administrator has asked for."""
+
+    ListPending: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.administration_pb2.ListPendingRequest,
+        roundtable.proto.administration_pb2.ListPendingReply,
     ]
 
     ReadAudit: grpc.aio.UnaryStreamMultiCallable[
@@ -169,7 +195,9 @@ class AdministrationServicer(metaclass=abc.ABCMeta):
         request: roundtable.proto.administration_pb2.RevokeRequest,
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.administration_pb2.RevokeReply, collections.abc.Awaitable[roundtable.proto.administration_pb2.RevokeReply]]:
-        """Ends every certificate of this name, and its connections, at once."""
+        """Ends every certificate of this party, and its connections, at once. Of an administrator it is kept until a
+        second one confirms it.
+        """
 
     @abc.abstractmethod
     def CreateToken(
@@ -191,6 +219,21 @@ class AdministrationServicer(metaclass=abc.ABCMeta):
         request: roundtable.proto.administration_pb2.ListTokensRequest,
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.administration_pb2.ListTokensReply, collections.abc.Awaitable[roundtable.proto.administration_pb2.ListTokensReply]]: ...
+
+    @abc.abstractmethod
+    def Confirm(
+        self,
+        request: roundtable.proto.administration_pb2.ConfirmRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.administration_pb2.RevokeReply, collections.abc.Awaitable[roundtable.proto.administration_pb2.RevokeReply]]:
+        """Does what another administrator has asked for."""
+
+    @abc.abstractmethod
+    def ListPending(
+        self,
+        request: roundtable.proto.administration_pb2.ListPendingRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.administration_pb2.ListPendingReply, collections.abc.Awaitable[roundtable.proto.administration_pb2.ListPendingReply]]: ...
 
     @abc.abstractmethod
     def ReadAudit(

@@ -27,7 +27,7 @@ from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import all_clients
-from roundtable.server.store.trust_rows import revoked_names
+from roundtable.server.store.trust_rows import revoked_silos
 
 log = logging.getLogger("roundtable.server.metrics_page")
 
@@ -214,8 +214,8 @@ class DatabaseAway:
 
 def _expected(connection: Connection) -> list[AgentRow]:
     """The agents that may come back: one that is revoked is neither silent nor missing."""
-    revoked = revoked_names(connection)
-    return [row for row in all_clients(connection) if revoked.get(row.name) != frozenset()]
+    revoked = revoked_silos(connection)
+    return [row for row in all_clients(connection) if row.name not in revoked]
 
 
 def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:

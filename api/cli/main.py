@@ -18,7 +18,7 @@ from roundtable.cli.coordinator.audit import audit, model
 from roundtable.cli.coordinator.backup import backup, restore
 from roundtable.cli.coordinator.ca import ca
 from roundtable.cli.coordinator.server import server
-from roundtable.cli.coordinator.trust import invite, token
+from roundtable.cli.coordinator.trust import invite, operators, token
 from roundtable.cli.demo import demo
 from roundtable.cli.doctor import doctor
 from roundtable.cli.jobs.clients import clients
@@ -80,6 +80,7 @@ for command in (
     invite,
     job,
     model,
+    operators,
     privacy,
     server,
     simulate,

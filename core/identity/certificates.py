@@ -31,6 +31,7 @@ PASSPHRASE_FILE = "ROUNDTABLE_PASSPHRASE_FILE"
 SECRET_VARIABLES = (PASSPHRASE, PASSPHRASE_FILE, "ROUNDTABLE_TOKEN")
 """Variables of the environment that no child process which runs a task may see."""
 _CLOCK_TOLERANCE = timedelta(minutes=5)
+"""How much earlier than it was issued a certificate begins to hold."""
 
 
 def builder(
@@ -99,6 +100,11 @@ def issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> boo
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True
+
+
+def issued_at(certificate: x509.Certificate) -> float:
+    """When it was issued, to the second, if `builder` has made it."""
+    return (certificate.not_valid_before_utc + _CLOCK_TOLERANCE).timestamp()
 
 
 def check_time(certificate: x509.Certificate, source: Path | str, now: datetime) -> None:

@@ -8,7 +8,7 @@ purpose is none for another. The purposes:
     receipt     what the coordinator did with an update
     seal        the audit log up to an entry
     provenance  where a model comes from
-    entry       an agent's own log, up to an entry
+    backup      what a coordinator's backup holds
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from roundtable.core.identity.credentials import Role, SiloIdentity, identity_of
 VOUCHED_FOR = ("token:", "oidc:")
 """How the names begin of those who have nothing to sign with; no certificate's name can."""
 SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
-Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "entry"]
+Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "backup"]
 
 
 def canonical(values: Mapping[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import inf
 from typing import Any, TypeAlias
 
 import grpc
@@ -23,8 +24,9 @@ from typing_extensions import override
 from roundtable.core import errors
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.permissions import CALLERS, Permission, permission_of
-from roundtable.server.auth.principals import NOBODY, Principal, Principals
-from roundtable.server.auth.rate_limit import Lockout, RateLimit, WrongSecret
+from roundtable.server.auth.principals import NOBODY, Principal, Principals, credential_of
+from roundtable.server.auth.rate_limit import Lockouts, RateLimit, WrongSecret
+from roundtable.server.store.trust_rows import Party
 
 log = logging.getLogger("roundtable.server.auth.access")
 
@@ -75,13 +77,13 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """The gate before every method of every service."""
 
     def __init__(
-        self, principals: Principals, audit: AuditLog, lockout: Lockout, clock: Callable[[], float]
+        self, principals: Principals, audit: AuditLog, lockouts: Lockouts, clock: Callable[[], float]
     ) -> None:
-        self._principals, self._audit, self._lockout = principals, audit, lockout
+        self._principals, self._audit, self._lockouts = principals, audit, lockouts
         self._known = RateLimit(CALLS_A_SECOND, CALLS_AT_ONCE, clock)
         self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
         self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, clock)
-        self._active: dict[str, set[asyncio.Task[Any]]] = {}
+        self._active: dict[Party, set[asyncio.Task[Any]]] = {}
         self._cut: set[asyncio.Task[Any]] = set()
         self.refusals: Counter[tuple[str, str]] = Counter()
 
@@ -103,13 +105,16 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         reader = _careful(handler.request_deserializer, name, streams=handler.request_streaming)
         return make(guarded, reader, handler.response_serializer)  # type: ignore[no-any-return]
 
-    def cut(self, name: str) -> int:
+    def cut(self, party: Party) -> int:
         """Ends every call of this party, now; returns how many there were."""
-        tasks = [task for task in self._active.get(name, ()) if task is not asyncio.current_task()]
+        tasks = [task for task in self._active.get(party, ()) if task is not asyncio.current_task()]
         for task in tasks:
-            self._cut.add(task)
-            task.cancel()
+            self._end(task)
         return len(tasks)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._cut.add(task)
+        task.cancel()
 
     def _guarded(self, method: Method, name: str, permission: Permission, *, streams: bool) -> Method:
         async def call(request: Any, context: Context) -> Any:
@@ -126,7 +131,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     # Left to the first message, gRPC forgets having sent it when that message is cut off,
                     # and then takes no status: the caller would never learn that the call has ended.
                     await context.send_initial_metadata(())
-                with self._running(who.name):
+                with self._running(who, streams):
                     return await method(request, context)
             except errors.RoundtableError as error:
                 code = error.code if isinstance(error, Refusal) else _code(error)
@@ -150,8 +155,8 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """Whether they may call this now; IdentityError or Refusal otherwise."""
         if who.role not in permission.callers:
             raise errors.IdentityError(_wrong_role(who, name, permission))
-        limit, key = (self._strangers, address) if who is NOBODY else (self._known, who.name)
-        if not limit.allows(key):
+        fits = self._strangers.allows(address) if who is NOBODY else self._known.allows(who.party)
+        if not fits:
             said = "too many calls in a short time; wait a second, then go on"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
 
@@ -162,19 +167,14 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if shown := known.get("x509_pem_cert"):
             # What it builds upon follows: the issuing authority may be revoked too.
             return self._principals.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
-        bearer = _bearer(context)
-        wait = self._lockout.seconds(address)
-        if wait:
-            raise Refusal(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"too many wrong tokens came from this address; try again in {wait:.0f} s",
-            )
-        if not bearer:
+        if not (bearer := _bearer(context)):
             return NOBODY
+        credential = credential_of(bearer)
+        check_lockout(self._lockouts, address, credential)
         try:
             return await self._principals.of_bearer(bearer)
         except WrongSecret as error:
-            self._lockout.wrong(address)
+            self._lockouts.wrong(address, credential)
             raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
 
     async def _note(self, who: Principal, name: str, request: Any) -> None:
@@ -182,17 +182,17 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if isinstance(request, Message):
             found = [getattr(request, field, "") for field in _NAMES_OF_OBJECTS]
             target = next((str(value) for value in found if value), "")
-        await self._audit.note(who.name, name, target, role=who.role, source=who.source)
+        await self._audit.note(who.label, name, target, source=who.source)
 
     def _refused(
         self, who: Principal, name: str, code: grpc.StatusCode, error: errors.RoundtableError, address: str
     ) -> None:
-        if self._lines.allows(address if who is NOBODY else who.name):
-            log.info("%s refused to %s: %s", name, who.name, error, extra={"code": code.name})
+        if self._lines.allows(address if who is NOBODY else who.party):
+            log.info("%s refused to %s: %s", name, who.label, error, extra={"code": code.name})
         self.refusals[name, code.name] += 1
         denied = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
         if code in denied or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            self._audit.refused(who.name, name, str(error), address)
+            self._audit.refused(who.label, name, str(error), address)
 
     async def _cancelled(self, context: Context, who: Principal) -> None:
         """Cut off by `cut`, or ended by the caller, whom nobody needs to tell."""
@@ -204,24 +204,40 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         # A message may be on its way to the socket, and gRPC takes no status beside it. Who reads nothing
         # more gets no status either, and no more of anything else.
         await asyncio.sleep(FLUSH_SECONDS)
-        said = f"the certificate or token of {who.name!r} has been revoked"
+        ended = "has ended" if who.expires <= self._principals.now() else "has been revoked"
+        said = f"the certificate or token of {who.name!r} {ended}"
         try:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, said)
         except grpc.aio.InternalError:
             raise asyncio.CancelledError from None
 
     @contextmanager
-    def _running(self, name: str) -> Iterator[None]:
+    def _running(self, who: Principal, streams: bool) -> Iterator[None]:
+        """Keeps a call among those that can be cut; a stream ends with what its caller has shown, too."""
         task = asyncio.current_task()
         assert task is not None
-        tasks = self._active.setdefault(name, set())
+        tasks = self._active.setdefault(who.party, set())
         tasks.add(task)
+        left = who.expires - self._principals.now()
+        timer = None
+        if streams and left < inf:
+            timer = asyncio.get_running_loop().call_later(left, self._end, task)
         try:
             yield
         finally:
+            if timer is not None:
+                timer.cancel()
             tasks.discard(task)
             if not tasks:
-                self._active.pop(name, None)
+                self._active.pop(who.party, None)
+
+
+def check_lockout(lockouts: Lockouts, address: str, credential: str) -> None:
+    """Refusal while this credential, or everybody at this address, has to wait."""
+    if wait := lockouts.seconds(address, credential):
+        raise Refusal(
+            grpc.StatusCode.RESOURCE_EXHAUSTED, f"too many wrong tokens came; try again in {wait:.0f} s"
+        )
 
 
 class _Malformed:

@@ -7,7 +7,6 @@ makes durable is noted in the same transaction as itself.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -17,7 +16,6 @@ from sqlalchemy.engine import Connection
 from roundtable.core.errors import StorageError
 from roundtable.core.evidence.audit_log import Entry, entry
 from roundtable.core.identity.credentials import SiloIdentity
-from roundtable.core.identity.signing import envelope
 from roundtable.server.store import Database
 from roundtable.server.store import audit as store
 
@@ -100,10 +98,4 @@ class AuditLog:
     def _seal(self, connection: Connection, items: list[Entry], now: float) -> tuple[int, str] | None:
         if items:
             store.append(connection, *items)
-        last = store.unsealed(connection)
-        if last is None or self._identity is None:
-            return None
-        values = {"sequence": last.sequence, "hash": last.hash, "time": now}
-        document = json.dumps(envelope(self._identity, "seal", values), separators=(",", ":"))
-        store.add_seal(connection, last.sequence, document, now)
-        return last.sequence, last.hash
+        return store.seal(connection, self._identity, now) if self._identity is not None else None

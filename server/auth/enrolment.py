@@ -24,9 +24,9 @@ from roundtable.core.identity import certificates as x
 from roundtable.core.identity.credentials import ISSUING_KEY, Authority, check_name, fingerprint_of
 from roundtable.core.identity.invitation import Invitation, Secret
 from roundtable.proto import administration_pb2, administration_pb2_grpc, common_pb2
-from roundtable.server.auth.access import Context, Refusal, address_of
-from roundtable.server.auth.principals import Principals
-from roundtable.server.auth.rate_limit import Lockout, WrongSecret
+from roundtable.server.auth.access import Context, Refusal, address_of, check_lockout
+from roundtable.server.auth.principals import Principals, label_of
+from roundtable.server.auth.rate_limit import Lockouts, WrongSecret
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store import trust_rows as store
@@ -129,7 +129,7 @@ class Enrolment:
         store.add_certificates(connection, *rows)
         detail = {"serials": [row.serial for row in rows], "key": keys.digest, "invitation": invitation}
         action = "enrolled" if invitation else "renewed"
-        audit_store.append(connection, entry(now, name, action, name, detail))
+        audit_store.append(connection, entry(now, label_of("agent", name), action, name, detail))
         return common_pb2.Certificates(name=name, node=made[0], identity=made[1])
 
     def _issuer(self) -> Authority:
@@ -145,8 +145,8 @@ class Enrolment:
 class EnrolmentService(administration_pb2_grpc.EnrolmentServicer):
     """`roundtable.v1.Enrolment`, for those who have no certificate yet."""
 
-    def __init__(self, enrolment: Enrolment, lockout: Lockout, authority: bytes) -> None:
-        self._enrolment, self._lockout, self._authority = enrolment, lockout, authority
+    def __init__(self, enrolment: Enrolment, lockouts: Lockouts, authority: bytes) -> None:
+        self._enrolment, self._lockouts, self._authority = enrolment, lockouts, authority
 
     @override
     async def Authority(
@@ -158,14 +158,14 @@ class EnrolmentService(administration_pb2_grpc.EnrolmentServicer):
     async def Enroll(
         self, request: administration_pb2.EnrollRequest, context: Context
     ) -> common_pb2.Certificates:
-        address = address_of(context)
+        address, secret = address_of(context), Secret(request.identifier[:32], request.secret[:64])
+        check_lockout(self._lockouts, address, secret.identifier)
         try:
-            secret = Secret(request.identifier[:32], request.secret[:64])
             found = await self._enrolment.enroll(secret, request.requests)
         except WrongSecret:
-            self._lockout.wrong(address)
+            self._lockouts.wrong(address, secret.identifier)
             raise
-        self._lockout.right(address)
+        self._lockouts.right(address, secret.identifier)
         log.info("%s has enrolled", found.name, extra={"site": found.name})
         return found
 

@@ -62,8 +62,8 @@ class Provider:
             else None
         )
 
-    def check(self, token: str) -> tuple[str, Role]:
-        """(name, role) of whom the token names; WrongSecret otherwise. May wait for the provider."""
+    def check(self, token: str) -> tuple[str, Role, float]:
+        """(name, role, end) of whom the token names; WrongSecret otherwise. May wait for the provider."""
         jwt, config = self._jwt, self._config
         try:
             claims: dict[str, Any] = jwt.decode(
@@ -75,12 +75,13 @@ class Provider:
                 leeway=LEEWAY_SECONDS,
                 options={"require": ["exp", "iat", "iss", "aud", config.name_claim]},
             )
+            expires = float(claims["exp"]) + LEEWAY_SECONDS
         except _unusable(jwt) as error:
             raise WrongSecret(
                 "the identity provider's token is not accepted: it has expired, is for somebody else, or its "
                 "key is not known; sign in again"
             ) from error
-        return str(claims[config.name_claim])[:150], self._role(claims)
+        return str(claims[config.name_claim])[:150], self._role(claims), expires
 
     def _key(self, token: str) -> Any:
         if self._remote is not None:
@@ -91,8 +92,10 @@ class Provider:
     def _role(self, claims: dict[str, Any]) -> Role:
         """The strongest role that the operator's groups give."""
         groups = claims.get(self._config.role_claim, [])
-        groups = [groups] if isinstance(groups, str) else groups
-        found = [self._config.roles[name] for name in groups if name in self._config.roles]
+        # Providers also send numbers, objects and null: those are no groups of ours.
+        groups = groups if isinstance(groups, list) else [groups]
+        words = [name for name in groups if isinstance(name, str)]
+        found = [self._config.roles[name] for name in words if name in self._config.roles]
         for role in reversed(OPERATOR_ROLES):
             if role in found:
                 return role
@@ -104,5 +107,5 @@ class Provider:
 
 def _unusable(jwt: Any) -> tuple[type[Exception], ...]:
     """What the library and JSON raise for tokens and keys that are none."""
-    shapes = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
+    shapes = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
     return (jwt.PyJWTError, OSError, *shapes)

@@ -58,12 +58,23 @@ PERMISSIONS: dict[str, Permission] = {
     "Administration/GetProvenance": _from("viewer"),
     "Administration/Invite": _from("operator", noted=True),
     "Administration/Revoke": _from("operator", noted=True),
+    "Administration/Confirm": _from("admin", noted=True),
+    "Administration/ListPending": _from("admin"),
     "Administration/ReadAudit": _from("operator"),
     "Administration/CreateToken": _from("admin", noted=True),
     "Administration/RevokeToken": _from("admin", noted=True),
     "Administration/ListTokens": _from("admin"),
 }
 """Service and method, without the package `roundtable.v1`."""
+
+
+RANKS: tuple[Role, ...] = ("agent", *OPERATOR_ROLES)
+"""Who may revoke whom: only who stands further on."""
+
+
+def outranks(caller: Caller, role: Role) -> bool:
+    """Whether the caller's role stands above the other one."""
+    return caller in RANKS and RANKS.index(caller) > RANKS.index(role)
 
 
 def permission_of(method: str) -> Permission | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -25,16 +27,33 @@ from roundtable.server.store import trust_rows as store
 
 log = logging.getLogger("roundtable.server.auth.principals")
 
+UNKNOWN_TOKEN = "this token is not known here"
 Source = Literal["certificate", "token", "oidc", "none"]
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who calls: names of different sources cannot be mistaken for each other."""
+    """Who calls: a role and a name. `expires` is the Unix time at which what they have shown ends."""
 
     name: str
     role: Caller
     source: Source
+    expires: float = inf
+
+    @property
+    def party(self) -> store.Party:
+        """What limits, revocations and calls under way are kept by."""
+        return self.role, self.name
+
+    @property
+    def label(self) -> str:
+        """The party in one word, as the audit log names it."""
+        return label_of(self.role, self.name)
+
+
+def label_of(role: str, name: str) -> str:
+    """`admin/alice`; neither part can hold a slash of its own, but for names of an identity provider."""
+    return f"{role}/{name}"
 
 
 NOBODY = Principal("nobody", "nobody", "none")
@@ -55,7 +74,7 @@ class Principals:
         self._roots = x.certificates_in(authority, "ca.crt")
         self._crl = folder / CRL
         self._crl_read = 0.0
-        self._revoked: Mapping[str, frozenset[str]] = {}
+        self._revoked: Mapping[store.Party, store.Revoked] = {}
         self._listed = NOTHING
 
     @property
@@ -63,13 +82,17 @@ class Principals:
         """The root's list as agents get it, PEM; empty where there is none."""
         return self._listed.pem if len(self._listed.pem) <= LARGEST else b""
 
+    def now(self) -> float:
+        """Unix time, by the clock that certificates and tokens are judged by."""
+        return self._clock()
+
     async def refresh(self) -> None:
         """Reads what is revoked.
 
         IdentityError for a list that the authority has not signed, or that is older than the one before. A
         list that is gone counts until the coordinator is started again.
         """
-        self._revoked = await self._database.read(store.revoked_names)
+        self._revoked = await self._database.read(store.revoked_parties)
         modified = self._crl.stat().st_mtime if self._crl.exists() else 0.0
         if modified not in (0.0, self._crl_read):
             found = parse_list(x.read(self._crl), self._roots, self._crl)
@@ -81,7 +104,7 @@ class Principals:
 
         `pem` begins with the certificate; what it builds upon follows, and may be revoked as well.
         """
-        name, role, serials, from_root, expires = _read(pem, tuple(self._roots))
+        name, role, serials, from_root, issued, expires = _read(pem, tuple(self._roots))
         if expires <= self._clock():
             raise IdentityError(f"the certificate of {name!r} has expired while it was in use; renew it")
         if role != "agent" and not from_root:
@@ -89,38 +112,48 @@ class Principals:
                 f"the certificate of {name!r} as {role} was not issued by the root; "
                 "ask for one made with `roundtable ca issue`"
             )
-        good = self._revoked.get(name)
-        void = good is not None and format(serials[0], "x") not in good
-        if void or not self._listed.serials.isdisjoint(serials):
+        gone = self._revoked.get((role, name))
+        # Issued anew: here, by invitation, or by the root, which is offline and its operator's own decision.
+        anew = gone and (format(serials[0], "x") in gone.reissued or (from_root and issued > gone.time))
+        if (gone and not anew) or not self._listed.serials.isdisjoint(serials):
             raise IdentityError(
                 f"the certificate of {name!r} has been revoked; "
                 "ask the coordinator's operator for a new invitation or certificate"
             )
-        return Principal(name, role, "certificate")
+        return Principal(name, role, "certificate", expires)
 
     async def of_bearer(self, text: str) -> Principal:
         """Whose token this is; WrongSecret for one that does not hold, without saying why."""
         if not is_token(text):
             if self._provider is None:
-                raise WrongSecret("this token is not known here")
-            name, role = await asyncio.to_thread(self._provider.check, text)
-            return Principal(f"oidc:{name}", role, "oidc")
+                raise WrongSecret(UNKNOWN_TOKEN)
+            name, role, expires = await asyncio.to_thread(self._provider.check, text)
+            return Principal(f"oidc:{name}", role, "oidc", expires)
         try:
             secret = Secret.of_token(text)
         except IdentityError:
-            raise WrongSecret("this token is not known here") from None
+            raise WrongSecret(UNKNOWN_TOKEN) from None
         row = await self._database.read(lambda connection: store.token(connection, secret.identifier))
         if row is None or not secret.fits(row.digest) or row.revoked or row.expires <= self._clock():
-            raise WrongSecret("this token is not known here, has expired or was revoked; ask for a new one")
-        return Principal(f"token:{row.name}", row.role, "token")  # type: ignore[arg-type]
+            raise WrongSecret(f"{UNKNOWN_TOKEN}, has expired or was revoked; ask for a new one")
+        return Principal(f"token:{row.name}", row.role, "token", row.expires)  # type: ignore[arg-type]
+
+
+def credential_of(bearer: str) -> str:
+    """What of a bearer's token may be seen: the identifier of one of ours, a digest of somebody else's."""
+    try:
+        return Secret.of_token(bearer).identifier
+    except IdentityError:
+        return hashlib.sha256(bearer.encode()).hexdigest()
 
 
 @lru_cache(maxsize=4096)
 def _read(
     pem: bytes, roots: tuple[x509.Certificate, ...]
-) -> tuple[str, Caller, tuple[int, ...], bool, float]:
+) -> tuple[str, Caller, tuple[int, ...], bool, float, float]:
     name, role = identity_of(pem)
     chain = x.certificates_in(pem, "the certificate")
     from_root = any(x.issued_by(chain[0], root) for root in roots)
     serials = tuple(certificate.serial_number for certificate in chain)
-    return name, role, serials, from_root, chain[0].not_valid_after_utc.timestamp()
+    times = x.issued_at(chain[0]), chain[0].not_valid_after_utc.timestamp()
+    return name, role, serials, from_root, *times

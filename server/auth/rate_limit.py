@@ -1,9 +1,9 @@
-"""Who asks too often: a bucket of calls for each caller, and a lockout after wrong secrets."""
+"""Who asks too often: a bucket of calls for each caller, and lockouts after wrong secrets."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from roundtable.core.errors import IdentityError
@@ -12,7 +12,7 @@ _REMEMBERED = 10_000
 
 
 class WrongSecret(IdentityError):
-    """A token or an invitation that does not hold; too many of them lock an address out."""
+    """A token or an invitation that does not hold; too many of them lock it out for a while."""
 
 
 @dataclass
@@ -26,9 +26,9 @@ class RateLimit:
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
         self._rate, self._burst, self._clock = rate, burst, clock
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
 
-    def allows(self, key: str) -> bool:
+    def allows(self, key: Hashable) -> bool:
         """Whether one more call fits; if so, it is counted."""
         now = self._clock()
         bucket = self._buckets.pop(key, None) or _Bucket(self._burst, now)
@@ -51,36 +51,56 @@ class _WrongTries:
 
 
 class Lockout:
-    """After `allowed` wrong secrets from one address it waits, twice as long after each further one.
+    """After `allowed` wrong secrets for one key it waits, twice as long after each further one."""
 
-    The address is locked out, not the name: otherwise anybody could lock out anybody.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float], allowed: int = 5, first: float = 30.0, longest: float = 3600.0
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], allowed: int, first: float, longest: float) -> None:
         self._clock, self._allowed, self._first, self._longest = clock, allowed, first, longest
-        self._records: OrderedDict[str, _WrongTries] = OrderedDict()
+        self._records: OrderedDict[Hashable, _WrongTries] = OrderedDict()
 
-    def seconds(self, address: str) -> float:
-        """How long this address still has to wait; 0 if it may try."""
-        record = self._records.get(address)
+    def seconds(self, key: Hashable) -> float:
+        """How long this key still has to wait; 0 if it may try."""
+        record = self._records.get(key)
         return max(0.0, record.until - self._clock()) if record else 0.0
 
-    def wrong(self, address: str) -> None:
-        """A wrong secret came from there."""
+    def wrong(self, key: Hashable) -> None:
+        """A wrong secret came for it."""
         now = self._clock()
-        record = self._records.pop(address, None) or _WrongTries()
+        record = self._records.pop(key, None) or _WrongTries()
         if now - record.last > self._longest:
             record = _WrongTries()
         record.failures, record.last = record.failures + 1, now
         if record.failures >= self._allowed:
             doublings = min(record.failures - self._allowed, 20)
             record.until = now + min(self._longest, self._first * 2**doublings)
-        self._records[address] = record
+        self._records[key] = record
         if len(self._records) > _REMEMBERED:
             self._records.popitem(last=False)
 
-    def right(self, address: str) -> None:
+    def right(self, key: Hashable) -> None:
         """A right one came: the count begins anew."""
-        self._records.pop(address, None)
+        self._records.pop(key, None)
+
+
+class Lockouts:
+    """One for a credential at an address, after five wrong secrets; a short one for an address, after 100.
+
+    The address is part of the first key, otherwise anybody could lock out anybody; and the second is gentle
+    because a whole organisation may stand behind one address.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._credentials = Lockout(clock, allowed=5, first=30.0, longest=3600.0)
+        self._addresses = Lockout(clock, allowed=100, first=1.0, longest=60.0)
+
+    def seconds(self, address: str, credential: str) -> float:
+        """How long this credential has to wait at this address; 0 if it may be tried."""
+        return max(self._credentials.seconds((address, credential)), self._addresses.seconds(address))
+
+    def wrong(self, address: str, credential: str) -> None:
+        """A wrong secret came from there for this credential."""
+        self._credentials.wrong((address, credential))
+        self._addresses.wrong(address)
+
+    def right(self, address: str, credential: str) -> None:
+        """A right one came: the credential's count begins anew, the address's goes on."""
+        self._credentials.right((address, credential))

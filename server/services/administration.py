@@ -9,16 +9,20 @@ import grpc
 from sqlalchemy.engine import Connection
 from typing_extensions import override
 
-from roundtable.core.identity.credentials import OPERATOR_ROLES, check_name
+from roundtable.core.evidence.audit_log import entry
+from roundtable.core.identity.credentials import OPERATOR_ROLES, Role, check_name
 from roundtable.core.identity.invitation import Secret
 from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import administration_pb2_grpc
-from roundtable.server.auth.access import Access, Context, Refusal, caller
+from roundtable.server.auth.access import Access, Context, Refusal, caller, principal
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.enrolment import Enrolment
-from roundtable.server.auth.principals import Principals
+from roundtable.server.auth.permissions import RANKS, outranks
+from roundtable.server.auth.principals import Principal, Principals
 from roundtable.server.auth.provenance import Provenance
+from roundtable.server.auth.second_person import SecondPerson
 from roundtable.server.store import Database
+from roundtable.server.store import audit as audit_store
 from roundtable.server.store import trust_rows as store
 
 log = logging.getLogger("roundtable.server.services.administration")
@@ -38,11 +42,12 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         access: Access,
         audit: AuditLog,
         provenance: Provenance,
+        second_person: SecondPerson,
         clock: Callable[[], float],
     ) -> None:
         self._database, self._enrolment, self._principals = database, enrolment, principals
         self._access, self._audit = access, audit
-        self._provenance, self._clock = provenance, clock
+        self._provenance, self._second_person, self._clock = provenance, second_person, clock
 
     @override
     async def Invite(self, request: pb.InviteRequest, context: Context) -> pb.InviteReply:
@@ -55,17 +60,54 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
     async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeReply:
         """Also of an unknown name: its certificates may have been issued offline."""
         check_name(request.name)
-        author, now = caller(context), self._clock()
+        role, who = _role(request.role), principal()
+        if role == who.role == "admin":
+            row = await self._second_person.ask(who, "revoke", role, request.name, request.reason)
+            return pb.RevokeReply(pending=row.identifier)
+        if not outranks(who.role, role):
+            raise Refusal(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{who.name!r} is here as {who.role}, and revokes only who ranks below: "
+                f"{', '.join(RANKS[: RANKS.index(who.role)])}",
+            )
+        await self._database.write(
+            lambda connection: self._void(connection, who, (role, request.name), request.reason[:500])
+        )
+        return pb.RevokeReply(calls=await self._cut_off((role, request.name), who))
 
-        def work(connection: Connection) -> None:
-            store.revoke(connection, request.name, author, request.reason[:500], now)
-            store.void_invitations(connection, request.name, now)
+    @override
+    async def Confirm(self, request: pb.ConfirmRequest, context: Context) -> pb.RevokeReply:
+        who = principal()
 
-        await self._database.write(work)
-        await self._principals.refresh()
-        calls = self._access.cut(request.name)
-        log.warning("%s is revoked by %s", request.name, author, extra={"site": request.name})
-        return pb.RevokeReply(calls=calls)
+        def work(connection: Connection) -> store.Party:
+            row = self._second_person.confirmed(connection, who, request.request_id)
+            if row.action == "revoke":
+                self._void(connection, who, (row.role, row.name), row.reason)
+                return row.role, row.name
+            if (token := store.token_named(connection, row.name)) is not None:
+                self._void_token(connection, who, token)
+            return row.role, f"token:{row.name}"
+
+        party = await self._database.write(work)
+        return pb.RevokeReply(calls=await self._cut_off(party, who))
+
+    @override
+    async def ListPending(self, request: pb.ListPendingRequest, context: Context) -> pb.ListPendingReply:
+        return pb.ListPendingReply(
+            pending=[
+                pb.Pending(
+                    request_id=row.identifier,
+                    action=row.action,
+                    role=row.role,
+                    name=row.name,
+                    reason=row.reason,
+                    author=row.author,
+                    created=row.created,
+                    expires=row.expires,
+                )
+                for row in await self._second_person.waiting()
+            ]
+        )
 
     @override
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.CreateTokenReply:
@@ -80,7 +122,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
             secret.identifier,
             secret.digest,
             request.role,
-            caller(context),
+            principal().label,
             now,
             now + request.valid_seconds,
         )
@@ -89,14 +131,32 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"there is a token {row.name!r} already; revoke it first, or choose another name",
             )
-        await self._database.write(lambda connection: store.add_token(connection, row))
+
+        def work(connection: Connection) -> None:
+            store.add_token(connection, row)
+            detail = {
+                "identifier": row.identifier,
+                "digest": row.digest,
+                "role": row.role,
+                "expires": row.expires,
+            }
+            audit_store.append(connection, entry(now, row.author, "token_created", row.name, detail))
+
+        await self._database.write(work)
         return pb.CreateTokenReply(token=secret.to_token(), expires=row.expires)
 
     @override
     async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Context) -> pb.RevokeTokenReply:
-        if not await self._database.write(lambda connection: store.revoke_token(connection, request.name)):
+        """An administrator's token is voided by who made it, or by two administrators."""
+        who = principal()
+        row = await self._database.read(lambda connection: store.token_named(connection, request.name))
+        if row is None:
             raise Refusal(grpc.StatusCode.NOT_FOUND, f"there is no token {request.name[:100]!r} that holds")
-        self._access.cut(f"token:{request.name}")
+        if row.role == "admin" and row.author != who.label:
+            wish = await self._second_person.ask(who, "revoke_token", row.role, row.name)
+            return pb.RevokeTokenReply(pending=wish.identifier)
+        await self._database.write(lambda connection: self._void_token(connection, who, row))
+        self._access.cut((row.role, f"token:{row.name}"))
         return pb.RevokeTokenReply()
 
     @override
@@ -125,6 +185,27 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
     async def GetProvenance(self, request: pb.ProvenanceRequest, context: Context) -> pb.ProvenanceReply:
         return pb.ProvenanceReply(statement=await self._provenance.statement(request.job, request.round))
 
+    def _void(self, connection: Connection, who: Principal, party: store.Party, reason: str) -> None:
+        """Revokes a party, and notes it in the same transaction."""
+        (role, name), now = party, self._clock()
+        store.revoke(connection, party, who.label, reason, now)
+        if role == "agent":
+            store.void_invitations(connection, name, now)
+        detail = {"role": role, "reason": reason}
+        audit_store.append(connection, entry(now, who.label, "revoked", name, detail))
+
+    def _void_token(self, connection: Connection, who: Principal, row: store.TokenRow) -> None:
+        """Revokes a token, and notes it in the same transaction."""
+        store.revoke_token(connection, row.identifier)
+        detail = {"identifier": row.identifier, "role": row.role}
+        audit_store.append(connection, entry(self._clock(), who.label, "token_revoked", row.name, detail))
+
+    async def _cut_off(self, party: store.Party, who: Principal) -> int:
+        """Ends the calls of a party that has been revoked; how many there were."""
+        await self._principals.refresh()
+        log.warning("%s %s is revoked by %s", *party, who.label, extra={"site": party[1]})
+        return self._access.cut(party)
+
     async def _tokens(self) -> list[store.TokenRow]:
         return await self._database.read(store.all_tokens)
 
@@ -140,6 +221,13 @@ def _parts(lines: list[str]) -> Iterator[list[str]]:
         part.append(line)
         size += len(line)
     yield part
+
+
+def _role(stated: str) -> Role:
+    for role in RANKS:
+        if role == stated:
+            return role
+    raise _wrong(f"{stated[:40]!r} cannot be revoked here: use one of {', '.join(RANKS)}")
 
 
 def _wrong(message: str) -> Refusal:

@@ -34,7 +34,7 @@ from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
 from roundtable.server.store.jobs import UnknownJob, newest_history, newest_incidents
 from roundtable.server.store.ledger import Limit, entries, remove_budget, set_budget
-from roundtable.server.store.trust_rows import revoked_names
+from roundtable.server.store.trust_rows import revoked_silos
 
 log = logging.getLogger("roundtable.server.services.operators")
 
@@ -88,7 +88,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self, requests: AsyncIterator[operator_pb2.PutPart], context: Context
     ) -> operator_pb2.PutReply:
         content = await self._put_header(requests)
-        owner = f"put.{caller(context)}"
+        owner = f"put.{principal().role}.{caller(context)}"
         if self._services.artifacts.size(content.digest) is not None:
             await self._mention(content)
             return operator_pb2.PutReply(offset=content.size, complete=True)
@@ -174,8 +174,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def ListClients(
         self, request: operator_pb2.ListClientsRequest, context: Context
     ) -> operator_pb2.ListClientsReply:
-        rows, revoked = await self._services.database.read(lambda c: (all_clients(c), revoked_names(c)))
-        gone = {name for name, good in revoked.items() if not good}
+        rows, gone = await self._services.database.read(lambda c: (all_clients(c), revoked_silos(c)))
         return operator_pb2.ListClientsReply(clients=[self._client(row, row.name in gone) for row in rows])
 
     @override

@@ -33,7 +33,8 @@ from roundtable.server.auth.enrolment import Enrolment, EnrolmentService
 from roundtable.server.auth.oidc import Provider
 from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.provenance import Provenance
-from roundtable.server.auth.rate_limit import Lockout
+from roundtable.server.auth.rate_limit import Lockouts
+from roundtable.server.auth.second_person import SecondPerson
 from roundtable.server.config import ServerConfig
 from roundtable.server.services.administration import AdministrationService
 from roundtable.server.store import Database
@@ -60,8 +61,8 @@ class Security:
         provider = Provider(config.oidc) if config.oidc else None
         self.principals = Principals(database, self._folder, credentials.ca, clock, provider)
         self.audit = AuditLog(database, self.identity, clock)
-        self._lockout = Lockout(time.monotonic)
-        self.access = Access(self.principals, self.audit, self._lockout, time.monotonic)
+        self._lockouts = Lockouts(time.monotonic)
+        self.access = Access(self.principals, self.audit, self._lockouts, time.monotonic)
         self.enrolment = Enrolment(
             database, self._folder, credentials.ca, self.principals, clock, config.certificate_days
         )
@@ -73,6 +74,7 @@ class Security:
             self.access,
             self.audit,
             provenance,
+            SecondPerson(database, clock),
             clock,
         )
         self.enrolment_port = 0
@@ -96,7 +98,7 @@ class Security:
 
     def add_services(self, server: grpc.aio.Server) -> None:
         """Adds enrolment and administration to a server."""
-        service = EnrolmentService(self.enrolment, self._lockout, self._credentials.ca)
+        service = EnrolmentService(self.enrolment, self._lockouts, self._credentials.ca)
         administration_pb2_grpc.add_EnrolmentServicer_to_server(service, server)
         administration_pb2_grpc.add_AdministrationServicer_to_server(self._administration, server)
 

@@ -2,7 +2,8 @@
 
     FOLDER/tables/NAME.jsonl    every row, as one consistent view of the database had it
     FOLDER/objects/ab/abcdef…   every artifact that those rows mention
-    FOLDER/manifest.json        digests of all that; written last, so that half a backup is none
+    FOLDER/manifest.json        digests of all that, signed by the coordinator; written last, so that half a
+                                backup is none
 
 A backup may be made while the coordinator runs, and restored into either kind of database. What it does not
 hold: certificates and keys, and what had arrived of uploads that were under way.
@@ -24,17 +25,27 @@ from blake3 import blake3
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError
+from roundtable.core.evidence.audit_log import entry
+from roundtable.core.identity.credentials import CA_CERTIFICATE, SiloIdentity, identity_of, load_silo_identity
 from roundtable.server.config import ServerConfig
+from roundtable.server.storage.backup_proof import (
+    FORMAT,
+    MANIFEST,
+    READ_BYTES,
+    check_files,
+    check_rows,
+    open_manifest,
+    signed_manifest,
+)
 from roundtable.server.storage.blobs import os_error, sync_folder
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.location import blob_name
 from roundtable.server.store import Database
-from roundtable.server.store.migrate import make, revision_of
+from roundtable.server.store import audit as audit_store
+from roundtable.server.store.migrate import make, revision_of, upgrade
 
-FORMAT = 1
 TRIES = 3
 LEFT_OUT = {"alembic_version", "lease"}
-READ_BYTES = 4 << 20
 
 
 class _Vanished(Exception):
@@ -44,16 +55,17 @@ class _Vanished(Exception):
 def back_up(config: ServerConfig, folder: Path) -> dict[str, Any]:
     """Writes a backup into `folder`, which must be empty or not there; its manifest.
 
-    Raises StorageError where an artifact is damaged or the database cannot be read, ResourceError where
-    the disk is full.
+    It is signed with the coordinator's identity. Raises IdentityError where there is none, StorageError where
+    an artifact is damaged or the database cannot be read, ResourceError where the disk is full.
     """
+    identity = load_silo_identity(Path(config.credentials))
     if folder.exists() and any(folder.iterdir()):
         raise StorageError(f"{folder} is not empty: a backup needs a folder of its own")
     database = Database.connect(config.database)
     try:
         for _ in range(TRIES):
             try:
-                return _write_all(database, config, folder)
+                return _write_all(database, config, folder, identity)
             except _Vanished:
                 continue
         raise StorageError(
@@ -64,19 +76,21 @@ def back_up(config: ServerConfig, folder: Path) -> dict[str, Any]:
         database.close()
 
 
-def restore(config: ServerConfig, folder: Path, new_identity: bool = False) -> dict[str, Any]:
+def restore(
+    config: ServerConfig, folder: Path, new_identity: bool = False, accept_ended: bool = False
+) -> dict[str, Any]:
     """Fills an empty database and an empty artifact folder; the manifest.
 
     With `new_identity` silos take the coordinator for another one and forget what they have done for the
-    old: needed where they have gone on since the backup. Everything is verified before anything is written.
-    Raises StorageError for a backup that is damaged, half written or of a newer version, and where the
-    database or the folder is not empty.
+    old: needed where they have gone on since the backup. Everything is verified before anything is written:
+    the coordinator's signature, every file's digest, the audit log, and that who may do what follows from it.
+    With `accept_ended` the certificate that signed may have ended since. The restored audit log goes on with
+    an entry that says what was restored.
+
+    Raises StorageError for a backup that is not signed by this coordinator, altered, damaged, half written or
+    of a newer version, and where the database or the folder is not empty; IdentityError without an identity.
     """
-    manifest = _read_manifest(folder)
-    for name, digest in manifest["files"].items():
-        _verify(folder / name, digest)
-    for digest in manifest["artifacts"]:
-        _verify(folder / "objects" / digest[:2] / digest, digest)
+    manifest, identity = _verified(config, folder, accept_ended)
     target = Path(config.artifacts)
     bucket = Bucket(config.bucket) if config.bucket else None
     if (target / "coordinator").exists() or any((target / "objects").glob("*/*")):
@@ -91,20 +105,55 @@ def restore(config: ServerConfig, folder: Path, new_identity: bool = False) -> d
                 raise StorageError(f"database {database.url} is not empty: restore into a new one")
             make(connection, manifest["revision"])
             _load(connection, folder, manifest, database.embedded)
-            identity = secrets.token_hex(16) if new_identity else manifest["identity"]
-            connection.execute(sa.text("UPDATE coordinator SET identity = :new"), {"new": identity})
+            name = secrets.token_hex(16) if new_identity else manifest["identity"]
+            connection.execute(sa.text("UPDATE coordinator SET identity = :new"), {"new": name})
+            upgrade(connection, database.url)
+            _note(connection, identity, folder, manifest, name)
             if bucket is not None:
-                bucket.open(identity)
+                bucket.open(name)
             for digest in manifest["artifacts"]:
                 _copy(folder / "objects", target / "objects", digest)
                 if bucket is not None:
                     bucket.put(folder / "objects" / blob_name(digest), digest)
-            (target / "coordinator").write_text(identity, encoding="ascii")
+            (target / "coordinator").write_text(name, encoding="ascii")
             sync_folder(target)
         database.prepare()
     finally:
         database.close()
     return manifest
+
+
+def _verified(config: ServerConfig, folder: Path, accept_ended: bool) -> tuple[dict[str, Any], SiloIdentity]:
+    """The manifest of a backup in which everything holds, and what this coordinator signs with."""
+    credentials = Path(config.credentials)
+    identity = load_silo_identity(credentials)
+    ca = (credentials / CA_CERTIFICATE).read_bytes()
+    found = open_manifest(folder, ca, identity_of(identity.certificate)[0])
+    check_files(folder, found.values)
+    check_rows(folder, found.values, ca)
+    if found.ends < time.time() and not accept_ended:
+        raise StorageError(
+            f"the backup in {folder} is signed with a certificate that has ended: who has that key by now "
+            "could have made it. If it was never out of your hands: `roundtable restore --accept-ended`"
+        )
+    return found.values, identity
+
+
+def _note(
+    connection: Connection, identity: SiloIdentity, folder: Path, manifest: dict[str, Any], name: str
+) -> None:
+    """Writes into the restored audit log what was restored, and signs it."""
+    now = time.time()
+    detail = {
+        "manifest": blake3((folder / MANIFEST).read_bytes()).hexdigest(),
+        "made": manifest["time"],
+        "audit": manifest["audit"],
+        "identity": name,
+        "new_identity": name != manifest["identity"],
+    }
+    who = identity_of(identity.certificate)[0]
+    audit_store.append(connection, entry(now, audit_store.COORDINATOR, "restored", who, detail))
+    audit_store.seal(connection, identity, now)
 
 
 def _make_folders(*folders: Path) -> None:
@@ -116,7 +165,9 @@ def _make_folders(*folders: Path) -> None:
             raise os_error(error, folder) from error
 
 
-def _write_all(database: Database, config: ServerConfig, folder: Path) -> dict[str, Any]:
+def _write_all(
+    database: Database, config: ServerConfig, folder: Path, identity: SiloIdentity
+) -> dict[str, Any]:
     objects = Path(config.artifacts) / "objects"
     bucket = Bucket(config.bucket) if config.bucket else None
     _make_folders(folder, folder / "tables")
@@ -129,7 +180,8 @@ def _write_all(database: Database, config: ServerConfig, folder: Path) -> dict[s
         files = {f"tables/{table.name}.jsonl": _dump(connection, table, folder) for table in tables}
         manifest = {
             "format": FORMAT,
-            "created": time.time(),
+            "time": time.time(),
+            "audit": audit_store.end(connection),
             "revision": revision_of(connection),
             "identity": connection.execute(sa.select(metadata.tables["coordinator"].c.identity)).scalar_one(),
             "files": files,
@@ -142,8 +194,8 @@ def _write_all(database: Database, config: ServerConfig, folder: Path) -> dict[s
             _copy(objects, folder / "objects", digest)
         else:
             _fetch(bucket, folder / "objects" / blob_name(digest))
-    path = folder / "manifest.json"
-    _write(path.with_suffix(".partial"), [json.dumps(manifest, indent=1).encode()])
+    path = folder / MANIFEST
+    _write(path.with_suffix(".partial"), [signed_manifest(identity, manifest)])
     path.with_suffix(".partial").replace(path)
     sync_folder(folder)
     return manifest
@@ -236,33 +288,6 @@ def _pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while data := file.read(READ_BYTES):
             yield data
-
-
-def _verify(path: Path, digest: str) -> None:
-    found = blake3()
-    try:
-        for piece in _pieces(path):
-            found.update(piece)
-    except OSError as error:
-        raise StorageError(
-            f"the backup is not whole: {path.name} cannot be read: {error.strerror}"
-        ) from error
-    if found.hexdigest() != digest:
-        raise StorageError(f"the backup is damaged: {path.name} has the digest {found.hexdigest()}")
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
-    except OSError as error:
-        raise StorageError(f"{folder} holds no whole backup: {error.strerror}: manifest.json") from error
-    except ValueError as error:
-        raise StorageError(f"{folder}/manifest.json is damaged: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise StorageError(
-            f"the backup in {folder} has format {manifest.get('format')!r}, this version knows {FORMAT}"
-        )
-    return manifest
 
 
 def _plain(value: Any) -> Any:

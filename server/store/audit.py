@@ -11,7 +11,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
 from roundtable.core.evidence.audit_log import Entry, entry
-from roundtable.core.identity.signing import canonical, job_digest
+from roundtable.core.identity.credentials import SiloIdentity
+from roundtable.core.identity.signing import canonical, envelope, job_digest
 from roundtable.server.store import tables
 from roundtable.server.store.rows import EventRow, to_json
 from roundtable.server.versions import versions
@@ -77,9 +78,21 @@ def unsealed(connection: Connection) -> Entry | None:
     return last if last is not None and last.sequence > _last_seal(connection) else None
 
 
-def add_seal(connection: Connection, sequence: int, document: str, now: float) -> None:
-    """Keeps a signature over the log up to an entry."""
-    connection.execute(sa.insert(tables.seals).values(sequence=sequence, document=document, time=now))
+def end(connection: Connection) -> tuple[int, str]:
+    """Number and hash of the last entry; 0 and nothing in an empty log."""
+    last = _last(connection)
+    return (last.sequence, last.hash) if last else (0, "")
+
+
+def seal(connection: Connection, identity: SiloIdentity, now: float) -> tuple[int, str] | None:
+    """Signs the log up to its end, which is returned; None where a seal covers that already."""
+    last = unsealed(connection)
+    if last is None:
+        return None
+    values = {"sequence": last.sequence, "hash": last.hash, "time": now}
+    document = json.dumps(envelope(identity, "seal", values), separators=(",", ":"))
+    connection.execute(sa.insert(tables.seals).values(sequence=last.sequence, document=document, time=now))
+    return last.sequence, last.hash
 
 
 def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[str, Any]:

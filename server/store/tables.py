@@ -205,12 +205,13 @@ certificates = Table(
     Column("expires", Double, nullable=False),
 )
 
-revocations = Table(
-    "revocations",
+revoked = Table(
+    "revoked",
     metadata,
-    # Every certificate of this name is void, except those that this coordinator has issued afterwards.
+    # Every certificate that a party had by then is void: who is certified anew is not concerned.
+    Column("role", String(20), primary_key=True),
     Column("name", NAME, primary_key=True),
-    Column("author", NAME, nullable=False),
+    Column("author", String(200), nullable=False),
     Column("reason", Text, nullable=False),
     Column("time", Double, nullable=False),
 )
@@ -226,6 +227,20 @@ tokens = Table(
     Column("created", Double, nullable=False),
     Column("expires", Double, nullable=False),
     Column("revoked", Boolean, nullable=False),
+)
+
+pending = Table(
+    "pending",
+    metadata,
+    # What waits for a second person.
+    Column("identifier", String(16), primary_key=True),
+    Column("action", String(20), nullable=False),
+    Column("role", String(20), nullable=False),
+    Column("name", NAME, nullable=False),
+    Column("author", String(200), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("expires", Double, nullable=False),
 )
 
 audit = Table(

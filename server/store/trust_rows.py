@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -50,6 +51,32 @@ class TokenRow:
     revoked: bool = False
 
 
+@dataclass(frozen=True)
+class PendingRow:
+    """A request of an administrator that a second one must confirm; `author` as the audit log names it."""
+
+    identifier: str
+    action: str
+    role: str
+    name: str
+    author: str
+    reason: str
+    created: float
+    expires: float
+
+
+Party: TypeAlias = tuple[str, str]
+"""(role, name): a silo and an administrator of the same name are two."""
+
+
+@dataclass(frozen=True)
+class Revoked:
+    """When a party was revoked, and serial numbers in hexadecimal of what it was issued here since."""
+
+    time: float
+    reissued: frozenset[str] = frozenset()
+
+
 def add_invitation(connection: Connection, row: InvitationRow) -> None:
     """Keeps an invitation."""
     connection.execute(sa.insert(tables.invitations).values(asdict(row)))
@@ -91,24 +118,50 @@ def has_enrolled(connection: Connection, invitation: str, key: str) -> bool:
     return connection.execute(query.limit(1)).first() is not None
 
 
-def revoke(connection: Connection, name: str, author: str, reason: str, now: float) -> None:
-    """Voids every certificate that the name has at this moment."""
-    table = tables.revocations
-    connection.execute(sa.delete(table).where(table.c.name == name))
-    connection.execute(sa.insert(table).values(name=name, author=author, reason=reason, time=now))
+def revoke(connection: Connection, party: Party, author: str, reason: str, now: float) -> None:
+    """Voids every certificate that the party has at this moment."""
+    table, (role, name) = tables.revoked, party
+    connection.execute(sa.delete(table).where(table.c.role == role, table.c.name == name))
+    connection.execute(sa.insert(table).values(role=role, name=name, author=author, reason=reason, time=now))
 
 
-def revoked_names(connection: Connection) -> dict[str, frozenset[str]]:
-    """Name → serial numbers that are good nevertheless: issued here after the revocation."""
-    gone, made = tables.revocations.c, tables.certificates.c
-    joined = sa.and_(made.name == gone.name, made.issued > gone.time)
-    query = sa.select(gone.name, made.serial).select_from(
-        tables.revocations.outerjoin(tables.certificates, joined)
+def revoked_parties(connection: Connection) -> dict[Party, Revoked]:
+    """Every party that was revoked, with what was issued to it here afterwards: to agents alone."""
+    gone, made = tables.revoked.c, tables.certificates.c
+    joined = sa.and_(gone.role == "agent", made.name == gone.name, made.issued > gone.time)
+    query = sa.select(gone.role, gone.name, gone.time, made.serial).select_from(
+        tables.revoked.outerjoin(tables.certificates, joined)
     )
-    found: dict[str, set[str]] = {}
+    found: dict[Party, Revoked] = {}
     for row in connection.execute(query):
-        found.setdefault(row.name, set()).update([row.serial] if row.serial else [])
-    return {name: frozenset(serials) for name, serials in found.items()}
+        known = found.get((row.role, row.name), Revoked(row.time))
+        serials = known.reissued | ({row.serial} if row.serial else set())
+        found[row.role, row.name] = Revoked(row.time, serials)
+    return found
+
+
+def revoked_silos(connection: Connection) -> set[str]:
+    """Silos that were revoked and have enrolled no more since."""
+    found = revoked_parties(connection)
+    return {name for (role, name), gone in found.items() if role == "agent" and not gone.reissued}
+
+
+def add_pending(connection: Connection, row: PendingRow) -> None:
+    """Keeps a request, and forgets those that nobody has confirmed in time."""
+    connection.execute(sa.delete(tables.pending).where(tables.pending.c.expires <= row.created))
+    connection.execute(sa.insert(tables.pending).values(asdict(row)))
+
+
+def all_pending(connection: Connection, now: float) -> list[PendingRow]:
+    """Requests that may still be confirmed, the oldest first."""
+    table = tables.pending
+    query = sa.select(table).where(table.c.expires > now).order_by(table.c.created)
+    return [PendingRow(**row._mapping) for row in connection.execute(query)]
+
+
+def remove_pending(connection: Connection, identifier: str) -> None:
+    """The request is confirmed."""
+    connection.execute(sa.delete(tables.pending).where(tables.pending.c.identifier == identifier))
 
 
 def add_token(connection: Connection, row: TokenRow) -> None:
@@ -130,8 +183,15 @@ def all_tokens(connection: Connection) -> list[TokenRow]:
     return [TokenRow(**row._mapping) for row in connection.execute(query)]
 
 
-def revoke_token(connection: Connection, name: str) -> bool:
-    """False if there is none of this name that holds."""
+def token_named(connection: Connection, name: str) -> TokenRow | None:
+    """The token of this name that was not revoked."""
     table = tables.tokens.c
-    change = sa.update(tables.tokens).where(table.name == name, table.revoked.is_(False))
-    return connection.execute(change.values(revoked=True)).rowcount == 1
+    query = sa.select(tables.tokens).where(table.name == name, table.revoked.is_(False))
+    row = connection.execute(query).first()
+    return TokenRow(**row._mapping) if row else None
+
+
+def revoke_token(connection: Connection, identifier: str) -> None:
+    """The token does not hold any more."""
+    change = sa.update(tables.tokens).where(tables.tokens.c.identifier == identifier)
+    connection.execute(change.values(revoked=True))

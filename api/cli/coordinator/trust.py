@@ -1,4 +1,4 @@
-"""`roundtable invite`, `roundtable token`, `roundtable client revoke`: who may take part."""
+"""`roundtable invite`, `token`, `operator`, `client revoke`: who may take part."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def revoke(silo: str, reason: str, coordinator: str | None, credentials: Path | 
     """Void every certificate of SILO at once, on open connections too. It may be invited again."""
     with administrate(coordinator, credentials) as operator:
         known = [client.name for client in operator.clients()]
-        calls = operator.revoke(silo, reason)
+        calls = operator.revoke(silo, reason).calls
     if as_json:
         print_json({"silo": silo, "known": silo in known, "calls": calls})
         return
@@ -157,12 +157,81 @@ def list_tokens(coordinator: str | None, credentials: Path | None, as_json: bool
 @json_option
 def revoke_token(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
     """Void the token of NAME at once."""
-    with administrate(coordinator, credentials) as operator:
-        operator.revoke_token(name)
+    with administrate(coordinator, credentials) as admin:
+        waiting = admin.revoke_token(name).pending
     if as_json:
-        print_json({"name": name, "revoked": True})
+        print_json({"name": name, "revoked": not waiting, "pending": waiting})
         return
-    say(f"Revoked the token {name}.")
+    say(_waits(waiting) if waiting else f"Revoked the token {name}.")
+
+
+@click.group("operator")
+def operators() -> None:
+    """Operators with certificates: void them, alone or as two administrators."""
+
+
+@operators.command("revoke")
+@click.argument("name")
+@click.option("--role", type=click.Choice(OPERATOR_ROLES), required=True)
+@click.option("--reason", default="", help="For the audit log, and for who is to confirm it.")
+@connection_options
+@json_option
+def revoke_operator(
+    name: str, role: str, reason: str, coordinator: str | None, credentials: Path | None, as_json: bool
+) -> None:
+    """Void every certificate of NAME in this role at once, on open connections too.
+
+    You revoke who ranks below you. An administrator is revoked by two: this asks, another one confirms.
+    The only way back is a certificate that the root issues afterwards.
+    """
+    with administrate(coordinator, credentials) as admin:
+        found = admin.revoke(name, reason, role)
+    if as_json:
+        print_json({"name": name, "role": role, "pending": found.pending, "calls": found.calls})
+        return
+    say(
+        _waits(found.pending)
+        if found.pending
+        else f"Revoked {name}, {role}; {found.calls} of their calls were cut off."
+    )
+
+
+@operators.command("pending")
+@connection_options
+@json_option
+def pending(coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """List what waits for a second administrator."""
+    with administrate(coordinator, credentials) as admin:
+        known = admin.pending()
+    if as_json:
+        print_json([as_dict(one) for one in known])
+        return
+    rows = [
+        (one.request_id, one.action, f"{one.role}/{one.name}", one.author, one.reason, _day(one.expires))
+        for one in known
+    ]
+    print_table(("request", "what", "of", "asked by", "reason", "until"), rows, "Nothing waits.")
+
+
+@operators.command("confirm")
+@click.argument("request")
+@connection_options
+@json_option
+def confirm(request: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """Do what another administrator has asked for in REQUEST."""
+    with administrate(coordinator, credentials) as admin:
+        calls = admin.confirm(request).calls
+    if as_json:
+        print_json({"request": request, "calls": calls})
+        return
+    say(f"Confirmed: it is void now; {calls} calls were cut off.")
+
+
+def _waits(request: str) -> str:
+    return (
+        f"Nothing is void yet: request {request} waits a day for a second administrator "
+        f"(roundtable operator confirm {request})."
+    )
 
 
 def _day(moment: float) -> str:

@@ -17,7 +17,7 @@ from service import running
 from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.proto import administration_pb2, administration_pb2_grpc, operator_pb2, operator_pb2_grpc
 from roundtable.server import ServerConfig
-from roundtable.server.auth.oidc import OidcTable, Provider
+from roundtable.server.auth.oidc import LEEWAY_SECONDS, OidcTable, Provider
 
 jwt = pytest.importorskip("jwt")
 from cryptography.hazmat.primitives.asymmetric import ec, rsa  # noqa: E402
@@ -82,9 +82,19 @@ def provider(request: pytest.FixtureRequest, issuer: Issuer, address: str, tmp_p
 
 
 def test_a_good_token_gives_the_strongest_role_of_its_groups(provider: Provider, issuer: Issuer) -> None:
-    assert provider.check(issuer.token()) == ("ada", "viewer")
-    assert provider.check(issuer.token(roles=["fl-operators", "fl-viewers"])) == ("ada", "operator")
-    assert provider.check(issuer.token(roles="fl-viewers")) == ("ada", "viewer")
+    ends = time.time() + 60
+    name, role, expires = provider.check(issuer.token(exp=ends))
+    assert (name, role) == ("ada", "viewer")
+    assert expires == ends + LEEWAY_SECONDS
+    assert provider.check(issuer.token(roles=["fl-operators", "fl-viewers"]))[:2] == ("ada", "operator")
+    assert provider.check(issuer.token(roles="fl-viewers"))[:2] == ("ada", "viewer")
+    assert provider.check(issuer.token(roles=[7, ["x"], {"a": 1}, None, "fl-viewers"]))[1] == "viewer"
+
+
+@pytest.mark.parametrize("groups", [7, 7.5, True, [7], [["fl-viewers"]], {"fl-viewers": 1}, [None], "others"])
+def test_groups_that_are_no_words_give_no_role(provider: Provider, issuer: Issuer, groups: Any) -> None:
+    with pytest.raises(IdentityError, match="no role here"):
+        provider.check(issuer.token(roles=groups))
 
 
 def test_every_other_token_is_refused(provider: Provider, issuer: Issuer) -> None:

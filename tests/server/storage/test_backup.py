@@ -5,19 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 import torch
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from postgresql import PostgreSQL
 from scripted_agent import ScriptedAgent
 from service import Operator, running
 
+from roundtable.administration import Administrator
 from roundtable.core.errors import StorageError
+from roundtable.core.evidence.audit_log import compare, read_log
+from roundtable.core.identity.certificates import load_key
+from roundtable.core.identity.credentials import SiloIdentity, issue, load_silo_identity
+from roundtable.core.identity.invitation import Secret
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import ServerConfig
 from roundtable.server.storage.backup import back_up, restore
+from roundtable.server.storage.backup_proof import signed_manifest
+from roundtable.server.store import Database, tables
 
 Settings = Callable[..., ServerConfig]
 TABLE = "[cohort]\nsize = 2\nminimum = 2\n[evaluation]\nevery = 0"
@@ -123,7 +134,7 @@ async def test_a_backup_that_is_not_whole_is_refused_before_anything_is_written(
     async with running(config) as coordinator, Operator(coordinator.port, certificates / "olga") as operator:
         await operator.submit(TABLE)
         await asyncio.to_thread(back_up, config, backup)
-    words = spoil(backup, damage)
+    words = spoil(backup, damage, load_silo_identity(certificates / "coordinator"))
     new = settings(state=str(tmp_path / "new"))
     with pytest.raises(StorageError, match=words):
         restore(new, backup)
@@ -132,26 +143,164 @@ async def test_a_backup_that_is_not_whole_is_refused_before_anything_is_written(
         back_up(config, backup)
 
 
-def spoil(backup: Path, damage: str) -> str:
+def spoil(backup: Path, damage: str, identity: SiloIdentity) -> str:
     """Damages a backup; the words of the complaint."""
     manifest = backup / "manifest.json"
     if damage == "artifact":
         path = next(backup.glob("objects/*/*"))
         path.write_bytes(b"x" + path.read_bytes()[1:])
-        return "the backup is damaged"
+        return f"the backup is damaged or was altered: {path.name} was changed"
     if damage == "table":
         (backup / "tables" / "jobs.jsonl").write_text("")
-        return r"the backup is damaged: jobs\.jsonl"
+        (backup / "tables" / "more.jsonl").touch()
+        return r"altered: jobs\.jsonl was changed; tables/more\.jsonl was added"
     if damage == "manifest":
         manifest.write_text("{")
         return "is damaged"
     if damage == "half":
         manifest.unlink()
         return "holds no whole backup"
-    found = json.loads(manifest.read_text())
-    found |= {"format": 2} if damage == "format" else {"revision": "9999"}
-    manifest.write_text(json.dumps(found))
-    return "has format 2" if damage == "format" else "belong to a newer version"
+    found = json.loads(manifest.read_text())["statement"]
+    found |= {"format": 3} if damage == "format" else {"revision": "9999"}
+    manifest.write_bytes(signed_manifest(identity, found))
+    return "has format 3" if damage == "format" else "belong to a newer version"
+
+
+def an_admin(secret: Secret) -> dict[str, Any]:
+    """A row of the table of tokens that nobody was asked for."""
+    times = {"created": 1.0, "expires": 1e12, "revoked": False}
+    return {
+        "name": "eve",
+        "identifier": secret.identifier,
+        "digest": secret.digest,
+        "role": "admin",
+        "author": "admin/olga",
+        **times,
+    }
+
+
+@pytest.mark.parametrize("how", ["line", "line and digest", "unsigned", "another signer", "ended"])
+async def test_what_was_put_into_a_backup_is_not_restored(
+    settings: Settings, certificates: Path, tmp_path: Path, how: str
+) -> None:
+    """One line in the table of tokens would make its author an administrator."""
+    config, backup = settings(state=str(tmp_path / "old")), tmp_path / "backup"
+    async with running(config):
+        await asyncio.to_thread(back_up, config, backup)
+    line = json.dumps(an_admin(Secret.fresh())).encode() + b"\n"
+    (backup / "tables" / "tokens.jsonl").write_bytes(line)
+    path = backup / "manifest.json"
+    document = json.loads(path.read_text())
+    if how != "line":
+        document["statement"]["files"]["tables/tokens.jsonl"] = blake3(line).hexdigest()
+        path.write_text(json.dumps(document["statement"] if how == "unsigned" else document))
+    words = {
+        "line": r"altered: tokens\.jsonl was changed",
+        "line and digest": "signature of 'coordinator' under this backup is not right",
+        "unsigned": "is not signed",
+        "another signer": "is signed by 'other', and this coordinator is 'coordinator'",
+        "ended": "a certificate that has ended",
+    }
+    if how == "another signer":
+        other = issue(certificates / "ca", "other", "coordinator", tmp_path / "other", ["localhost"])
+        path.write_bytes(signed_manifest(load_silo_identity(other), document["statement"]))
+    if how == "ended":
+        path.write_bytes(ended_signature(certificates, tmp_path / "ended", document["statement"]))
+        (backup / "tables" / "tokens.jsonl").write_bytes(b"")
+    with pytest.raises(StorageError, match=words[how]):
+        restore(settings(state=str(tmp_path / "new")), backup)
+    assert not (tmp_path / "new" / "coordinator.db").exists()
+
+
+def ended_signature(certificates: Path, folder: Path, manifest: dict[str, Any]) -> bytes:
+    """A manifest signed in time with a key whose certificate has ended since."""
+    start = datetime.now(UTC) - timedelta(days=40)
+    hosts = ["localhost"]
+    issue(certificates / "ca", "coordinator", "coordinator", folder, hosts, days=30, start=start)
+    key = load_key(folder / "identity.key")
+    assert isinstance(key, ed25519.Ed25519PrivateKey)
+    identity = SiloIdentity((folder / "identity.crt").read_bytes(), key)
+    manifest["files"]["tables/tokens.jsonl"] = blake3(b"").hexdigest()
+    return signed_manifest(identity, {**manifest, "time": start.timestamp() + 86400})
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (
+            lambda c: c.execute(sa.insert(tables.tokens).values(an_admin(Secret.fresh()))),
+            "token 'eve' for the role 'admin' was never created",
+        ),
+        (
+            lambda c: c.execute(sa.update(tables.tokens).values(role="admin")),
+            "token 'board' for the role 'admin' was never created",
+        ),
+        (
+            lambda c: c.execute(
+                sa.update(tables.tokens).where(tables.tokens.c.revoked).values(revoked=False)
+            ),
+            "token 'old' was revoked, and is not in the table",
+        ),
+        (lambda c: c.execute(sa.delete(tables.revoked)), "the revocation of agent 'north'"),
+        (
+            lambda c: c.execute(
+                sa.insert(tables.certificates).values(
+                    serial="ff", name="north", key="", invitation="", issued=1e12, expires=2e12
+                )
+            ),
+            "certificate ff of 'north' was never issued",
+        ),
+    ],
+    ids=["token", "role", "unrevoked token", "unrevoked silo", "certificate"],
+)
+async def test_what_was_put_into_the_database_before_the_backup_contradicts_the_audit_log(
+    settings: Settings,
+    certificates: Path,
+    tmp_path: Path,
+    written: Callable[[Any], Any],
+    said: str,
+) -> None:
+    config, backup = settings(state=str(tmp_path / "old")), tmp_path / "backup"
+    admin = issue(certificates / "ca", "ada", "admin", tmp_path / "ada")
+
+    def administrate(port: int) -> None:
+        with Administrator(f"localhost:{port}", admin) as ada:
+            for name in ("board", "old"):
+                ada.create_token(name, "viewer", 3600)
+            ada.revoke_token("old")
+            ada.revoke("north", "left")
+
+    async with running(config) as coordinator:
+        await asyncio.to_thread(administrate, coordinator.port)
+    sound = settings(state=str(tmp_path / "sound"))
+    back_up(config, tmp_path / "good")
+    restore(sound, tmp_path / "good")
+    database = Database.open(config.database)
+    await database.write(written)
+    database.close()
+    back_up(config, backup)
+    with pytest.raises(StorageError, match=f"contradicts its own audit log: .*{said}"):
+        restore(settings(state=str(tmp_path / "new")), backup)
+
+
+async def test_a_restore_stands_in_the_audit_log_that_it_restored(
+    settings: Settings, certificates: Path, tmp_path: Path
+) -> None:
+    ca, config = (certificates / "ca" / "ca.crt").read_bytes(), settings(state=str(tmp_path / "old"))
+    async with running(config) as coordinator:
+        lines = [line async for page in coordinator.security.audit.lines(1) for line in page]
+    before = read_log(lines, ca)
+    manifest = back_up(config, tmp_path / "backup")
+    new = settings(state=str(tmp_path / "new"))
+    restore(new, tmp_path / "backup", new_identity=True)
+    async with running(new) as coordinator:
+        after = read_log([line async for page in coordinator.security.audit.lines(1) for line in page], ca)
+    compare(before, after)
+    entry = after.entries[len(before.entries)]
+    assert (entry.action, entry.detail["new_identity"]) == ("restored", True)
+    assert entry.detail["audit"] == list(manifest["audit"]) == [1, before.entries[0].hash]
+    assert entry.sequence in after.seals
+    assert "unsigned" not in after.entries[-1].detail
 
 
 async def test_neither_a_used_database_nor_used_artifacts_are_overwritten(
