@@ -154,8 +154,8 @@ def client_round(repeats: int) -> None:
 def mechanisms(repeats: int) -> None:
     """Noise on a million entries, and a silo's pipeline for distributed noise."""
     vector, source = torch.randn(1 << 20), SecureNoise()
-    skellam = DistributedDP(1.0, 5.0, 1 << 20, cohort=100, t_min=70)
-    gaussian = DistributedDP(1.0, 5.0, 1 << 20, cohort=100, t_min=70, mechanism="discrete_gaussian")
+    skellam = DistributedDP(1.0, 5.0, 1 << 20, cohort=100, survivors=70)
+    gaussian = DistributedDP(1.0, 5.0, 1 << 20, cohort=100, survivors=70, mechanism="discrete_gaussian")
     report(
         "1,048,576 entries",
         medians(

@@ -8,10 +8,21 @@ from roundtable.privacy.accounting.accountants import compose, merged, relation_
 from roundtable.privacy.accounting.calibration import solve_noise, solve_steps
 from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
 from roundtable.privacy.accounting.delta import check_delta
+from roundtable.privacy.accounting.dp_sgd_charge import step_charge
 from roundtable.privacy.accounting.ledger import Budget, Entry, Spent, check, hold, reserved, spent
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
 from roundtable.privacy.canary_audit import Audit, one_run_audit
-from roundtable.privacy.levels import charges, ftrl_plan, noise_for
+from roundtable.privacy.levels import (
+    central_noise,
+    charges,
+    correlated_noise,
+    distributed_noise,
+    example_charge,
+    example_training,
+    noise_for,
+    sampling_of,
+    shared_noise,
+)
 from roundtable.privacy.mechanisms.central_noise import CentralDP, CentralResult, RowMatrix
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
 from roundtable.privacy.mechanisms.discrete import discrete_gaussian, skellam
@@ -21,7 +32,7 @@ from roundtable.privacy.mechanisms.gaussian_mechanism import NoisyVector, add_ga
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
 from roundtable.privacy.mechanisms.tree import TreeFTRL
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render, weak_signal
-from roundtable.privacy.secure_round import SecureMean, SecureRound, distributed_noise
+from roundtable.privacy.secure_round import SecureMean, SecureRound
 from roundtable.privacy.statement import account_statement, statement
 
 __all__ = [
@@ -51,18 +62,21 @@ __all__ = [
     "accountant_for",
     "add_gaussian",
     "best_bands",
+    "central_noise",
     "charges",
     "check",
     "check_delta",
     "clip",
     "clip_per_layer",
     "compose",
+    "correlated_noise",
     "decode",
     "discrete_gaussian",
     "distributed_noise",
     "eligible",
     "encode",
-    "ftrl_plan",
+    "example_charge",
+    "example_training",
     "gaussian_charge",
     "hold",
     "l2_norm",
@@ -77,10 +91,13 @@ __all__ = [
     "relation_of",
     "render",
     "reserved",
+    "sampling_of",
+    "shared_noise",
     "skellam",
     "solve_noise",
     "solve_steps",
     "spent",
     "statement",
+    "step_charge",
     "weak_signal",
 ]

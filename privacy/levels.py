@@ -1,10 +1,14 @@
-"""From a job's level to what its rounds cost, and the noise that its budget asks for."""
+"""From a job to what its rounds cost, and the noise that its budget asks for.
+
+The plan that is shown before a job runs, the coordinator's ledger and the silos' own accounts all ask here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from roundtable.core.config import CohortTable, JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import (
     ClientLevel,
@@ -12,12 +16,15 @@ from roundtable.core.privacy_table import (
     DistributedLevel,
     ExampleLevel,
     FtrlLevel,
+    NoPrivacy,
     Private,
 )
 from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
-from roundtable.privacy.accounting.sampling import SamplingModel
+from roundtable.privacy.accounting.dp_sgd_charge import step_charge
+from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
+from roundtable.privacy.collusion import colluding_silos
 from roundtable.privacy.mechanisms.central_noise import CentralDP
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip
 from roundtable.privacy.mechanisms.distributed import DistributedDP
@@ -26,89 +33,146 @@ from roundtable.privacy.mechanisms.ftrl import BandedFTRL
 _STEP = 1.002
 
 
-def ftrl_plan(
-    privacy: FtrlLevel, noise_multiplier: float, sampling: SamplingModel, rounds: int
-) -> BandedFTRL:
-    """The noise of a DP-FTRL job; without `separation` a silo waits until all others could have come."""
-    separation = privacy.separation or max(1, int(sampling.population // sampling.cohort))
-    return BandedFTRL(privacy.clip_norm, noise_multiplier, rounds, separation, privacy.bands)
+def sampling_of(cohort: CohortTable, population: int) -> SamplingModel:
+    """How a round's cohort is drawn from so many clients, as the accountant takes it."""
+    expected = float(min(cohort.size or population, population))
+    if cohort.probability is not None:
+        expected = cohort.probability * population
+    return accountant_for(cohort.strategy, population, expected)
+
+
+def level_of(job: JobConfig) -> Private:
+    """The job's level. Raises `PrivacyError` for a job without a guarantee."""
+    if isinstance(job.privacy, NoPrivacy):
+        raise PrivacyError("this job has no privacy to plan: set privacy.level")
+    return job.privacy
 
 
 def charges(
-    privacy: Private,
-    noise_multiplier: float,
-    sampling: SamplingModel,
-    dimension: int,
-    rounds: int,
-    upto: int,
+    job: JobConfig, noise_multiplier: float, population: int, dimension: int, upto: int
 ) -> Sequence[Charge]:
-    """What the first `upto` of `rounds` rounds cost; for `client_local` and `example`, one silo.
+    """What the first `upto` rounds cost; for `client_local` and `example`, one silo.
 
-    A silo under `client_local` is charged for every round: whether it was chosen is not secret.
+    `population` is the number of clients, `dimension` the length of an update. A silo under `client_local` is
+    charged for every round: whether it was chosen is not secret. At level `example` the silo is one with
+    `privacy.population` examples. Raises `PrivacyError` where that is missing.
     """
+    privacy, sampling = level_of(job), sampling_of(job.cohort, population)
     match privacy:
+        case ClientLevel():
+            one = central_noise(privacy, noise_multiplier, sampling).charge(sampling.fields())
+        case ClientLocalLevel():
+            one = local_gaussian_charge(noise_multiplier)
+        case DistributedLevel():
+            one = shared_noise(job, noise_multiplier, dimension).charge
+        case ExampleLevel():
+            if privacy.population is None:
+                raise PrivacyError("a plan needs privacy.population: the examples of a silo")
+            one = example_charge(job, privacy.population, noise_multiplier)
         case FtrlLevel():
-            plan = ftrl_plan(privacy, noise_multiplier, sampling, rounds)
+            plan = correlated_noise(job, noise_multiplier, population)
             return [plan.charge(round) for round in range(1, upto + 1)]
-        case _:
-            return [_round(privacy, noise_multiplier, sampling, dimension).repeated_by(upto)]
+    return [one.repeated_by(upto)]
 
 
-def noise_for(privacy: Private, sampling: SamplingModel, dimension: int, rounds: int) -> float:
+def noise_for(job: JobConfig, population: int, dimension: int, spent: Sequence[Charge] = ()) -> float:
     """The noise multiplier of a job: as given, or the least that keeps all its rounds within the budget.
 
-    Raises `PrivacyError` where no noise keeps the budget.
+    `spent` is what the population bears already. Raises `PrivacyError` where no noise keeps the budget.
     """
+    privacy = level_of(job)
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
     assert privacy.epsilon is not None, "a level needs one of the two"
     budget = (privacy.epsilon, privacy.delta)
+    rounds = max(1, job.rounds)
     match privacy:
         case FtrlLevel():
+            # All rounds together are one Gaussian release, whose sensitivity the plan accounts for.
             whole = gaussian_charge("client", {"sampling": "none"}, 1.0)
-            return solve_noise(whole, *budget, privacy.accountant).noise_multiplier
+            return solve_noise(whole, *budget, privacy.accountant, spent).noise_multiplier
         case DistributedLevel():
             many = gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds)
-            noise = solve_noise(many, *budget, "rdp").noise_multiplier
-            while (
-                compose(charges(privacy, noise, sampling, dimension, rounds, rounds), privacy.delta)
-                > privacy.epsilon
-            ):
+            noise = solve_noise(many, *budget, "rdp", spent).noise_multiplier
+            while _all(job, noise, population, dimension, spent) > privacy.epsilon:
                 noise *= _STEP
             return noise
         case _:
-            many = _round(privacy, 1.0, sampling, dimension).repeated_by(rounds)
-            solved = solve_noise(many, *budget, privacy.accountant)
-            return dict(solved.parts)[many.parts[0][0]] * (2.0 if many.relation == "replace_one" else 1.0)
+            [many] = charges(job, 1.0, population, dimension, rounds)
+            # A charge may state the noise relative to another sensitivity than C; the ratio carries over.
+            return solve_noise(many, *budget, privacy.accountant, spent).parts[0][1] / many.parts[0][1]
 
 
-def _round(
-    privacy: ClientLevel | ClientLocalLevel | DistributedLevel | ExampleLevel,
-    noise_multiplier: float,
-    sampling: SamplingModel,
-    dimension: int,
-) -> Charge:
-    match privacy:
-        case ClientLevel():
-            adaptive = privacy.clipping == "adaptive"
-            clip = AdaptiveClip.init(privacy.clip_norm, sampling.cohort) if adaptive else None
-            central = CentralDP(privacy.clip_norm, noise_multiplier, sampling.cohort, adaptive=clip)
-            return central.charge(sampling.fields())
-        case ClientLocalLevel():
-            return local_gaussian_charge(noise_multiplier)
-        case DistributedLevel():
-            silos = math.ceil(sampling.cohort)
-            return DistributedDP.of_job(privacy, noise_multiplier, dimension, silos).charge
-        case ExampleLevel():
-            return _example(privacy, noise_multiplier)
+def _all(job: JobConfig, noise: float, population: int, dimension: int, spent: Sequence[Charge]) -> float:
+    rounds = charges(job, noise, population, dimension, max(1, job.rounds))
+    return compose([*spent, *rounds], level_of(job).delta)
 
 
-def _example(privacy: ExampleLevel, noise_multiplier: float) -> Charge:
-    if privacy.population is None or privacy.batch_size is None or privacy.local_steps is None:
+def central_noise(
+    privacy: ClientLevel, noise_multiplier: float, sampling: SamplingModel, slices: tuple[slice, ...] = ()
+) -> CentralDP:
+    """The mechanism of a `client` job; `slices` are the layout's, for clipping by layer."""
+    adaptive = None
+    if privacy.clipping == "adaptive":
+        rate = privacy.clip_learning_rate
+        adaptive = AdaptiveClip.init(privacy.clip_norm, sampling.cohort, privacy.quantile, rate)
+    layers = slices if privacy.clipping == "per_layer" else ()
+    return CentralDP(privacy.clip_norm, noise_multiplier, sampling.cohort, layers, adaptive)
+
+
+def correlated_noise(job: JobConfig, noise_multiplier: float, population: int) -> BandedFTRL:
+    """The noise of a `dp_ftrl` job; without `separation` a silo waits until all others could have come.
+
+    Raises `PrivacyError` for a separation that the population cannot give.
+    """
+    privacy, cohort = job.privacy, sampling_of(job.cohort, population).cohort
+    assert isinstance(privacy, FtrlLevel)
+    separation = privacy.separation or max(1, int(population // cohort))
+    if separation * cohort > population:
         raise PrivacyError(
-            "a plan of example-level privacy needs privacy.population (the examples of a silo), "
-            "privacy.batch_size and privacy.local_steps"
+            f"privacy.separation = {separation}: with {cohort:g} clients a round, {separation * cohort:g} "
+            f"are needed before the first may come again, and the population has {population}. "
+            "Lower separation or cohort.size"
         )
-    rate = privacy.batch_size / privacy.population
-    parts = (("gradient", noise_multiplier),)
-    return Charge("gaussian", "example", "poisson", parts, privacy.local_steps, rate=rate)
+    rounds = max(1, job.rounds)
+    return BandedFTRL(privacy.clip_norm, noise_multiplier, rounds, separation, min(privacy.bands, rounds))
+
+
+def shared_noise(job: JobConfig, noise_multiplier: float, dimension: int) -> DistributedDP:
+    """The shares of noise of a `distributed` job, for a cohort of exactly `cohort.size`."""
+    privacy, size = job.privacy, job.cohort.size
+    assert isinstance(privacy, DistributedLevel)
+    if size is None:
+        raise PrivacyError(
+            "cohort.size is missing: under level 'distributed' each silo's share of the noise depends on it"
+        )
+    return DistributedDP.of_job(privacy, noise_multiplier, dimension, size, colluding_silos(job, size))
+
+
+def distributed_noise(job: JobConfig, dimension: int) -> DistributedDP:
+    """The same with the job's own noise. Nobody's part in a round is hidden, so no sampling amplifies it."""
+    if not isinstance(job.privacy, DistributedLevel):
+        raise PrivacyError(f"privacy.level = {job.privacy.level!r} has no noise in shares")
+    silos = job.cohort.size or 1
+    return shared_noise(job, noise_for(job, silos, dimension), dimension)
+
+
+def example_training(job: JobConfig, examples: int) -> tuple[ExampleLevel, int]:
+    """The level with its batch size filled in, and the steps of a round, for a silo of so many examples."""
+    privacy = job.privacy
+    if not isinstance(privacy, ExampleLevel):
+        raise PrivacyError(f"privacy.level = {privacy.level!r} clips no gradients of single examples")
+    batch = privacy.batch_size or job.algorithm.batch_size
+    steps = privacy.local_steps or job.algorithm.steps or job.algorithm.passes * math.ceil(examples / batch)
+    return privacy.model_copy(update={"batch_size": batch}), steps
+
+
+def example_charge(job: JobConfig, examples: int, noise_multiplier: float | None = None) -> Charge:
+    """What a round costs a silo of so many examples, with the job's noise where none is given.
+
+    Raises `PrivacyError` for too few of them.
+    """
+    privacy, steps = example_training(job, examples)
+    if noise_multiplier is not None:
+        privacy = privacy.model_copy(update={"noise_multiplier": noise_multiplier})
+    return step_charge(privacy, examples, steps * max(1, job.rounds)).repeated(steps)

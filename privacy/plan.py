@@ -12,20 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import (
     ClientLevel,
     ClientLocalLevel,
     ExampleLevel,
     FtrlLevel,
-    NoPrivacy,
     Private,
 )
 from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import gaussian_charge
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
-from roundtable.privacy.levels import charges, ftrl_plan, noise_for
+from roundtable.privacy.levels import (
+    charges,
+    correlated_noise,
+    example_training,
+    level_of,
+    noise_for,
+    sampling_of,
+)
 from roundtable.privacy.mechanisms.ftrl import BandedFTRL, best_bands, prefix_error
 
 _POINTS = 12
@@ -67,37 +74,91 @@ class PrivacyPlan:
     warnings: tuple[str, ...]
 
 
-def privacy_plan(
-    privacy: NoPrivacy | Private, *, strategy: str, population: int, cohort: int, rounds: int, dimension: int
-) -> PrivacyPlan:
-    """The plan of a job: `dimension` is the length of an update, `strategy` how cohorts are selected.
+@dataclass(frozen=True)
+class _Forecast:
+    """A job with its noise, over so many clients and parameters."""
+
+    job: JobConfig
+    noise: float
+    population: int
+    dimension: int
+
+    @property
+    def sampling(self) -> SamplingModel:
+        """How cohorts are drawn."""
+        return sampling_of(self.job.cohort, self.population)
+
+    def epsilon(self, upto: int) -> float:
+        """ε after the first `upto` rounds: of the charges that the ledger takes."""
+        privacy = level_of(self.job)
+        spent = charges(self.job, self.noise, self.population, self.dimension, upto)
+        return compose(spent, privacy.delta, privacy.accountant)
+
+    @property
+    def summed(self) -> float:
+        """How many contributions of norm C a round adds before the noise that `error` counts."""
+        match self.job.privacy:
+            case ExampleLevel():
+                return float(self._batch * self._steps * self.sampling.cohort)
+            case _:
+                return float(self.sampling.cohort)
+
+    def error(self, upto: int) -> float:
+        """The noise on one coordinate of the sum of the first `upto` rounds, in units of C."""
+        match self.job.privacy:
+            case FtrlLevel():
+                ftrl = correlated_noise(self.job, self.noise, self.population)
+                return prefix_error(ftrl, upto) / ftrl.clip_norm
+            case ClientLocalLevel():
+                return self.noise * math.sqrt(upto * self.sampling.cohort)
+            case ExampleLevel():
+                return self.noise * math.sqrt(upto * self._steps * self.sampling.cohort)
+            case _:
+                return self.noise * math.sqrt(upto)
+
+    def signal_to_noise(self, upto: int) -> float:
+        """The greatest that it can be after `upto` rounds."""
+        return upto * self.summed / (self.error(upto) * math.sqrt(self.dimension))
+
+    @property
+    def _batch(self) -> int:
+        return self._example[0].batch_size or 1
+
+    @property
+    def _steps(self) -> int:
+        return self._example[1]
+
+    @property
+    def _example(self) -> tuple[ExampleLevel, int]:
+        examples = level_of(self.job).population or 1
+        return example_training(self.job, examples)
+
+
+def privacy_plan(job: JobConfig, population: int, dimension: int) -> PrivacyPlan:
+    """The plan of a job over so many clients; `dimension` is the length of an update.
 
     Raises `PrivacyError` for a job without privacy, and where no noise keeps the budget.
     """
-    if isinstance(privacy, NoPrivacy):
-        raise PrivacyError("this job has no privacy to plan: set privacy.level")
-    sampling = accountant_for(strategy, population, cohort)
-    noise = noise_for(privacy, sampling, dimension, rounds)
+    privacy, rounds = level_of(job), max(1, job.rounds)
+    forecast = _Forecast(job, noise_for(job, population, dimension), population, dimension)
     rows = tuple(
-        _row(privacy, noise, sampling, dimension, rounds, upto) for upto in sorted({*_points(rounds), rounds})
+        Row(upto, forecast.epsilon(upto), forecast.signal_to_noise(upto))
+        for upto in sorted({*_points(rounds), rounds})
     )
-    std = _error_at(privacy, noise, sampling, rounds, 1) * privacy.clip_norm / _summed(privacy, cohort)
-    epsilon = rows[-1].epsilon
+    std = forecast.error(1) * privacy.clip_norm / forecast.summed
+    epsilon, sampling = rows[-1].epsilon, forecast.sampling
     alternatives: tuple[Alternative, ...] = ()
     if _TINY <= epsilon <= _MEANINGLESS:
-        alternatives = _alternatives(privacy, epsilon, population, cohort, rounds, dimension)
-    plan = PrivacyPlan(
-        noise, std, epsilon, privacy.delta, _sentence(privacy, sampling), rows, alternatives, ()
-    )
+        alternatives = _alternatives(privacy, epsilon, sampling, rounds, dimension)
+    sentence = _sentence(privacy, sampling)
+    plan = PrivacyPlan(forecast.noise, std, epsilon, privacy.delta, sentence, rows, alternatives, ())
     return replace(plan, warnings=_warnings(plan, privacy, sampling))
 
 
-def weak_signal(
-    privacy: Private, noise_multiplier: float, sampling: SamplingModel, dimension: int, rounds: int
-) -> str | None:
+def weak_signal(job: JobConfig, noise_multiplier: float, population: int, dimension: int) -> str | None:
     """A warning with the greatest signal-to-noise where a job's noise leaves little or nothing; else None."""
-    error = _error_at(privacy, noise_multiplier, sampling, rounds, rounds)
-    return _signal(rounds * _summed(privacy, sampling.cohort) / (error * math.sqrt(dimension)), rounds)
+    rounds = max(1, job.rounds)
+    return _signal(_Forecast(job, noise_multiplier, population, dimension).signal_to_noise(rounds), rounds)
 
 
 def _signal(ratio: float, rounds: int) -> str | None:
@@ -118,39 +179,6 @@ def _points(rounds: int) -> Sequence[int]:
     return [max(1, round(rounds * i / _POINTS)) for i in range(1, _POINTS + 1)]
 
 
-def _row(
-    privacy: Private, noise: float, sampling: SamplingModel, dimension: int, rounds: int, upto: int
-) -> Row:
-    epsilon = compose(
-        charges(privacy, noise, sampling, dimension, rounds, upto), privacy.delta, privacy.accountant
-    )
-    error = _error_at(privacy, noise, sampling, rounds, upto)
-    return Row(upto, epsilon, upto * _summed(privacy, sampling.cohort) / (error * math.sqrt(dimension)))
-
-
-def _summed(privacy: Private, cohort: float) -> float:
-    """How many contributions of norm C a round adds before the noise that `_error_at` counts."""
-    match privacy:
-        case ExampleLevel():
-            return float((privacy.batch_size or 1) * (privacy.local_steps or 1) * cohort)
-        case _:
-            return float(cohort)
-
-
-def _error_at(privacy: Private, noise: float, sampling: SamplingModel, rounds: int, upto: int) -> float:
-    """The noise on one coordinate of the sum of the first `upto` rounds, in units of C."""
-    match privacy:
-        case FtrlLevel():
-            plan = ftrl_plan(privacy, noise, sampling, rounds)
-            return prefix_error(plan, upto) / plan.clip_norm
-        case ClientLocalLevel():
-            return noise * math.sqrt(upto * sampling.cohort)
-        case ExampleLevel():
-            return noise * math.sqrt(upto * (privacy.local_steps or 1) * sampling.cohort)
-        case _:
-            return noise * math.sqrt(upto)
-
-
 def _sentence(privacy: Private, sampling: SamplingModel) -> str:
     match privacy:
         case ClientLevel():
@@ -165,8 +193,10 @@ def _sentence(privacy: Private, sampling: SamplingModel) -> str:
 
 
 def _alternatives(
-    privacy: Private, epsilon: float, population: int, cohort: int, rounds: int, dimension: int
+    privacy: Private, epsilon: float, sampling: SamplingModel, rounds: int, dimension: int
 ) -> tuple[Alternative, ...]:
+    population, cohort = sampling.population, sampling.cohort
+
     def alternative(name: str, noise: float, error: float, remark: str) -> Alternative:
         return Alternative(name, noise, error, rounds * cohort / (error * math.sqrt(dimension)), remark)
 
@@ -175,7 +205,7 @@ def _alternatives(
     poisson = solve_noise(gaussian_charge("client", sampled.fields(), 1.0, steps=rounds), *spend)
     plain = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds), *spend)
     whole = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0), *spend).noise_multiplier
-    banded: BandedFTRL = best_bands(1.0, whole, rounds, max(1, population // cohort))
+    banded: BandedFTRL = best_bands(1.0, whole, rounds, max(1, int(population // cohort)))
     return (
         alternative(
             "DP-FedAvg, Poisson sampling",

@@ -22,8 +22,8 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError
 from roundtable.core.privacy_table import DistributedLevel, Masking, masking_of
 from roundtable.core.seeds import derive_seed
-from roundtable.privacy.accounting.sampling import accountant_for
-from roundtable.privacy.levels import noise_for
+from roundtable.privacy.collusion import colluding_share
+from roundtable.privacy.levels import distributed_noise
 from roundtable.privacy.mechanisms.distributed import DistributedDP, decode, encode
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise
 from roundtable.privacy.secagg import (
@@ -38,15 +38,13 @@ from roundtable.privacy.secagg import (
     largest_group,
 )
 from roundtable.privacy.secagg.masks import Ring
-from roundtable.privacy.secagg.parameters import FULL_GRAPH_UP_TO, MINIMUM_COHORT
+from roundtable.privacy.secagg.parameters import MINIMUM_COHORT
 
 RING_BITS = 32
 LARGEST_WEIGHT = 1 << 16
 LEAST_LEVELS = 1 << 13
 """A mean of silos of weight 1 is rounded to this part of the clip norm at worst."""
 LOSS_BOUND = 1000.0
-CORRUPTION_OF_FEW, CORRUPTION_OF_MANY = 1 / 3, 0.2
-"""The share of silos that may collude with the coordinator: on the full graph, and on the sparse one."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class SecureRound:
     @property
     def fewest(self) -> int:
         """The survivors below which a silo must not help to unmask: their noise would be too little."""
-        return max(MINIMUM_COHORT, self.noise.t_min if self.noise is not None else 0)
+        return max(MINIMUM_COHORT, self.noise.survivors if self.noise is not None else 0)
 
     @property
     def length(self) -> int:
@@ -177,21 +175,6 @@ def largest_weight(invited: int) -> int:
     return max(1, min(LARGEST_WEIGHT, ((1 << RING_BITS) - 1) // (2 * invited * LEAST_LEVELS)))
 
 
-def distributed_noise(job: JobConfig, columns: int) -> DistributedDP:
-    """The shares of noise of a job of level `distributed`, for a cohort of exactly `cohort.size`."""
-    privacy, size = job.privacy, job.cohort.size
-    if not isinstance(privacy, DistributedLevel):
-        raise PrivacyError(f"privacy.level = {privacy.level!r} has no noise in shares")
-    if size is None:
-        raise PrivacyError(
-            "cohort.size is missing: under level 'distributed' each silo's share of the noise depends on it"
-        )
-    # Nobody's part in a round is hidden from the coordinator, so that no population amplifies anything.
-    sampling = accountant_for(job.cohort.strategy, size, size)
-    multiplier = noise_for(privacy, sampling, columns, job.rounds)
-    return DistributedDP.of_job(privacy, multiplier, columns, size)
-
-
 def _parameters(
     invited: int, job: JobConfig, masking: Masking, ring_bits: int, weight_bound: int
 ) -> SecAggParameters:
@@ -207,7 +190,7 @@ def _parameters(
         "clip_norm": masking.clip_norm,
         "weight_bound": weight_bound,
     }
-    corruption = _corruption(hidden_among, job, masking)
+    corruption = colluding_share(job, hidden_among)
     chosen = None
     for dropped in range(math.floor(masking.dropout_tolerance * hidden_among), 0, -1):
         try:
@@ -219,16 +202,3 @@ def _parameters(
     if masking.group_size is None:
         return chosen
     return replace(chosen, group_size=masking.group_size, capacity=largest_group(masking.group_size, invited))
-
-
-def _corruption(silos: int, job: JobConfig, masking: Masking) -> float:
-    """The share that may collude. The hostile silos that a rule over groups withstands may all be in one."""
-    share = CORRUPTION_OF_FEW if silos <= FULL_GRAPH_UP_TO else CORRUPTION_OF_MANY
-    share = share if masking.corruption is None else masking.corruption
-    hostile = int(job.aggregation.parameters.get("f", 0)) if masking.group_size else 0
-    if hostile > silos - 2:
-        raise PrivacyError(
-            f"privacy.group_size = {silos} with f = {hostile}: all hostile silos could be in one group, and "
-            f"would leave nobody to hide among; use groups of at least {hostile + 2}"
-        )
-    return max(share, hostile / silos)

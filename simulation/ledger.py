@@ -9,13 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roundtable.client.training.private_training import example_charge
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded
 from roundtable.core.privacy_table import NoPrivacy, OwnNoise, Private
 from roundtable.engine import messages as m
 from roundtable.engine.validation.round_plan import Plan
-from roundtable.privacy import Budget, Charge, Spent, compose, hold, merged, relation_of, statement
+from roundtable.privacy import (
+    Budget,
+    Charge,
+    Spent,
+    compose,
+    example_charge,
+    hold,
+    merged,
+    relation_of,
+    statement,
+)
 
 
 class SimulatedLedger:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +18,12 @@ from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, ArrayTask, Task, lacks
 from roundtable.privacy import (
-    Charge,
-    accountant_for,
+    example_training,
     local_gaussian,
     local_gaussian_charge,
     noise_for,
 )
-from roundtable.privacy.example_level import check_model, make_private, step_charge
+from roundtable.privacy.example_level import check_model, make_private
 
 
 def fit_privately(
@@ -55,7 +53,7 @@ def fit_privately(
         raise PrivacyError("a data set that can only be iterated cannot be sampled; return a map-style one")
     if examples == 0:
         raise NoExamples("the training data set is empty: there are zero examples to learn from")
-    config, steps = _steps(job, examples)
+    config, steps = example_training(job, examples)
     fetch, own = _own_part(_fetch(data, device), examples, group)
     with make_private(
         module,
@@ -92,21 +90,6 @@ def _own_part(
             "use fewer devices"
         )
     return lambda indices: fetch(indices * size + rank), len(range(rank, examples, size))
-
-
-def example_charge(job: JobConfig, examples: int) -> Charge:
-    """What a round costs a silo with so many examples. PrivacyError for too few of them."""
-    config, steps = _steps(job, examples)
-    return step_charge(config, examples, steps * job.rounds).repeated(steps)
-
-
-def _steps(job: JobConfig, examples: int) -> tuple[ExampleLevel, int]:
-    privacy = job.privacy
-    if not isinstance(privacy, ExampleLevel):
-        raise PrivacyError(f"privacy.level = {privacy.level!r} clips no gradients of single examples")
-    batch = privacy.batch_size or job.algorithm.batch_size
-    steps = privacy.local_steps or job.algorithm.steps or job.algorithm.passes * math.ceil(examples / batch)
-    return privacy.model_copy(update={"batch_size": batch}), steps
 
 
 def check_task(task: AnyTask, job: JobConfig, layout: Layout) -> None:
@@ -164,8 +147,8 @@ def own_noise(job: JobConfig) -> tuple[ClientLocalLevel, float, float]:
     privacy = job.privacy
     if not isinstance(privacy, ClientLocalLevel):
         raise PrivacyError(f"privacy.level = {privacy.level!r} has no noise of a silo's own on its update")
-    # How cohorts are drawn makes no difference to noise that hides the silo from everybody.
-    return privacy, privacy.clip_norm, noise_for(privacy, accountant_for("none", 1, 1), 1, job.rounds)
+    # How many silos there are makes no difference to noise that hides this one from everybody.
+    return privacy, privacy.clip_norm, noise_for(job, 1, 1)
 
 
 def _fetch(data: Any, device: torch.device) -> Callable[[Tensor], Any]:

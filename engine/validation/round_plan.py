@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
-from roundtable.core.config import AggregationTable, CohortTable, JobConfig
-from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.config import AggregationTable, JobConfig
+from roundtable.core.errors import ConfigError
 from roundtable.core.privacy_table import (
     ClientLevel,
     ClientLocalLevel,
@@ -25,17 +25,16 @@ from roundtable.engine.validation.buffered_composition import check_buffered
 from roundtable.engine.validation.privacy_soundness import check_soundness
 from roundtable.engine.validation.secure_feasibility import check_secure
 from roundtable.privacy import (
-    AdaptiveClip,
     BandedFTRL,
     CentralDP,
     Charge,
-    accountant_for,
+    central_noise,
     check_delta,
+    correlated_noise,
     distributed_noise,
-    gaussian_charge,
     local_gaussian_charge,
     noise_for,
-    solve_noise,
+    sampling_of,
     weak_signal,
 )
 
@@ -106,19 +105,10 @@ def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) 
     noise = privacy.noise_multiplier or plan.silo_noise
     if plan.central is not None:
         noise = plan.central.noise_multiplier
-    if noise is None:
-        return None
-    cohort = _expected_cohort(job.cohort, population)
-    if isinstance(privacy, ExampleLevel):
-        batch, steps = (
-            privacy.batch_size or job.algorithm.batch_size,
-            privacy.local_steps or job.algorithm.steps,
-        )
-        if steps is None:
-            return None  # How many steps an epoch has, only the silos know.
-        privacy = privacy.model_copy(update={"batch_size": batch, "local_steps": steps})
-    sampling = accountant_for(job.cohort.strategy, population, cohort)
-    return weak_signal(privacy, noise, sampling, dimension, max(1, job.rounds))
+    steps = privacy.local_steps or job.algorithm.steps if isinstance(privacy, ExampleLevel) else 1
+    if noise is None or steps is None:
+        return None  # How many steps a pass over its data takes, only the silo knows.
+    return weak_signal(job, noise, population, dimension)
 
 
 def make_plan(
@@ -191,60 +181,21 @@ def _central(
 ) -> PrivacyPlan:
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
-    cohort = _expected_cohort(job.cohort, population)
-    sampling = accountant_for(job.cohort.strategy, population, cohort)
-    adaptive = _adaptive(privacy, cohort)
-    layers = slices if privacy.clipping == "per_layer" else ()
-    mechanism = CentralDP(privacy.clip_norm, privacy.noise_multiplier or 1.0, cohort, layers, adaptive)
-    charge = mechanism.charge(sampling.fields())
-    if privacy.noise_multiplier is None:
-        assert privacy.epsilon is not None
-        # A charge may state the noise relative to another sensitivity than C; the ratio carries over.
-        relative = charge.parts[0][1] / mechanism.noise_multiplier
-        whole = charge.repeated(max(1, job.rounds))
-        solved = solve_noise(whole, privacy.epsilon, privacy.delta, privacy.accountant, spent)
-        mechanism = replace(mechanism, noise_multiplier=solved.parts[0][1] / relative)
-        charge = mechanism.charge(sampling.fields())
-    return PrivacyPlan(mechanism, charge, sampling.sentence)
+    sampling = sampling_of(job.cohort, population)
+    mechanism = central_noise(privacy, noise_for(job, population, 1, spent), sampling, slices)
+    return PrivacyPlan(mechanism, mechanism.charge(sampling.fields()), sampling.sentence)
 
 
 def _correlated(job: JobConfig, privacy: FtrlLevel, population: int, spent: Sequence[Charge]) -> PrivacyPlan:
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
-    cohort = _expected_cohort(job.cohort, population)
-    separation = privacy.separation or max(1, int(population // cohort))
-    if separation * cohort > population:
-        raise PrivacyError(
-            f"privacy.separation = {separation}: with {cohort:g} clients a round, {separation * cohort:g} "
-            f"are needed before the first may come again, and the population has {population}. "
-            "Lower separation or cohort.size"
-        )
-    noise = privacy.noise_multiplier
-    if noise is None:
-        assert privacy.epsilon is not None
-        # All rounds together are one Gaussian release, whose sensitivity the plan accounts for.
-        whole = gaussian_charge("client", {"sampling": "none"}, 1.0)
-        solved = solve_noise(whole, privacy.epsilon, privacy.delta, privacy.accountant, spent)
-        noise = solved.noise_multiplier
-    rounds = max(1, job.rounds)
-    ftrl = BandedFTRL(privacy.clip_norm, noise, rounds, separation, min(privacy.bands, rounds))
-    sentence = f"A silo contributes at most once in {separation} rounds, which selection enforces."
+    ftrl = correlated_noise(job, noise_for(job, population, 1, spent), population)
+    sentence = f"A silo contributes at most once in {ftrl.separation} rounds, which selection enforces."
+    cohort = sampling_of(job.cohort, population).cohort
     return PrivacyPlan(ftrl.central(cohort), ftrl.charge(1), sentence, ftrl)
 
 
 def _local(job: JobConfig, privacy: ClientLocalLevel, population: int) -> float:
     check_delta(privacy.delta, max(population, privacy.population or 0))
-    # Each silo computes the same again: the sampling makes no difference to it.
-    return noise_for(privacy, accountant_for("none", 1, 1), 1, max(1, job.rounds))
-
-
-def _adaptive(privacy: ClientLevel, cohort: float) -> AdaptiveClip | None:
-    if privacy.clipping != "adaptive":
-        return None
-    return AdaptiveClip.init(privacy.clip_norm, cohort, privacy.quantile, privacy.clip_learning_rate)
-
-
-def _expected_cohort(cohort: CohortTable, population: int) -> float:
-    if cohort.probability is not None:
-        return cohort.probability * population
-    return float(min(cohort.size or population, population))
+    # Each silo computes the same again: the population makes no difference to it.
+    return noise_for(job, 1, 1)

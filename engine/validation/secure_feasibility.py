@@ -7,7 +7,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import DistributedLevel, masking_of
 from roundtable.engine.selection import quorum
-from roundtable.privacy import DistributedDP, SecureRound
+from roundtable.privacy import SecureRound, shared_noise
 from roundtable.privacy.secagg import MINIMUM_COHORT, Least, overrun
 
 FEWEST_GROUPS = 3
@@ -105,7 +105,7 @@ def _fewest_shares(job: JobConfig) -> int:
     """The shares of noise that make up what is promised; fewer must not be unmasked."""
     if not isinstance(job.privacy, DistributedLevel) or job.cohort.size is None:
         return 0
-    return DistributedDP.of_job(job.privacy, 1.0, 1, job.cohort.size).t_min
+    return shared_noise(job, 1.0, 1).survivors
 
 
 def _check_groups(job: JobConfig, aggregation: AggregationConfig, size: int) -> None:

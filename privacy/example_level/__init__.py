@@ -7,7 +7,6 @@ from roundtable.privacy.example_level.dp_sgd import (
     Sources,
     make_private,
     secure_sources,
-    step_charge,
 )
 from roundtable.privacy.example_level.own_account import SiloAccount
 from roundtable.privacy.example_level.per_example_clipping import UnsupportedModel
@@ -23,5 +22,4 @@ __all__ = [
     "check_model",
     "make_private",
     "secure_sources",
-    "step_charge",
 ]

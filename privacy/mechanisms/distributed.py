@@ -25,6 +25,7 @@ from roundtable.privacy.mechanisms.discrete import TableSampler, discrete_gaussi
 from roundtable.privacy.mechanisms.noise import NoiseSource
 from roundtable.privacy.mechanisms.rotation import padded_length, rotate, unrotate
 from roundtable.privacy.secagg.groups import largest_group
+from roundtable.privacy.secagg.parameters import MINIMUM_COHORT
 
 # A rotated entry of the sum beyond six standard deviations wraps around: two in a billion do.
 _DEVIATIONS = 6.0
@@ -41,26 +42,30 @@ _TRIES = 64
 class DistributedDP:
     """The parameters that every silo of a round shares.
 
-    `dimension` is the update's length, `cohort` the most silos that can be in the sum, `t_min` the fewest
-    honest silos whose noise the sum is sure to hold: each adds a share of σ²/t_min, so that any t_min
-    shares make up the claimed σ², and more only add to it. Count colluding silos out of t_min.
-    `noise_multiplier` is σ over the norm of a rounded vector.
+    `dimension` is the update's length, `cohort` the most silos that can be in the sum and `survivors` the
+    fewest. `colluding` of them may be the coordinator's: they add no noise, or say which, and what remains
+    of the sum for the coordinator is that of the honest ones. Each silo adds a share of σ²/`honest`, so that
+    any so many honest shares make up the claimed σ², and more only add to it. `noise_multiplier` is σ over
+    the norm of a rounded vector.
     """
 
     clip_norm: float
     noise_multiplier: float
     dimension: int
     cohort: int
-    t_min: int
+    survivors: int
+    colluding: int = 0
     bits: int = 24
     mechanism: str = "skellam"
 
     def __post_init__(self) -> None:
         if not (self.clip_norm > 0.0 and self.noise_multiplier > 0.0 and self.dimension > 0):
             raise PrivacyError("distributed noise needs clip_norm, noise_multiplier and dimension above 0")
-        if not 1 <= self.t_min <= self.cohort:
+        if not 0 <= self.colluding < self.survivors <= self.cohort:
             raise PrivacyError(
-                f"t_min is {self.t_min}: it must lie between 1 and the cohort of {self.cohort}"
+                f"of a cohort of {self.cohort} silos {self.survivors} may be all that are in a sum, and "
+                f"{self.colluding} may collude: nobody honest is sure to be left whose noise hides a silo. "
+                "Lower privacy.dropout_tolerance or privacy.corruption"
             )
         if not 8 <= self.bits <= 32:
             raise PrivacyError(f"{self.bits} bits: choose 8 to 32, 20 to 24 as a rule")
@@ -74,9 +79,9 @@ class DistributedDP:
 
     @classmethod
     def of_job(
-        cls, privacy: DistributedLevel, noise_multiplier: float, dimension: int, cohort: int
+        cls, privacy: DistributedLevel, noise_multiplier: float, dimension: int, cohort: int, colluding: int
     ) -> DistributedDP:
-        """The parameters of a job; `t_min` leaves room for its `dropout_tolerance`.
+        """The parameters of a job whose sums lose its `dropout_tolerance` and hold `colluding` silos.
 
         With groups each group's sum is published, and has noise of its own: enough in the smallest
         group that can be drawn, and room for the largest.
@@ -84,10 +89,15 @@ class DistributedDP:
         smallest = cohort
         if privacy.group_size is not None:
             smallest, cohort = privacy.group_size, largest_group(privacy.group_size, cohort)
-        t_min = max(1, math.floor((1.0 - privacy.dropout_tolerance) * smallest))
-        return cls(
-            privacy.clip_norm, noise_multiplier, dimension, cohort, t_min, privacy.bits, privacy.mechanism
-        )
+        staying = math.floor((1.0 - privacy.dropout_tolerance) * smallest + 1e-9)
+        survivors = min(smallest, max(MINIMUM_COHORT, staying))
+        numbers = (dimension, cohort, survivors, colluding)
+        return cls(privacy.clip_norm, noise_multiplier, *numbers, privacy.bits, privacy.mechanism)
+
+    @property
+    def honest(self) -> int:
+        """The fewest silos whose noise a sum is sure to hold for somebody who knows that of the others."""
+        return self.survivors - self.colluding
 
     @property
     def length(self) -> int:
@@ -101,7 +111,7 @@ class DistributedDP:
         finest = _FINEST_ROUNDING * self.clip_norm / math.sqrt(self.length)
         gamma = finest
         for _ in range(100):
-            share = self.noise_multiplier * self._bound(gamma) / math.sqrt(self.t_min)
+            share = self.noise_multiplier * self._bound(gamma) / math.sqrt(self.honest)
             total = math.sqrt(spread**2 + self.cohort * (share**2 + gamma**2 / 4.0))
             gamma = max(finest, 2.0 * _DEVIATIONS * total / 2.0**self.bits, share / _LARGEST_SHARE)
         return gamma
@@ -121,8 +131,8 @@ class DistributedDP:
 
     @cached_property
     def share_variance(self) -> Fraction:
-        """The variance of one silo's noise in integer steps: (z Δ₂)² / t_min, rounded up."""
-        wanted = (self.noise_multiplier * self.norm_bound) ** 2 / self.t_min
+        """The variance of one silo's noise in integer steps: (z Δ₂)² / honest, rounded up."""
+        wanted = (self.noise_multiplier * self.norm_bound) ** 2 / self.honest
         return Fraction(math.ceil(wanted * _VARIANCE_STEPS), _VARIANCE_STEPS)
 
     @property
@@ -133,9 +143,9 @@ class DistributedDP:
             unit="client",
             sampling="none",
             parts=(("update", self.noise_multiplier),),
-            grid_std=math.sqrt(self.t_min * float(self.share_variance)),
+            grid_std=math.sqrt(self.honest * float(self.share_variance)),
             dimension=self.length,
-            shares=self.t_min,
+            shares=self.honest,
         )
 
     def sampler(self) -> TableSampler:
@@ -162,12 +172,12 @@ def encode(update: Tensor, params: DistributedDP, seed: bytes, source: NoiseSour
 def decode(total: NDArray[np.uint32], params: DistributedDP, seed: bytes, answered: int) -> Tensor:
     """The noisy sum of the updates, float32 `[params.dimension]`, from the sum of their encodings mod 2^b.
 
-    `answered` silos are in the sum. Raises `PrivacyError` where they are fewer than `t_min` (the noise
+    `answered` silos are in the sum. Raises `PrivacyError` where they are fewer than `survivors` (the noise
     would be less than claimed: nothing may be published) or more than the cohort (it may have wrapped).
     """
-    if not params.t_min <= answered <= params.cohort:
+    if not params.survivors <= answered <= params.cohort:
         raise PrivacyError(
-            f"{answered} silos are in the sum; it is private and exact for {params.t_min} to "
+            f"{answered} silos are in the sum; it is private and exact for {params.survivors} to "
             f"{params.cohort} of "
             "them. Fail the attempt, and allow for more dropouts in the next"
         )

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError
-from roundtable.core.privacy_table import DistributedLevel
 from roundtable.core.seeds import torch_generator
 from roundtable.privacy import (
     DistributedDP,
@@ -22,6 +22,7 @@ from roundtable.privacy import (
     compose,
     decode,
     discrete_gaussian,
+    distributed_noise,
     encode,
     gaussian_charge,
     skellam,
@@ -106,7 +107,7 @@ def test_the_rotation_spreads_a_single_entry() -> None:
 @settings(max_examples=60, deadline=None)
 def test_what_is_encoded_is_never_longer_than_the_noise_assumes(length: int, scale: float, seed: int) -> None:
     """Rounding lengthens a vector: the bound that counts is on the integers, not on the clipped floats."""
-    params = DistributedDP(1.0, 1.0, length, cohort=10, t_min=5)
+    params = DistributedDP(1.0, 1.0, length, cohort=10, survivors=5)
     update = torch.randn(length, generator=torch_generator(seed)) * scale
     clipped = update * min(1.0, 1.0 / float(update.norm()))
     integers = _round(rotate(clipped, SEED).div(params.granularity), params.norm_bound, SecureNoise())
@@ -131,7 +132,7 @@ def noiseless_sum(params: DistributedDP, updates: list[torch.Tensor]) -> torch.T
 @pytest.mark.parametrize("mechanism", ["skellam", "discrete_gaussian"])
 @pytest.mark.parametrize("bits", [16, 20, 32])
 def test_the_sum_decodes_to_the_sum_of_the_clipped_updates(mechanism: str, bits: int) -> None:
-    params = DistributedDP(1.0, 1e-3, 500, cohort=12, t_min=8, bits=bits, mechanism=mechanism)
+    params = DistributedDP(1.0, 1e-3, 500, cohort=12, survivors=8, bits=bits, mechanism=mechanism)
     updates = [torch.randn(500, generator=torch_generator(i)) * 0.2 for i in range(12)]
     clipped = [u * min(1.0, 1.0 / float(u.norm())) for u in updates]
     found = noiseless_sum(params, updates)
@@ -141,7 +142,7 @@ def test_the_sum_decodes_to_the_sum_of_the_clipped_updates(mechanism: str, bits:
 
 
 def test_encodings_are_integers_below_the_modulus_even_where_all_agree() -> None:
-    params = DistributedDP(1.0, 0.5, 200, cohort=10, t_min=10, bits=18)
+    params = DistributedDP(1.0, 0.5, 200, cohort=10, survivors=10, bits=18)
     update = torch.zeros(200)
     update[0] = 100.0
     encoded = encode(update, params, SEED, SecureNoise())
@@ -156,14 +157,14 @@ def test_encodings_are_integers_below_the_modulus_even_where_all_agree() -> None
 @pytest.mark.parametrize("answered", [7, 8, 10])
 def test_with_dropouts_the_variance_never_falls_below_the_claim(mechanism: str, answered: int) -> None:
     """A share of σ² / cohort would leave too little noise when a silo is lost or its update refused."""
-    params = DistributedDP(1.0, 2.0, 40_000, cohort=10, t_min=7, mechanism=mechanism)
+    params = DistributedDP(1.0, 2.0, 40_000, cohort=10, survivors=7, mechanism=mechanism)
     found = noiseless_sum(params, [torch.zeros(40_000)] * answered)
     claimed = params.noise_multiplier * params.norm_bound * params.granularity
     assert float(found.double().var()) == pytest.approx(claimed**2 * answered / 7, rel=0.06)
 
 
-def test_below_t_min_nothing_is_decoded() -> None:
-    params = DistributedDP(1.0, 1.0, 10, cohort=10, t_min=7)
+def test_below_the_fewest_survivors_nothing_is_decoded() -> None:
+    params = DistributedDP(1.0, 1.0, 10, cohort=10, survivors=7)
     zeros = np.zeros(16, dtype=np.uint32)
     for answered in (6, 11):
         with pytest.raises(PrivacyError, match="silos are in the sum"):
@@ -176,15 +177,17 @@ def test_bits_from_20_cost_nothing_against_central_noise_and_too_few_are_refused
     central = compose([gaussian_charge("client", {"sampling": "none"}, 5.0, steps=50)], 1e-5, "rdp")
     for mechanism in ("skellam", "discrete_gaussian"):
         for bits in (20, 24):
-            params = DistributedDP(1.0, 5.0, 1 << 20, cohort=100, t_min=100, bits=bits, mechanism=mechanism)
+            params = DistributedDP(
+                1.0, 5.0, 1 << 20, cohort=100, survivors=100, bits=bits, mechanism=mechanism
+            )
             assert central * 0.999 <= compose([params.charge.repeated(50)], 1e-5) <= central * 1.005
             assert params.norm_bound * params.granularity <= 1.002
     with pytest.raises(PrivacyError, match="bits are too few"):
-        DistributedDP(1.0, 5.0, 1 << 20, cohort=100, t_min=100, bits=12)
+        DistributedDP(1.0, 5.0, 1 << 20, cohort=100, survivors=100, bits=12)
 
 
 def test_the_noise_is_never_repeated_unless_in_simulation() -> None:
-    params = DistributedDP(1.0, 1.0, 100, cohort=4, t_min=3)
+    params = DistributedDP(1.0, 1.0, 100, cohort=4, survivors=3)
     first, second = (encode(torch.zeros(100), params, SEED, SecureNoise()) for _ in range(2))
     assert not np.array_equal(first, second)
     first, second = (encode(torch.zeros(100), params, SEED, SeededNoise(1)) for _ in range(2))
@@ -192,21 +195,56 @@ def test_the_noise_is_never_repeated_unless_in_simulation() -> None:
 
 
 def test_bad_updates_and_parameters_are_refused() -> None:
-    params = DistributedDP(1.0, 1.0, 4, cohort=4, t_min=3)
+    params = DistributedDP(1.0, 1.0, 4, cohort=4, survivors=3)
     with pytest.raises(InvalidUpdate):
         encode(torch.tensor([1.0, float("nan"), 0.0, 0.0]), params, SEED, SecureNoise())
     with pytest.raises(PrivacyError, match="5 entries"):
         encode(torch.zeros(5), params, SEED, SecureNoise())
-    for bad in ({"t_min": 0}, {"t_min": 5}, {"bits": 33}, {"clip_norm": 0.0}, {"noise_multiplier": 0.0}):
+    for bad in (
+        {"survivors": 0},
+        {"survivors": 5},
+        {"bits": 33},
+        {"clip_norm": 0.0},
+        {"noise_multiplier": 0.0},
+    ):
         with pytest.raises(PrivacyError):
             DistributedDP(
-                **{"clip_norm": 1.0, "noise_multiplier": 1.0, "dimension": 4, "cohort": 4, "t_min": 3} | bad
+                **{"clip_norm": 1.0, "noise_multiplier": 1.0, "dimension": 4, "cohort": 4, "survivors": 3}
+                | bad
             )  # type: ignore[arg-type]
 
 
-def test_a_job_leaves_room_for_its_dropouts() -> None:
-    config = DistributedLevel(
-        level="distributed", noise_multiplier=1.0, delta=1e-5, clip_norm=2.0, dropout_tolerance=0.25
-    )
-    params = DistributedDP.of_job(config, 1.5, dimension=100, cohort=10)
-    assert (params.t_min, params.clip_norm, params.noise_multiplier) == (7, 2.0, 1.5)
+def job_of(silos: int, **privacy: object) -> JobConfig:
+    table = {"level": "distributed", "noise_multiplier": 1.5, "delta": 1e-5, "clip_norm": 2.0, **privacy}
+    values = {"task": "t", "cohort": {"size": silos}, "privacy": table}
+    return JobConfig.model_validate(values)
+
+
+def test_a_job_leaves_room_for_its_dropouts_and_its_colluders() -> None:
+    params = distributed_noise(job_of(10, dropout_tolerance=0.25), 100)
+    assert (params.survivors, params.colluding, params.honest) == (7, 3, 4)
+    assert (params.clip_norm, params.noise_multiplier) == (2.0, 1.5)
+    wary = distributed_noise(job_of(10, dropout_tolerance=0.0, corruption=0.5), 100)
+    assert (wary.survivors, wary.colluding, wary.honest) == (10, 5, 5)
+    many = distributed_noise(job_of(100), 100)
+    assert (many.survivors, many.colluding, many.honest) == (70, 20, 50)
+    with pytest.raises(PrivacyError, match="nobody honest is sure to be left"):
+        distributed_noise(job_of(10, dropout_tolerance=0.5, corruption=0.5), 100)
+
+
+@pytest.mark.parametrize("mechanism", ["skellam", "discrete_gaussian"])
+@pytest.mark.parametrize(("silos", "corruption"), [(4, None), (10, None), (10, 0.5), (20, 0.0)])
+def test_colluders_who_know_their_own_noise_see_no_less_than_is_charged(
+    mechanism: str, silos: int, corruption: float | None
+) -> None:
+    """The attack: as few survivors as may be, and the colluders take what they sent out of the sum."""
+    job = job_of(silos, mechanism=mechanism, corruption=corruption, dropout_tolerance=0.2)
+    params = distributed_noise(job, 40_000)
+    sent = [encode(torch.zeros(40_000), params, SEED, SecureNoise()) for _ in range(params.survivors)]
+    known = sent[: params.colluding]
+    left = sum(sent[1:], sent[0].copy()) - sum(known[1:], known[0].copy() if known else np.uint32(0))
+    seen = decode(left & np.uint32((1 << params.bits) - 1), params, SEED, params.survivors)
+    claimed = params.charge.noise_multiplier * params.norm_bound * params.granularity
+    assert float(seen.double().var()) >= claimed**2 * 0.95
+    assert params.charge.shares == params.honest
+    assert params.charge.grid_std >= params.noise_multiplier * params.norm_bound

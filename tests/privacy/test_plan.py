@@ -6,35 +6,87 @@ from pathlib import Path
 
 import pytest
 
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
-from roundtable.core.privacy_table import NoPrivacy, Private, privacy_from
+from roundtable.engine import make_plan
 from roundtable.privacy import (
     PrivacyPlan,
-    accountant_for,
     charges,
     compose,
+    example_charge,
     noise_for,
     plot,
     privacy_plan,
     render,
 )
 
+POPULATION = 1000
 
-def config(level: str = "client", **changes: object) -> Private:
-    fields = {"epsilon": 4.0, "delta": 1e-5, "clip_norm": 1.0, "accountant": "rdp"}
+
+def config(
+    level: str = "client",
+    strategy: str = "poisson",
+    cohort: float = 100,
+    rounds: int = 30,
+    algorithm: dict[str, object] | None = None,
+    **changes: object,
+) -> JobConfig:
+    """A job over 1,000 silos, `cohort` of them expected in a round."""
+    privacy = {"level": level, "epsilon": 4.0, "delta": 1e-5, "clip_norm": 1.0, "accountant": "rdp"}
     if level == "example":
-        fields |= {"population": 2000, "batch_size": 50, "local_steps": 4}
-    privacy = privacy_from({"level": level, **fields, **changes})
-    assert not isinstance(privacy, NoPrivacy)
-    return privacy
-
-
-def plan(
-    job: NoPrivacy | Private, strategy: str = "poisson", cohort: int = 100, dimension: int = 10_000
-) -> PrivacyPlan:
-    return privacy_plan(
-        job, strategy=strategy, population=1000, cohort=cohort, rounds=30, dimension=dimension
+        privacy |= {"population": 2000, "batch_size": 50, "local_steps": 4}
+    how = {"probability": cohort / POPULATION} if strategy == "poisson" else {"size": cohort}
+    if level in ("distributed", "dp_ftrl"):
+        strategy, how = "uniform", {"size": cohort}
+    tables = {"cohort": {"strategy": strategy, **how}, "aggregation": {"weighting": "uniform"}}
+    tables |= {"evaluation": {"every": 0}, "algorithm": algorithm or {}}
+    return JobConfig.model_validate(
+        {"task": "t", "rounds": rounds, "privacy": {**privacy, **changes}, **tables}
     )
+
+
+def plan(job: JobConfig, dimension: int = 10_000) -> PrivacyPlan:
+    return privacy_plan(job, POPULATION, dimension)
+
+
+@pytest.mark.parametrize(
+    ("level", "changes"),
+    [
+        ("client", {"strategy": "poisson", "cohort": 1.4}),
+        ("client", {"strategy": "poisson", "cohort": 2.6, "epsilon": None, "noise_multiplier": 0.9}),
+        ("client", {"strategy": "uniform", "cohort": 30}),
+        ("client", {"strategy": "uniform", "cohort": 1000}),
+        ("client", {"strategy": "round_robin", "clipping": "adaptive", "quantile": 0.7}),
+        ("client", {"strategy": "poisson", "cohort": 12.5, "clipping": "adaptive"}),
+        ("client_local", {}),
+        ("distributed", {"cohort": 40, "corruption": 0.25}),
+        ("dp_ftrl", {"cohort": 300, "bands": 64}),
+        ("dp_ftrl", {"cohort": 30, "separation": 7, "epsilon": None, "noise_multiplier": 2.0}),
+    ],
+)
+def test_the_forecast_is_what_the_ledger_charges(level: str, changes: dict[str, object]) -> None:
+    """At every round that it shows: with a cohort that is no whole number, and whatever the clipping."""
+    job = config(level, rounds=12, **changes)  # type: ignore[arg-type]
+    forecast = plan(job, dimension=64)
+    ledger = make_plan(job, POPULATION, (slice(0, 64),))
+    for row in forecast.rows:
+        rounds = range(1, row.round + 1)
+        charged = [charge for number in rounds if (charge := ledger.charge_of(number) or ledger.silo_charge)]
+        assert len(charged) == row.round
+        assert row.epsilon == pytest.approx(compose(charged, 1e-5, "rdp"), rel=1e-9)
+
+
+@pytest.mark.parametrize("given", [{}, {"epsilon": None, "noise_multiplier": 0.9}])
+@pytest.mark.parametrize("steps", [{"local_steps": 4}, {"local_steps": None}])
+def test_the_forecast_of_an_example_level_job_is_what_a_silo_charges(
+    given: dict[str, object], steps: dict[str, object]
+) -> None:
+    job = config("example", rounds=3, algorithm={"epochs": 2}, **given, **steps)
+    forecast = plan(job)
+    charged = example_charge(job, 2000)
+    assert charged.steps == (4 if steps["local_steps"] else 80)
+    for row in forecast.rows:
+        assert row.epsilon == pytest.approx(compose([charged.repeated_by(row.round)], 1e-5, "rdp"), rel=1e-9)
 
 
 @pytest.mark.parametrize("level", ["client", "client_local", "distributed", "example", "dp_ftrl"])
@@ -55,40 +107,36 @@ def test_a_given_noise_is_costed_and_a_budget_that_it_breaks_is_named() -> None:
     assert any("the job will stop early" in warning for warning in found.warnings)
 
 
-@pytest.mark.parametrize("strategy", ["round_robin", "reliability", "online"])
+@pytest.mark.parametrize("strategy", ["round_robin", "reliability"])
 def test_a_strategy_without_amplification_gets_none_and_is_told(strategy: str) -> None:
-    found = plan(config(), strategy)
+    found = plan(config(strategy=strategy))
     assert found.noise_multiplier > 4 * plan(config()).noise_multiplier
     assert any(strategy in warning and "amplifies nothing" in warning for warning in found.warnings)
 
 
 def test_fixed_size_sampling_is_charged_as_such() -> None:
     """Charging a fixed cohort as if it were a Poisson sample would claim too little."""
-    sampling = accountant_for("uniform", 1000, 100)
-    noise = noise_for(config(), sampling, 10, 30)
-    assert 3.9 < compose(charges(config(), noise, sampling, 10, 30, 30), 1e-5, "rdp") <= 4.0
-    as_poisson = charges(config(), noise, accountant_for("poisson", 1000, 100), 10, 30, 30)
+    noise = noise_for(config(strategy="uniform"), POPULATION, 10)
+    as_drawn = charges(config(strategy="uniform"), noise, POPULATION, 10, 30)
+    assert 3.9 < compose(as_drawn, 1e-5, "rdp") <= 4.0
+    as_poisson = charges(config(), noise, POPULATION, 10, 30)
     assert compose(as_poisson, 1e-5, "rdp") < 2.0
 
 
-def test_an_expected_cohort_need_not_be_whole() -> None:
-    assert accountant_for("poisson", 1000, 1.4).fields()["rate"] == 0.0014
-
-
 def test_a_cohort_too_small_for_any_signal_is_warned_of_with_the_ratio() -> None:
-    small = plan(config(), cohort=2, dimension=1_000_000)
+    small = plan(config(cohort=2), dimension=1_000_000)
     assert small.rows[-1].signal_to_noise < 1
     assert any(
         "drowns" in warning and f"{small.rows[-1].signal_to_noise:.2g}" in warning
         for warning in small.warnings
     )
-    large = plan(config(), cohort=500, dimension=100)
+    large = plan(config(cohort=500), dimension=100)
     assert large.rows[-1].signal_to_noise > 50
     assert not any("drowns" in warning or "Little signal" in warning for warning in large.warnings)
 
 
 def test_amplified_sampling_and_correlated_noise_are_compared() -> None:
-    found = {each.name: each for each in plan(config(), cohort=10).alternatives}
+    found = {each.name: each for each in plan(config(cohort=10)).alternatives}
     poisson, plain, ftrl = (
         found[name] for name in sorted(found, key=lambda n: ("Poisson" not in n, "FTRL" in n))
     )
@@ -113,9 +161,9 @@ def test_noise_under_which_nothing_is_left_is_still_costed(accountant: str) -> N
 
 def test_jobs_that_cannot_be_planned_are_refused() -> None:
     with pytest.raises(PrivacyError, match="no privacy to plan"):
-        plan(NoPrivacy())
-    with pytest.raises(PrivacyError, match="batch_size"):
-        plan(config("example", batch_size=None))
+        plan(JobConfig(task="t"))
+    with pytest.raises(PrivacyError, match=r"needs privacy\.population"):
+        plan(config("example", population=None))
 
 
 def test_the_plot_is_an_image(tmp_path: Path) -> None:

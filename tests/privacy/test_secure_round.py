@@ -102,7 +102,7 @@ def test_shares_of_noise_carry_no_exact_numbers_beside_them() -> None:
     sources = [round.encode(row, 7, 1.0, noise=SeededNoise(1, i)) for i, row in enumerate(rows)]
     mean = round.decode(plain_sum(sources, round.parameters).total, 4, 4)
     noise = mean.vector.numpy() - rows.mean(axis=0)
-    # Each share has the variance of half of (0.5 · 1)²: two of four may be lost.
+    # Each share has half the variance (0.5 · 1)²: one of four may be lost, and one may collude.
     assert noise.std() == pytest.approx(0.5 * math.sqrt(4 / 2) / 4, rel=0.1)
     assert not mean.training
     assert Charge.from_json(mean.account["charge"]).mechanism == "skellam"

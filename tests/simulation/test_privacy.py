@@ -71,9 +71,9 @@ def test_noise_in_shares(run):
     assert torch.equal(private.model.vector, real.model.vector)
     clipped = run(**UNIFORM, privacy={**CENTRAL, "noise_multiplier": 1e-5}, rounds=1, cohort__size=8)
     spread = (private.model.vector - clipped.model.vector).std()
-    # Eight shares of variance 1/6 each, divided by eight clients: 0.144.
+    # Six of eight may be all, and two of them may collude: eight shares of variance 1/4, over eight: 0.177.
     assert private.status == "finished"
-    assert 0.12 < spread < 0.17
+    assert 0.15 < spread < 0.21
     charge = private.history.records[0].charge
     assert json.loads(json.dumps(charge))["level"] == "distributed"
 

@@ -39,18 +39,7 @@ def plan(file: Path, overrides: dict[str, Any], image: Path | None, as_json: boo
 
     prepared = prepare(file, overrides)
     job = prepared.job
-    population = likely_population(job)
-    cohort = min(job.cohort.size or population, population)
-    if job.cohort.probability is not None:
-        cohort = max(1, round(job.cohort.probability * population))
-    found = privacy_plan(
-        job.privacy,
-        strategy=job.cohort.strategy,
-        population=population,
-        cohort=cohort,
-        rounds=job.rounds,
-        dimension=prepared.model.layout.size,
-    )
+    found = privacy_plan(job, likely_population(job), prepared.model.layout.size)
     if image is not None:
         plot(found, image)
     if as_json:
