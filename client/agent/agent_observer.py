@@ -46,7 +46,8 @@ class AgentObserver:
     """One for the life of an agent. `silo` is its name."""
 
     def __init__(self, silo: str, tracer: Tracer | None = None) -> None:
-        self.silo, self.tally = silo, Tally()
+        self.silo = silo
+        self.tally = Tally()
         self._tracer = tracer or Tracer(silo)
         self.figures: dict[str, float] = {}
         self._doing: dict[StepKey, _Doing] = {}
@@ -108,8 +109,11 @@ class AgentPage:
         connected: Callable[[], bool],
         spooled: Callable[[], int],
     ) -> None:
-        self._state, self._credentials, self._observer = state, credentials, observer
-        self._connected, self._spooled = connected, spooled
+        self._state = state
+        self._credentials = credentials
+        self._observer = observer
+        self._connected = connected
+        self._spooled = spooled
         self._interval = Interval(_GPU_SECONDS)
         self._gpus: list[tuple[str, list[float]]] = []
 
@@ -129,14 +133,14 @@ class AgentPage:
             ("updates", "uploads by how they were answered", ("result",)),
             ("connections", "connections that were made", ()),
         ):
-            found = {key: float(count) for key, count in tally.of(name).items()}
-            page.counter(f"roundtable_agent_{name}", text, found, labels)
+            counts = {key: float(count) for key, count in tally.of(name).items()}
+            page.counter(f"roundtable_agent_{name}", text, counts, labels)
         text = "how long downloads, training, evaluations and uploads took"
         spreads = tally.spreads_of("activity")
         page.histogram("roundtable_agent_activity_seconds", text, spreads, "activity")
-        told = self._observer.figures
+        newest = self._observer.figures
         for name, text in STEP_GAUGES.items():
-            page.gauge(f"roundtable_agent_step_{name}", text, {(): told[name]} if name in told else {})
+            page.gauge(f"roundtable_agent_step_{name}", text, {(): newest[name]} if name in newest else {})
         await self._gpu(page)
         return page.made
 
@@ -149,8 +153,8 @@ class AgentPage:
             (2, "memory_size_bytes", "GPU memory in all", 1 << 20),
             (3, "temperature_celsius", "the GPU's temperature", 1.0),
         ):
-            found = {(gpu,): values[place] * factor for gpu, values in self._gpus}
-            page.gauge(f"roundtable_gpu_{name}", text, found, ("gpu",))
+            by_gpu = {(gpu,): values[place] * factor for gpu, values in self._gpus}
+            page.gauge(f"roundtable_gpu_{name}", text, by_gpu, ("gpu",))
 
 
 async def gpus() -> list[tuple[str, list[float]]]:
@@ -163,20 +167,20 @@ async def gpus() -> list[tuple[str, list[float]]]:
         program, *query, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     try:
-        told, _ = await asyncio.wait_for(process.communicate(), _GPU_SECONDS)
+        output, _ = await asyncio.wait_for(process.communicate(), _GPU_SECONDS)
     except TimeoutError:
         process.kill()
         return []
-    return list(_readable(told.decode()))
+    return list(_readable(output.decode()))
 
 
 def _readable(text: str) -> list[tuple[str, list[float]]]:
-    found = []
+    readable = []
     for line in text.splitlines():
         index, *values = [part.strip() for part in line.split(",")]
         try:
-            found.append((index, [float(value) for value in values]))
+            readable.append((index, [float(value) for value in values]))
         except ValueError:
             # "[N/A]": a driver that does not tell.
             continue
-    return [(index, values) for index, values in found if len(values) == len(_GPU_QUERY)]
+    return [(index, values) for index, values in readable if len(values) == len(_GPU_QUERY)]

@@ -44,7 +44,8 @@ class Backoff:
     """
 
     def __init__(self, first: float = 0.2, limit: float = 30.0) -> None:
-        self._first, self._limit = first, limit
+        self._first = first
+        self._limit = limit
         self._random = random.Random()
         self.reset()
 
@@ -173,8 +174,8 @@ async def explain(error: grpc.aio.AioRpcError, address: str, credentials: Path) 
         )
     try:
         await asyncio.to_thread(check_connection, address, credentials)
-    except RoundtableError as found:
-        return found
+    except RoundtableError as cause:
+        return cause
     if details == _UNTOLD:
         details = "it ended while this agent was writing; the next attempt may learn why"
     return UnavailableError(f"the connection to {address} failed: {details} ({code.name})")

@@ -29,9 +29,9 @@ class CoordinatorMemory:
         self._coordinator = ""
         self._seen: dict[str, tuple[int, int]] = {}
         try:
-            found = json.loads(path.read_bytes())
-            self._coordinator = str(found["coordinator"])
-            self._seen = {job: (int(round), int(attempt)) for job, (round, attempt) in found["seen"].items()}
+            values = json.loads(path.read_bytes())
+            self._coordinator = str(values["coordinator"])
+            self._seen = {job: (int(round), int(attempt)) for job, (round, attempt) in values["seen"].items()}
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError, AttributeError) as error:

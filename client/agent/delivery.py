@@ -35,7 +35,9 @@ class Delivery:
     """Delivers what lies in the spool, however often the connection breaks."""
 
     def __init__(self, link: Link, spool: Spool, reporter: StepReporter) -> None:
-        self._link, self._spool, self._reporter = link, spool, reporter
+        self._link = link
+        self._spool = spool
+        self._reporter = reporter
         self._delivered: OrderedDict[str, Finished] = OrderedDict()
 
     async def deliver(self, finished: Finished, fresh: bool) -> agent_pb2.UploadReceipt:

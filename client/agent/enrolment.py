@@ -60,9 +60,9 @@ def enroll(coordinator: str, invitation: Invitation, folder: Path, seal: bytes |
         requests=requests_of(node, identity),
     )
     with _calling(address), _channel(address, ca) as stub:
-        found = stub.Enroll(request, timeout=_SECONDS)
+        response = stub.Enroll(request, timeout=_SECONDS)
     x.write_new(
-        folder, {CA_CERTIFICATE: ca, NODE_CERTIFICATE: found.node, IDENTITY_CERTIFICATE: found.identity}
+        folder, {CA_CERTIFICATE: ca, NODE_CERTIFICATE: response.node, IDENTITY_CERTIFICATE: response.identity}
     )
     if seal:
         os.environ.setdefault(x.PASSPHRASE, seal.decode())

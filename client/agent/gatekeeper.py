@@ -35,7 +35,8 @@ class Gatekeeper:
     """One for the life of an agent."""
 
     def __init__(self, config: AgentConfig, name: str) -> None:
-        self._config, self._name = config, name
+        self._config = config
+        self._name = name
         self.rules = config.rules()
         self._jobs = KnownJobs(config.state)
         self.silo_log = SiloLog(config.state / NAME, config.credentials)
@@ -126,14 +127,14 @@ class Gatekeeper:
     def _introduced(
         self, step: StepKey, instruction: agent_pb2.Instruction, digest: str, job: JobConfig
     ) -> KnownJob:
-        said, submitter = instruction.submission, ""
-        if said.signature:
-            values = {"config": digest, "model": said.initial_model, "request": said.request_id}
+        submission, submitter = instruction.submission, ""
+        if submission.signature:
+            values = {"config": digest, "model": submission.initial_model, "request": submission.request_id}
             ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
-            check_submission(said.certificate, ca, values, said.signature, said.submitter)
-            self.revocations.check(said.certificate, f"the signer of job {step.job}")
-            submitter = said.submitter
-            if (other := self._jobs.of_request(said.request_id)) is not None:
+            check_submission(submission.certificate, ca, values, submission.signature, submission.submitter)
+            self.revocations.check(submission.certificate, f"the signer of job {step.job}")
+            submitter = submission.submitter
+            if (other := self._jobs.of_request(submission.request_id)) is not None:
                 raise IdentityError(
                     f"job {step.job} shows the signature of {other.id}: nobody has submitted it again"
                 )
@@ -143,8 +144,8 @@ class Gatekeeper:
             instruction.job_config,
             job.task,
             submitter,
-            said.request_id if submitter else "",
-            said.initial_model if submitter else "",
+            submission.request_id if submitter else "",
+            submission.initial_model if submitter else "",
             time.time(),
         )
         self._jobs.remember(known)

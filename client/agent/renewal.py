@@ -63,12 +63,12 @@ async def _renewed(stub: agent_pb2_grpc.AgentsAsyncStub, folder: Path) -> bool:
     node, identity = x.load_key(folder / NODE_KEY), x.load_key(folder / IDENTITY_KEY)
     try:
         with calling("the certificate could not be renewed"):
-            found = await stub.Renew(requests_of(node, identity), timeout=30.0)
+            response = await stub.Renew(requests_of(node, identity), timeout=30.0)
     except (ProtocolError, UnavailableError) as error:
         _log.warning("%s; trying again", error)
         return False
-    x.replace(folder / IDENTITY_CERTIFICATE, found.identity)
-    x.replace(folder / NODE_CERTIFICATE, found.node)
+    x.replace(folder / IDENTITY_CERTIFICATE, response.identity)
+    x.replace(folder / NODE_CERTIFICATE, response.node)
     _log.info("the certificate was renewed until %s", f"{load_credentials(folder).expires:%Y-%m-%d %H:%M}")
     return True
 

@@ -24,8 +24,11 @@ class Revocations:
     """Cheap to ask before each connection and each step: files are read when they have changed."""
 
     def __init__(self, credentials: Path, state: Path) -> None:
-        self._credentials, self._kept = credentials, state / CRL
-        self._known, self._seen, self._complaint = NOTHING, (-1, -1), ""
+        self._credentials = credentials
+        self._kept = state / CRL
+        self._known = NOTHING
+        self._seen = (-1, -1)
+        self._complaint = ""
 
     def current(self) -> RevocationList:
         """The list to go by; IdentityError for one in the credentials folder that the root has not signed."""
@@ -57,8 +60,8 @@ class Revocations:
         """Until another list counts than the one a connection was opened under; then UnavailableError."""
         while True:
             if self.current().serials != known.serials:
-                said = "the list of revoked certificates has changed, and the connection is made anew"
-                raise UnavailableError(said)
+                reason = "the list of revoked certificates has changed, and the connection is made anew"
+                raise UnavailableError(reason)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _take(self, found: RevocationList, source: Path | str) -> None:

@@ -95,7 +95,8 @@ class MaskingAttempt:
     """One attempt at this silo."""
 
     def __init__(self, client: SecAggClient, round: SecureRound | None) -> None:
-        self.client, self._round = client, round
+        self.client = client
+        self._round = round
         self.advert = client.advertise() if round is not None else b""
         self._settled = asyncio.Event()
         self._failure = ""
@@ -124,7 +125,8 @@ class SecureAttempts:
     """Every attempt of secure aggregation that this silo takes part in."""
 
     def __init__(self, config: AgentConfig, name: str) -> None:
-        self._config, self._name = config, name
+        self._config = config
+        self._name = name
         self._folder = config.state / PHASE
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._attempts: dict[StepKey, MaskingAttempt] = {}
@@ -234,8 +236,8 @@ class SecureAttempts:
         path = self._file(_key(step), "done")
         if not path.exists():
             return None
-        said = path.read_bytes()
-        return said[_DIGEST_BYTES:] if said[:_DIGEST_BYTES] == blake3(message).digest() else None
+        kept = path.read_bytes()
+        return kept[_DIGEST_BYTES:] if kept[:_DIGEST_BYTES] == blake3(message).digest() else None
 
     def recover(self) -> None:
         """Takes up the attempts of an earlier process that had masked their vector."""
@@ -274,18 +276,18 @@ class SecureAttempts:
         """Names and keys of the peers, each vouched for by this silo's own authority and nobody else."""
         authority = load_credentials(self._config.credentials).ca
         from_root = self._config.policy.identities == "root"
-        found: dict[str, tuple[bytes, bytes]] = {}
+        directory: dict[str, tuple[bytes, bytes]] = {}
         try:
             for certificate in identities:
                 name, key = verify_identity(certificate, authority, from_root=from_root)
                 self._revocations.check(certificate, f"the silo {name!r}")
-                if found.setdefault(name, (key, certificate))[0] != key:
+                if directory.setdefault(name, (key, certificate))[0] != key:
                     raise WorkFailed("refused", f"the coordinator announces two identities for {name}")
             if not from_root:
-                self._peers.meet(found, authority)
+                self._peers.meet(directory, authority)
         except IdentityError as error:
             raise WorkFailed("refused", f"a peer cannot be trusted: {error}") from error
-        return {name: key for name, (key, _) in found.items()}
+        return {name: key for name, (key, _) in directory.items()}
 
     def _memory(self) -> FileReleases:
         if self._releases is None:

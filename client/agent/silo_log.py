@@ -28,7 +28,8 @@ class SiloLog:
     """Appends lines; each is on disk when `note` returns. Signed every twenty entries, and at the end."""
 
     def __init__(self, path: Path, credentials: Path) -> None:
-        self._path, self._credentials = path, credentials
+        self._path = path
+        self._credentials = credentials
         self._last, self._sealed = _tail(path)
 
     def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:

@@ -97,12 +97,14 @@ class Spool:
 
     def recover(self) -> list[Finished]:
         """What an earlier process finished and did not deliver; what is incomplete or damaged is removed."""
-        found = list(self._readable())
-        kept = {path for item in found for path in (self.bytes_of(item.step), self._description(item.step))}
+        finished = list(self._readable())
+        kept = {
+            path for item in finished for path in (self.bytes_of(item.step), self._description(item.step))
+        }
         for path in self._folder.iterdir():
             if path not in kept:
                 path.unlink()
-        return sorted(found, key=lambda item: item.step)
+        return sorted(finished, key=lambda item: item.step)
 
     def _readable(self) -> Iterator[Finished]:
         for path in self._folder.glob("*.json"):

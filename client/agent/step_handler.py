@@ -59,8 +59,13 @@ class StepHandler:
         models: ModelCache,
         spool: Spool,
     ) -> None:
-        self._config, self._observer, self._client = config, observer, observer.silo
-        self._link, self._trainer, self._models, self._spool = link, trainer, models, spool
+        self._config = config
+        self._observer = observer
+        self._client = observer.silo
+        self._link = link
+        self._trainer = trainer
+        self._models = models
+        self._spool = spool
         self._secure = SecureAttempts(config, self._client)
         self.gate = Gatekeeper(config, self._client)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
@@ -176,8 +181,8 @@ class StepHandler:
             async with asyncio.timeout(self.gate.seconds(instruction.deadline_seconds)):
                 await self._answer(step, instruction)
         except TimeoutError:
-            said = f"the silo did not finish within the {instruction.deadline_seconds:.0f} s that were left"
-            self._fail(step, WorkFailed("slow_node", said))
+            reason = f"the silo did not finish within the {instruction.deadline_seconds:.0f} s that were left"
+            self._fail(step, WorkFailed("slow_node", reason))
         except RoundtableError as error:
             self._fail(step, error)
         except OSError as error:
@@ -250,8 +255,8 @@ class StepHandler:
         try:
             answer = self._secure.handle(step, message)
         except (WorkFailed, ResourceError) as error:
-            found = diagnose(error)
-            failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
+            diagnosis = diagnose(error)
+            failure = agent_pb2.Failure(step=step.message(), kind=diagnosis.kind, detail=diagnosis.detail)
             self._link.send(agent_pb2.FromAgent(failure=failure))
             return
         if answer is not None:
@@ -345,11 +350,13 @@ class StepHandler:
         self._spawn(self._working, step, self._work(step, instruction))
 
     def _fail(self, step: StepKey, error: Exception) -> None:
-        found = diagnose(error)
-        self._observer.ended(step, found.kind, found.detail)
+        diagnosis = diagnose(error)
+        self._observer.ended(step, diagnosis.kind, diagnosis.detail)
         trace = error.trace if isinstance(error, WorkFailed) else ""
-        _log.error("%s: failed (%s): %s%s", step, found.kind, found.detail, f"\n{trace}" if trace else "")
-        failure = agent_pb2.Failure(step=step.message(), kind=found.kind, detail=found.detail)
+        _log.error(
+            "%s: failed (%s): %s%s", step, diagnosis.kind, diagnosis.detail, f"\n{trace}" if trace else ""
+        )
+        failure = agent_pb2.Failure(step=step.message(), kind=diagnosis.kind, detail=diagnosis.detail)
         self._remember(step, agent_pb2.FromAgent(failure=failure))
         self._asked.pop(step, None)
         self._spool.remove(step)

@@ -21,7 +21,8 @@ class StepReporter:
     """Tells of progress, seldom enough that the control stream stays small."""
 
     def __init__(self, link: Link, observer: AgentObserver) -> None:
-        self._link, self._observer = link, observer
+        self._link = link
+        self._observer = observer
         self._told: dict[StepKey, float] = {}
 
     def report(

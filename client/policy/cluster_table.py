@@ -29,10 +29,10 @@ def parse_bytes(value: str | int | float) -> int:
     """80GiB, 500MB or a number of bytes; ConfigError for anything else."""
     if isinstance(value, (int, float)):
         return int(value)
-    found = _BYTES.match(value)
-    if found is None or found[2] not in _UNITS:
+    match = _BYTES.match(value)
+    if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{value!r} is no amount of memory; write it as 80GiB, 500MB or bytes")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _memory(value: object) -> object:

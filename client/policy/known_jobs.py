@@ -39,15 +39,16 @@ class KnownJobs:
     """Both folders, below the agent's state folder."""
 
     def __init__(self, state: Path) -> None:
-        self._known, self._approved = state / "jobs" / "known", state / "jobs" / "approved"
+        self._known = state / "jobs" / "known"
+        self._approved = state / "jobs" / "approved"
         self._jobs: dict[str, KnownJob] = {}
 
     def get(self, job: str) -> KnownJob | None:
         """The job as the agent knows it."""
         path = self._known / f"{job}.json"
-        if job not in self._jobs and (found := _read(path)) is not None:
+        if job not in self._jobs and (known := _read(path)) is not None:
             try:
-                self._jobs[job] = KnownJob(**found)
+                self._jobs[job] = KnownJob(**known)
             except TypeError as error:
                 raise ResourceError(f"{path} is none of this version: {error}; delete it") from error
         return self._jobs.get(job)
@@ -65,16 +66,18 @@ class KnownJobs:
     def all(self) -> list[KnownJob]:
         """Every job, the newest first."""
         names = [path.stem for path in self._known.glob("*.json")]
-        found = [job for name in names if (job := self.get(name)) is not None]
-        return sorted(found, key=lambda job: -job.first)[:_KEPT]
+        jobs = [job for name in names if (job := self.get(name)) is not None]
+        return sorted(jobs, key=lambda job: -job.first)[:_KEPT]
 
     def find(self, wanted: str) -> KnownJob:
         """By its identifier or a unique prefix; ConfigError for a job that the agent was never asked for."""
-        found = [job for job in self.all() if job.id.startswith(wanted)]
-        if len(found) != 1:
-            said = "several jobs begin so" if found else "the coordinator has not asked for such a job yet"
-            raise ConfigError(f"{wanted!r}: {said}; `roundtable client jobs` lists them")
-        return found[0]
+        matching = [job for job in self.all() if job.id.startswith(wanted)]
+        if len(matching) != 1:
+            reason = (
+                "several jobs begin so" if matching else "the coordinator has not asked for such a job yet"
+            )
+            raise ConfigError(f"{wanted!r}: {reason}; `roundtable client jobs` lists them")
+        return matching[0]
 
     def approve(self, job: KnownJob) -> None:
         """Allows a job as it is known here."""
@@ -84,15 +87,15 @@ class KnownJobs:
 
     def approval(self, job: KnownJob) -> dict[str, Any] | None:
         """Who allowed exactly this configuration, and when; None if nobody has."""
-        found = _read(self._approved / f"{job.id}.json")
-        return found if found is not None and found.get("digest") == job.digest else None
+        approved = _read(self._approved / f"{job.id}.json")
+        return approved if approved is not None and approved.get("digest") == job.digest else None
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ResourceError(f"{path} cannot be read: {error}; restore it or delete it") from error
-    return found if isinstance(found, dict) else None
+    return values if isinstance(values, dict) else None

@@ -55,8 +55,8 @@ class KnownPeers:
 
     def _read(self) -> dict[str, dict[str, str | float]]:
         try:
-            found = json.loads(self._path.read_bytes()).items()
-            return {name: {"key": str(one["key"]), "since": float(one["since"])} for name, one in found}
+            entries = json.loads(self._path.read_bytes()).items()
+            return {name: {"key": str(one["key"]), "since": float(one["since"])} for name, one in entries}
         except FileNotFoundError:
             return {}
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:

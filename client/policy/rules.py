@@ -117,7 +117,11 @@ class PolicyTable(Table):
             "max_gpus": f"training sees at most {most} GPU{plural}" if most else "training sees no GPU",
             "max_gpu_memory": f"training may hold {self.max_gpu_memory} of each GPU's memory",
         }
-        return [f"{said} ([policy] {key})" for key, said in lines.items() if getattr(self, key) is not None]
+        return [
+            f"{sentence} ([policy] {key})"
+            for key, sentence in lines.items()
+            if getattr(self, key) is not None
+        ]
 
     @field_validator("max_memory", "max_gpu_memory")
     @classmethod
@@ -182,14 +186,14 @@ class Rules:
         if table is None or table.blake3 is None:
             return
         try:
-            found = hash_of_task(reference, self.folder)
+            digest = hash_of_task(reference, self.folder)
         except TaskError as error:
             yield str(error)
             return
-        if found != table.blake3:
+        if digest != table.blake3:
             yield (
                 f"the code of the task {name!r} is not the one that was allowed: its hash begins with "
-                f"{found[:12]}, [tasks.{name}] blake3 with {table.blake3[:12]}"
+                f"{digest[:12]}, [tasks.{name}] blake3 with {table.blake3[:12]}"
             )
 
     def _to_submitter(self, submitter: str | None) -> Iterator[str]:
@@ -260,18 +264,18 @@ def _to_level(job: JobConfig, rule: str, most: float | None, unit: str) -> Itera
 
 
 def _size(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    size = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+    match = _SIZE.fullmatch(text.strip())
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
     if size <= 0:
         raise ValueError(f'{text!r} is no size of memory; write "8GiB" or "500MiB"')
     return size
 
 
 def _hours(text: str) -> tuple[time, time]:
-    found = _HOURS.fullmatch(text.strip())
+    match = _HOURS.fullmatch(text.strip())
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        return time(int(found[1]), int(found[2])), time(int(found[3]), int(found[4]))
+        return time(int(match[1]), int(match[2])), time(int(match[3]), int(match[4]))
     except ValueError:
         raise ValueError(f'{text!r} is no span of hours; write "20:00-06:00"') from None

@@ -22,10 +22,10 @@ def hash_of_task(reference: str, folder: Path) -> str:
     if place.endswith(".py"):
         return _of_files([folder / place], folder)
     if ":" not in reference:
-        found = [point for point in entry_points(group=ENTRY_POINTS) if point.name == reference]
-        if not found:
+        points = [point for point in entry_points(group=ENTRY_POINTS) if point.name == reference]
+        if not points:
             return _of_files([folder / f"{place}.py"], folder)
-        place = found[0].module
+        place = points[0].module
     top = place.split(".")[0]
     inside = folder / top
     for candidate in (inside, inside.with_suffix(".py")):

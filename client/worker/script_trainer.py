@@ -105,8 +105,8 @@ class Round:
 
     def _refuse(self) -> None:
         if not self._answer.done():
-            said = "the silo's script went on without submitting anything for this round"
-            self._answer.set_exception(WorkFailed("refused", said))
+            reason = "the silo's script went on without submitting anything for this round"
+            self._answer.set_exception(WorkFailed("refused", reason))
 
 
 class ScriptTrainer:
@@ -121,7 +121,8 @@ class ScriptTrainer:
     ) -> None:
         self.rounds: queue.Queue[Round | None] = queue.Queue()
         self._state = SiloState(jobs)
-        self._accounts, self._limit = jobs.parent / "privacy", (epsilon, delta)
+        self._accounts = jobs.parent / "privacy"
+        self._limit = (epsilon, delta)
         self._evaluate = evaluate
 
     async def start(self) -> None:
@@ -154,8 +155,8 @@ class ScriptTrainer:
         if self._evaluate is None:
             return {}
         local = self._state.load(work.step.job, before=work.step.round + 1)
-        found = await asyncio.to_thread(self._evaluate, Round(work, local))
-        return checked(found, self._evaluate)
+        metrics = await asyncio.to_thread(self._evaluate, Round(work, local))
+        return checked(metrics, self._evaluate)
 
     def release(self, job: str) -> None:
         """See Trainer: the script's loop ends."""

@@ -78,15 +78,15 @@ def main() -> None:
 
 def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
     order = Order(**command["order"])
-    told = 0.0
+    reported = 0.0
 
     def progress(done: int, total: int, loss: float) -> None:
-        nonlocal told
+        nonlocal reported
         if commands.withdrawn == command["number"]:
             raise Stopped
         now = time.monotonic()
-        if now - told >= _PROGRESS_SECONDS:
-            told = now
+        if now - reported >= _PROGRESS_SECONDS:
+            reported = now
             _say(answers, {"progress": [done, total, loss if math.isfinite(loss) else None]})
 
     def work() -> dict[str, Any]:
@@ -107,10 +107,10 @@ def _attempt(answers: TextIO, work: Any) -> Any:
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
-        found = diagnose(error)
+        diagnosis = diagnose(error)
         # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process.
-        leaving = found.kind in _FATAL
-        _say(answers, {"failed": asdict(found), "leaving": leaving})
+        leaving = diagnosis.kind in _FATAL
+        _say(answers, {"failed": asdict(diagnosis), "leaving": leaving})
         if leaving:
             os._exit(1)
         return None

@@ -64,9 +64,9 @@ class WorkerTrainer:
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer."""
         answer = await self._do("train", work, progress)
-        found = answer["trained"]
-        metrics = {name: (value, count) for name, (value, count) in found["metrics"].items()}
-        return TrainedUpdate(found["digest"], found["size"], found["examples"], metrics)
+        update = answer["trained"]
+        metrics = {name: (value, count) for name, (value, count) in update["metrics"].items()}
+        return TrainedUpdate(update["digest"], update["size"], update["examples"], metrics)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
@@ -101,8 +101,10 @@ class WorkerTrainer:
                 first = failure
                 self._halvings[key] = halvings + 1
                 count = part_of_batch(work.job, halvings + 1, evaluation=verb == "evaluate")
-                said = f"reduced the batch size: no more than {count} examples in memory at once, from now on"
-                work.trouble(failure.kind, failure.detail, said)
+                action = (
+                    f"reduced the batch size: no more than {count} examples in memory at once, from now on"
+                )
+                work.trouble(failure.kind, failure.detail, action)
 
     def _most_halvings(self, verb: str, work: StepWork) -> int:
         """Of a batch, until it is one example; none where parts of a batch are not the same training."""
@@ -208,9 +210,9 @@ class _Child:
                 done, total, loss = message["progress"]
                 progress(done, total, math.nan if loss is None else loss)
             elif "failed" in message:
-                found = message["failed"]
+                failure = message["failed"]
                 self._leaving = message["leaving"]
-                raise WorkFailed(found["kind"], found["detail"], found["trace"])
+                raise WorkFailed(failure["kind"], failure["detail"], failure["trace"])
             elif "ready" in message:
                 _log.debug("the training process is ready on %s", message["ready"])
             else:
@@ -263,9 +265,9 @@ def order_of_work(work: StepWork) -> Order:
     )
 
 
-def _post_mortem(code: int, kills_before: int | None, said: list[str]) -> WorkFailed:
+def _post_mortem(code: int, kills_before: int | None, output: list[str]) -> WorkFailed:
     """Why the process is gone, from its exit status and the kernel's counter of out-of-memory kills."""
-    trace = "\n".join(said)
+    trace = "\n".join(output)
     if code >= 0:
         return WorkFailed("node_failure", f"the training process ended with status {code}", trace)
     name = signal.Signals(-code).name

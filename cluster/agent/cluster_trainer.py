@@ -19,7 +19,7 @@ from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings
 from roundtable.client.worker.worker_trainer import order_of_work
-from roundtable.cluster.agent.device_probe import answers
+from roundtable.cluster.agent.device_probe import computes
 from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.preflight import check_interface
 from roundtable.cluster.plan.resources import Resources, allowed_resources
@@ -38,11 +38,11 @@ _LINE_LIMIT = 16 << 20
 
 
 class _Lost(Exception):
-    """The group's connection is gone, or it said nothing for too long."""
+    """The connection to rank 0 is gone, or was silent for too long."""
 
 
 class ClusterTrainer:
-    """Gives orders to rank 0; a rank that dies takes the group with it, which starts again and goes on."""
+    """Gives orders to rank 0; where a rank dies the whole group is started again, and goes on."""
 
     def __init__(
         self,
@@ -51,11 +51,12 @@ class ClusterTrainer:
         jobs: Path,
         find: Callable[[], Resources] | None = None,
     ) -> None:
-        """`find` says what the silo has, each time that it is asked; by default this machine is looked at."""
+        """`find` returns the silo's present resources; by default those of this machine."""
         assert config.cluster is not None
         table = config.cluster
         self._find = find or (lambda: allowed_resources(table, config.policy))
-        self._config, self._table = config, config.cluster
+        self._config = config
+        self._table = config.cluster
         self._folder = config.state / "cluster"
         self._settings = Settings(
             client=client,
@@ -84,7 +85,7 @@ class ClusterTrainer:
         self._releasing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens for rank 0; the ranks start with the first order, when there is something to plan for."""
+        """Listens for rank 0; the ranks start with the first order, when there is a job to plan for."""
         check_interface(self._table.interface)
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._table.launch == "external":
@@ -96,17 +97,19 @@ class ClusterTrainer:
 
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer."""
-        found = (await self._do("train", work, progress))["trained"]
-        metrics = {name: (value, count) for name, (value, count) in found["metrics"].items()}
-        return TrainedUpdate(found["digest"], found["size"], found["examples"], metrics)
+        update = (await self._do("train", work, progress))["trained"]
+        metrics = {name: (value, count) for name, (value, count) in update["metrics"].items()}
+        return TrainedUpdate(
+            digest=update["digest"], size=update["size"], examples=update["examples"], metrics=metrics
+        )
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
-        found = (await self._do("evaluate", work, progress))["evaluated"]
-        return {name: (value, count) for name, (value, count) in found.items()}
+        sums = (await self._do("evaluate", work, progress))["evaluated"]
+        return {name: (value, count) for name, (value, count) in sums.items()}
 
     def release(self, job: str) -> None:
-        """See Trainer: the ranks end, and their devices are free."""
+        """See Trainer: ends the ranks of the job, which frees their devices."""
         if job == self._job:
             self._releasing = asyncio.create_task(self._release(job))
 
@@ -132,7 +135,7 @@ class ClusterTrainer:
             if work.step.job != self._job:
                 await self._new_job(work.step.job)
             if verb == "train":
-                await self._look_around()
+                await self._follow_devices()
             failures: list[Report] = []
             for attempt in range(self._table.restarts + 1):
                 try:
@@ -152,7 +155,7 @@ class ClusterTrainer:
         take_reports(self._folder)
 
     async def _ask(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
-        """One order, to a group that is there or is started."""
+        """Gives one order to the group, starting it where it does not run, and waits for the result."""
         reader, writer = await self._connected()
         self._number += 1
         self._write(writer, {"do": verb, "number": self._number, "order": asdict(order_of_work(work))})
@@ -171,7 +174,7 @@ class ClusterTrainer:
             try:
                 line = await asyncio.wait_for(reader.readline(), patience)
             except TimeoutError:
-                raise _Lost(f"no rank said anything for {patience:.0f} s") from None
+                raise _Lost(f"no rank sent anything for {patience:.0f} s") from None
             except ConnectionError as error:
                 raise _Lost("rank 0 is gone") from error
             if not line:
@@ -195,13 +198,13 @@ class ClusterTrainer:
             return self._line
         if self._launcher is None and self._table.launch == "torchrun":
             self._launcher = await self._launch()
-        self._line = await self._call()
+        self._line = await self._accept()
         return self._line
 
-    async def _call(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Waits for rank 0 to call, or for torchrun to give up."""
-        calling = asyncio.create_task(self._callers.get())
-        waiting = {calling}
+    async def _accept(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Waits for rank 0 to connect; raises _Lost where torchrun gives up first."""
+        connecting = asyncio.create_task(self._callers.get())
+        waiting = {connecting}
         if self._launcher is not None:
             waiting.add(asyncio.create_task(self._launcher.ended()))  # type: ignore[arg-type]
         done, pending = await asyncio.wait(
@@ -209,19 +212,21 @@ class ClusterTrainer:
         )
         for task in pending:
             task.cancel()
-        if calling in done:
-            return calling.result()
+        if connecting in done:
+            return connecting.result()
         if done:
-            raise _Lost(f"the ranks could not start: {self._launcher.said() if self._launcher else ''}")
-        raise _Lost(f"no rank called within {_START_SECONDS:.0f} s")
+            raise _Lost(
+                f"the ranks could not start: {self._launcher.last_failure() if self._launcher else ''}"
+            )
+        raise _Lost(f"no rank connected within {_START_SECONDS:.0f} s")
 
-    async def _look_around(self) -> None:
-        """Before a round: with other devices than the ranks have, they start anew and plan for those."""
+    async def _follow_devices(self) -> None:
+        """Ends the ranks where the usable devices have changed; the next order starts them on the new."""
         if self._launcher is None:
             return
         resources = await asyncio.to_thread(self._find)
         advice = Advice.read(self._folder)
-        back = [one for one in advice.to_ask() if await answers(resources.device, one)]
+        back = [one for one in advice.to_probe() if await computes(resources.device, one)]
         if back:
             advice.take_back(back)
             advice.write(self._folder)
@@ -242,7 +247,7 @@ class ClusterTrainer:
         return await Launcher.start(self._config.folder, self._folder, self._table, here, devices)
 
     def _leave_settings(self, resources: Resources) -> None:
-        """What every rank reads when it starts."""
+        """Writes the settings that every rank reads when it starts."""
         values = {
             "settings": asdict(self._settings),
             "cluster": self._table.model_dump(mode="json"),
@@ -252,15 +257,16 @@ class ClusterTrainer:
         write_file(self._folder / SETTINGS, [json.dumps(values).encode()])
 
     async def _learn(self, lost: _Lost, attempt: int) -> Report:
-        """What the ranks' reports say of a failure; WorkFailed where trying again cannot help."""
+        """Reads the reports of a failure and advises the next start; WorkFailed where none would help."""
         await self._hang_up()
         if self._launcher is not None and not await self._launcher.restarting():
             await self._end()
         reports = take_reports(self._folder)
         first = next((one for one in reports if one.kind != "node_failure"), reports[0] if reports else None)
         if first is None:
-            said = self._launcher.said() if self._launcher is not None else ""
-            first = Report(-1, "node_failure", f"{lost}; {said}".rstrip("; "), "", 0.0)
+            output = self._launcher.last_failure() if self._launcher is not None else ""
+            detail = f"{lost}; {output}".rstrip("; ")
+            first = Report(rank=-1, kind="node_failure", detail=detail, trace="", at=0.0)
         _log.warning("cluster: attempt %d failed: rank %d: %s", attempt + 1, first.rank, first.detail)
         if first.kind not in _AGAIN:
             await self._end()
@@ -305,9 +311,9 @@ class ClusterTrainer:
 
 
 def figures_of(step: dict[str, Any]) -> dict[str, float]:
-    """A StepReport's values as they travel."""
+    """A StepReport's values under the names of the wire's StepFigures; unknown ones are left out."""
     seconds = max(step["seconds"], 1e-9)
-    found = {
+    figures = {
         "step": step["step"],
         "steps": step["steps"],
         "learning_rate": step["learning_rate"],
@@ -320,7 +326,7 @@ def figures_of(step: dict[str, Any]) -> dict[str, float]:
         "communication_seconds": step["communicating"],
         "waiting_seconds": step["waiting"],
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _given_up(failures: list[Report]) -> WorkFailed:

@@ -1,4 +1,4 @@
-"""Devices that failed and may be back: asked, by a small computation in a process of its own."""
+"""Checks whether a device that failed computes again, by a small sum in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _PROBE = "import torch, sys; assert torch.ones(64, device=sys.argv[1]).sum().ite
 _SECONDS = 60.0
 
 
-async def answers(kind: str, device: int) -> bool:
-    """Whether a device computes; a CPU's ranks are processes, and always do."""
+async def computes(kind: str, device: int) -> bool:
+    """Whether a device computes; always true of a CPU, whose ranks are processes."""
     if kind != "cuda":
         return True
     process = await asyncio.create_subprocess_exec(

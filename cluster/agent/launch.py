@@ -1,4 +1,4 @@
-"""torchrun as the agent starts it: it dies with the agent, and its ranks with it."""
+"""Runs torchrun for the agent: it dies with the agent, and its ranks die with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun for the ranks of one job, as a child of the agent."""
+"""Starts torchrun, which starts the ranks of one job, as a child of the agent."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _END_SECONDS = 10.0
 
 
 class Launcher:
-    """A running torchrun. It restarts the group by itself when a rank fails, as often as it may."""
+    """A running torchrun; when a rank fails it restarts the group, up to `[cluster] restarts` times."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._said: deque[str] = deque(maxlen=40)
+        self._output: deque[str] = deque(maxlen=40)
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -51,7 +51,7 @@ class Launcher:
         return cls(process)
 
     async def ended(self) -> int:
-        """Waits for torchrun to give up; its exit status."""
+        """Waits until torchrun gives up, and returns its exit status."""
         return await self._process.wait()
 
     async def restarting(self) -> bool:
@@ -62,15 +62,15 @@ class Launcher:
             return True
         return False
 
-    def said(self) -> str:
-        """The last line that names a failure."""
+    def last_failure(self) -> str:
+        """The last line of torchrun's output that names a failure, else the last one."""
         lines = [
-            line for line in self._said if "rror" in line or "exitcode" in line or "signal" in line.lower()
+            line for line in self._output if "rror" in line or "exitcode" in line or "signal" in line.lower()
         ]
-        return lines[-1].strip() if lines else (self._said[-1].strip() if self._said else "")
+        return lines[-1].strip() if lines else (self._output[-1].strip() if self._output else "")
 
     async def end(self) -> None:
-        """Ends torchrun, and with it the ranks: the kernel tells them."""
+        """Ends torchrun; the ranks end with it, as the kernel signals them."""
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)
             try:
@@ -88,7 +88,7 @@ class Launcher:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             text = line.decode(errors="replace").rstrip()
-            self._said.append(text)
+            self._output.append(text)
             _log.info("ranks: %s", text)
 
 
@@ -109,7 +109,7 @@ def _arguments(folder: Path, table: ClusterTable, resources: Resources) -> list[
 def _environment(
     folder: Path, table: ClusterTable, resources: Resources, devices: Sequence[int]
 ) -> dict[str, str]:
-    made = {
+    environment = {
         **{name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
         # With a shared store a restarted group finds the keys of the one before.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -118,9 +118,9 @@ def _environment(
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "flight-recorder-"),
     }
-    made.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("OMP_NUM_THREADS", "1")
     if resources.device == "cuda":
-        made[VISIBLE] = ",".join(gpu_names(devices, os.environ))
+        environment[VISIBLE] = ",".join(gpu_names(devices, os.environ))
     if table.interface is not None:
-        made["GLOO_SOCKET_IFNAME"] = made["NCCL_SOCKET_IFNAME"] = table.interface
-    return made
+        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = table.interface
+    return environment

@@ -1,4 +1,4 @@
-"""Mistakes that would show as a hang later: a network interface that is not there, a port that is taken.
+"""Refuses mistakes that would show as a hang later: a network interface that is missing, a port in use.
 
 `python -m roundtable.cluster.agent.preflight HEAD:29400` is what the launch files run before torchrun.
 """
@@ -24,18 +24,18 @@ def check_interface(name: str | None) -> None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError where the rendezvous could not listen: on its own node, for a port that is taken.
+    """Raises ConfigError for an address that is none, and, on the rendezvous's own node, for a port in use.
 
-    On the other nodes there is nothing to find out, and nothing is refused.
+    On the other nodes the port cannot be checked, and nothing is refused.
     """
     host, _, port = endpoint.rpartition(":")
     if not (host and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"{endpoint!r} is no endpoint; write it as node01:29400")
     try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ConfigError(f"no address is known of the node {host!r} ({error.strerror})") from error
-    for family, kind, _, _, address in found:
+    for family, kind, _, _, address in addresses:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -49,7 +49,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def main() -> int:
-    """Exit status 1, with the reason, for what would hang."""
+    """Runs both checks; returns 1, with the reason printed, for what would hang."""
     try:
         check_endpoint(sys.argv[1])
         check_interface(os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME"))

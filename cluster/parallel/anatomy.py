@@ -1,4 +1,4 @@
-"""What a model is made of, as far as a plan needs it: weights, repeated blocks, ties."""
+"""Lists what a plan needs to know of a model's parts: weights, repeated blocks, ties."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model from outside.
+    """A model's parts.
 
     `blocks` are the names of its repeated parts in order, `units` those and its other top-level parts in the
     order of definition: where a pipeline may be cut. `tied` lists names that share a parameter.
@@ -34,7 +34,7 @@ class Anatomy:
 
     @property
     def elements(self) -> int:
-        """Parameters."""
+        """The number of parameters."""
         return sum(weight.elements for weight in self.weights)
 
     def unit_of(self, name: str) -> str | None:
@@ -61,16 +61,22 @@ def dissect(model: nn.Module) -> Anatomy:
         first[id(parameter)] = name
         weights.append(
             Weight(
-                name,
-                tuple(parameter.shape),
-                parameter.numel(),
-                parameter.element_size(),
-                parameter.requires_grad,
+                name=name,
+                shape=tuple(parameter.shape),
+                elements=parameter.numel(),
+                itemsize=parameter.element_size(),
+                trainable=parameter.requires_grad,
             )
         )
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     blocks = find_blocks(model)
-    return Anatomy(tuple(weights), buffers, blocks, _units(model, blocks), tuple(tied))
+    return Anatomy(
+        weights=tuple(weights),
+        buffer_bytes=buffers,
+        blocks=blocks,
+        units=_units(model, blocks),
+        tied=tuple(tied),
+    )
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:

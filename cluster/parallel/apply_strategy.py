@@ -1,4 +1,4 @@
-"""A strategy applied to a model, in torchtitan's order: split tensors, checkpoint, shard, allocate."""
+"""Applies a strategy to a model, in torchtitan's order: split tensors, checkpoint, shard, allocate."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ def apply_strategy(
 def split_tensors(
     model: nn.Module, blocks: Sequence[str], plan: TensorParallel, mesh: DeviceMesh, sequence: bool
 ) -> None:
-    """Tensor parallelism; with `sequence` norms and residuals between the blocks are sharded over it too."""
+    """Splits layers over the ranks of `mesh`; with `sequence` also norms and residuals between them."""
     present = dict(model.named_modules())
     spread = Shard(1) if sequence else Replicate()
-    made: dict[str, ParallelStyle] = {}
+    styles: dict[str, ParallelStyle] = {}
     for name, style in plan.styles.items():
         if name in present:
-            made[name] = {
+            styles[name] = {
                 "column": ColwiseParallel(),
                 "row": RowwiseParallel(output_layouts=spread),
                 "vocabulary": RowwiseParallel(input_layouts=Replicate()),
                 "head": ColwiseParallel(output_layouts=Replicate()),
             }[style]
     if sequence:
-        made.update({name: SequenceParallel() for name in plan.norms if name in present})
+        styles.update({name: SequenceParallel() for name in plan.norms if name in present})
     ties = _ties(model)
-    parallelize_module(model, mesh, made)
+    parallelize_module(model, mesh, styles)
     if sequence:
         _spread_sequence(model, blocks, plan, mesh)
     for name, attribute in plan.heads:
@@ -87,7 +87,7 @@ def split_tensors(
 
 
 def _spread_sequence(model: nn.Module, blocks: Sequence[str], plan: TensorParallel, mesh: DeviceMesh) -> None:
-    """Attention and feed-forward parts see the whole sequence, what lies between a shard of it."""
+    """Gathers the sequence for attention and feed-forward parts, and leaves shards of it between them."""
 
     def inputs(count: int, before: Any, after: Any) -> PrepareModuleInput:
         rest = (None,) * (count - 1)
@@ -107,7 +107,7 @@ def _spread_sequence(model: nn.Module, blocks: Sequence[str], plan: TensorParall
 
 
 def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: Meshes) -> None:
-    """ZeRO-2 or ZeRO-3: each block is a group of its own, the rest belongs to the root."""
+    """Shards for ZeRO-2 or ZeRO-3: each block is a group of its own, the rest belongs to the root."""
     half = strategy.precision == "bfloat16"
     options: dict[str, Any] = {
         "mesh": meshes.fsdp if strategy.local_steps or strategy.mesh.dp == 1 else meshes.hybrid,
@@ -130,7 +130,7 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
 
 
 def replicate(model: nn.Module, meshes: Meshes, device: torch.device) -> DistributedDataParallel:
-    """DDP: gradients are reduced in buckets while the backward pass goes on."""
+    """Wraps the model in DDP, which reduces gradients in buckets during the backward pass."""
     with warnings.catch_warnings():
         # Its successor would copy buffers from rank 0 once more.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -145,10 +145,10 @@ def replicate(model: nn.Module, meshes: Meshes, device: torch.device) -> Distrib
 
 
 def present_blocks(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Those of the blocks that this part of the model has."""
+    """The blocks that this part of the model has."""
     names = {name for name, _ in model.named_modules()}
-    found = tuple(name for name in blocks if name in names)
-    return found or find_blocks(model)
+    present = tuple(name for name in blocks if name in names)
+    return present or find_blocks(model)
 
 
 def _ties(model: nn.Module) -> list[tuple[str, str]]:

@@ -40,7 +40,7 @@ def run_length(blocks: int) -> int:
 
 
 def checkpoint_blocks(model: nn.Module, blocks: Sequence[str], strategy: Strategy) -> None:
-    """Activation checkpointing of whole blocks, of runs of them, or of all in them but matrix products."""
+    """Checkpoints whole blocks, runs of them, or all in them but matrix products; nothing where it is off."""
     if strategy.checkpointing == "none":
         return
     if strategy.checkpointing == "sqrt":
@@ -64,10 +64,10 @@ def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
 
 
 class _BlockRun:
-    """Blocks that follow each other and keep together only what goes into the first.
+    """A run of blocks of which only the first one's input is kept.
 
-    Hooks rather than a module around them: the model calls its blocks itself, and their names stay. As
-    torch's composable `checkpoint` does for one module.
+    It works by hooks, as torch's composable `checkpoint` does for one module: the model calls its blocks
+    itself, and their names stay.
     """
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
@@ -136,6 +136,6 @@ class _BlockRun:
 
 
 def _place(tensor: Tensor) -> int:
-    """Which memory it is, fake or real."""
+    """Identifies the tensor's memory, fake or real."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.untyped_storage()._cdata)

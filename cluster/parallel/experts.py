@@ -116,7 +116,7 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _run(tokens: Tensor, counts: list[int], up: Tensor, gate: Tensor, down: Tensor) -> Tensor:
-    """Each expert on its run of tokens."""
+    """Applies each expert to its run of tokens."""
     parts = [
         (F.silu(rows @ gate[i]) * (rows @ up[i])) @ down[i]
         for i, rows in enumerate(torch.split(tokens, counts))
@@ -125,7 +125,7 @@ def _run(tokens: Tensor, counts: list[int], up: Tensor, gate: Tensor, down: Tens
 
 
 def _known(counts: Tensor, total: int) -> list[int]:
-    """How many tokens each expert gets; where values are fake, as many for all."""
+    """The number of tokens of each expert; equal shares where values are fake."""
     if isinstance(counts, FakeTensor):
         experts = len(counts)
         return [total // experts + (i < total % experts) for i in range(experts)]
@@ -134,5 +134,5 @@ def _known(counts: Tensor, total: int) -> list[int]:
 
 
 def _local(weight: Any) -> Tensor:
-    """This rank's part of a weight: gradients stay as local as it is."""
+    """This rank's part of a weight, whose gradient is local too."""
     return weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[no-any-return]

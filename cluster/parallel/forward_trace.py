@@ -1,4 +1,4 @@
-"""One pass of a task's loss over tensors without memory: which modules are called, and what they keep.
+"""Traces a task's loss on tensors without memory: which modules are called, and what they keep.
 
 Nothing is materialised: parameters, batch and activations are fake tensors, which have shapes only.
 """
@@ -25,7 +25,7 @@ from roundtable.core.task import Task
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A module's forward: shapes of its positional tensors (None for other arguments) and of its output."""
+    """One call of a module: shapes of its positional tensors (None for other arguments) and its output."""
 
     name: str
     inputs: tuple[tuple[int, ...] | None, ...]
@@ -46,7 +46,7 @@ class Kept:
 
 @dataclass
 class Trace:
-    """What one forward pass of `examples` examples did; `output` is the model's own, in bytes.
+    """The record of a forward pass of `examples` examples; `output` is the model's own, in bytes.
 
     `products` are the results of matrix products and attention: what selective checkpointing keeps.
     """
@@ -65,7 +65,7 @@ class NotTraceable(TaskError):
 def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensorMode, nn.Module]:
     """The task's model with fake tensors on CPU, and the mode that they belong to.
 
-    With `dtype` parameters and buffers of floating point have that one.
+    With `dtype`, floating-point parameters and buffers are of that type.
     """
 
     def kind(tensor: Tensor) -> torch.dtype:
@@ -95,7 +95,7 @@ def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat
     Raises NotTraceable where the task's code needs values, and whatever else it raises.
     """
     fakes = tree_map_only(Tensor, mode.from_tensor, batch)
-    found = Trace(_length(batch))
+    result = Trace(_length(batch))
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     seen = weights | {
         leaf.untyped_storage()._cdata for leaf in tree_leaves(fakes) if isinstance(leaf, Tensor)
@@ -109,11 +109,11 @@ def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             holding.append(tensor)
-            found.kept.append(Kept(stack[-1], storage.nbytes(), _is_weight(modules[stack[-1]], tensor)))
+            result.kept.append(Kept(stack[-1], storage.nbytes(), _is_weight(modules[stack[-1]], tensor)))
         return tensor
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
-    with mode, _Products(stack, found), _named(model, stack, found), half:
+    with mode, _Products(stack, result), _named(model, stack, result), half:
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = task.loss(model, fakes)
@@ -123,7 +123,7 @@ def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat
                 f"{type(task).__name__}.loss() or the model looks at the values of tensors "
                 f"({error.func}), so its memory cannot be measured without running it"
             ) from error
-    return found
+    return result
 
 
 def _is_weight(module: nn.Module, tensor: Tensor) -> bool:
@@ -133,27 +133,28 @@ def _is_weight(module: nn.Module, tensor: Tensor) -> bool:
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what costly operations give."""
+    """Records the results of costly operations."""
 
-    def __init__(self, stack: list[str], found: Trace) -> None:
+    def __init__(self, stack: list[str], result: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stack, self._found = stack, found
+        self._stack = stack
+        self._found = result
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func in COSTLY:
-            size = sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            size = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
             self._found.products.append(Kept(self._stack[-1], size))
-        return given
+        return output
 
 
 @contextmanager
-def _named(model: nn.Module, stack: list[str], found: Trace) -> Iterator[None]:
-    """Keeps the name of the running module on `stack`, and writes down each call."""
+def _named(model: nn.Module, stack: list[str], result: Trace) -> Iterator[None]:
+    """Keeps the name of the running module on `stack`, and records each call."""
     handles = []
     for name, module in model.named_modules():
-        before, after = _hooks(name, stack, found)
+        before, after = _hooks(name, stack, result)
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
     try:
@@ -163,7 +164,7 @@ def _named(model: nn.Module, stack: list[str], found: Trace) -> Iterator[None]:
             handle.remove()
 
 
-def _hooks(name: str, stack: list[str], found: Trace) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(name: str, stack: list[str], result: Trace) -> tuple[Callable[..., None], Callable[..., None]]:
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         stack.append(name)
 
@@ -171,9 +172,9 @@ def _hooks(name: str, stack: list[str], found: Trace) -> tuple[Callable[..., Non
         stack.pop()
         shapes = tuple(tuple(value.shape) if isinstance(value, Tensor) else None for value in inputs)
         shape = tuple(output.shape) if isinstance(output, Tensor) else None
-        found.calls.append(ModuleCall(name, shapes, shape))
+        result.calls.append(ModuleCall(name, shapes, shape))
         if name == "":
-            found.output = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            result.output = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
     return before, after
 

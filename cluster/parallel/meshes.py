@@ -1,4 +1,4 @@
-"""The device mesh of a strategy, and who owns which part of a tensor that lies on it."""
+"""Makes the device mesh of a strategy, and says which rank owns which part of a tensor on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Meshes:
                 f"the mesh {mesh} has {mesh.world} ranks and the group {dist.get_world_size()}: "
                 "start as many ranks as the mesh has"
             )
-        self.shape, self.apart = mesh, apart
+        self.shape = mesh
+        self.apart = apart
         if mesh.ep > 1:
             degrees = {
                 "pp": mesh.pp,
@@ -94,8 +95,10 @@ class Meshes:
         if mesh not in self._known:
             ranks = set(mesh.mesh.flatten().tolist())
             places = [place for place in _places(self.root) if int(self.root.mesh[place]) in ranks]
-            found = (name for i, name in enumerate(self._names) if len({place[i] for place in places}) > 1)
-            self._known[mesh] = frozenset(found)
+            dimensions = (
+                name for i, name in enumerate(self._names) if len({place[i] for place in places}) > 1
+            )
+            self._known[mesh] = frozenset(dimensions)
         return self._known[mesh]
 
 

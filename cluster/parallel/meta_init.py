@@ -1,4 +1,4 @@
-"""Models without the memory of their parameters."""
+"""Makes models whose parameters take no memory, and gives them memory later."""
 
 from __future__ import annotations
 

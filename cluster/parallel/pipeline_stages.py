@@ -1,4 +1,4 @@
-"""Pipelines: a model cut into stages, and the task's own loss run through torch's schedules.
+"""Cuts a model into pipeline stages, and runs the task's own loss through torch's schedules.
 
 A stage is the model with the parts of other stages taken out: its `forward` must skip parts that are None, as
 torchtitan's models do, or be a Sequential's. Names of parameters stay those of the whole model.
@@ -47,12 +47,12 @@ def partition(anatomy: Anatomy, stages: int) -> list[list[str]]:
         for end in range(stage, len(units) + 1):
             choices = [(max(cost[i, stage - 1], sum(sizes[i:end])), i) for i in range(stage - 1, end)]
             cost[end, stage], cut[end, stage] = min(choices)
-    found, end = [], len(units)
+    parts, end = [], len(units)
     for stage in range(stages, 0, -1):
         begin = cut[end, stage] if stage > 1 else 0
-        found.append(units[begin:end])
+        parts.append(units[begin:end])
         end = begin
-    return found[::-1]
+    return parts[::-1]
 
 
 def keep_only(model: nn.Module, anatomy: Anatomy, units: Sequence[str]) -> nn.Module:
@@ -76,18 +76,18 @@ class _Stop(Exception):
 
 
 class Capture(nn.Module):
-    """Stands in for the model to learn what a loss calls it with."""
+    """Stands in for the model to catch the inputs that a loss calls it with."""
 
     @override
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Ends the loss."""
+        """Raises _Stop with the inputs."""
         if named:
             raise TaskError("in a pipeline the loss must call the model with positional arguments only")
         raise _Stop(inputs)
 
 
-class Given(nn.Module):
-    """Stands in for a model whose output is known."""
+class FixedOutput(nn.Module):
+    """Stands in for a model whose output was computed before."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Given(nn.Module):
 
 
 def inputs_of(task: Task, batch: Any) -> tuple[Any, ...]:
-    """What the task's loss calls the model with, for this batch."""
+    """The inputs that the task's loss calls the model with, for this batch."""
     try:
         task.loss(Capture(), batch)
     except _Stop as stop:
@@ -114,10 +114,13 @@ class Pipeline:
     def __init__(
         self, stages: Sequence[nn.Module], strategy: Strategy, meshes: Meshes, device: torch.device
     ) -> None:
-        self._stages, self._strategy, self._device = stages, strategy, device
+        self._stages = stages
+        self._strategy = strategy
+        self._device = device
         self._group = meshes.one("pp").get_group()
-        self._rank, self._size = meshes.place("pp"), strategy.mesh.pp
-        self._made: dict[Any, _Schedule] = {}
+        self._rank = meshes.place("pp")
+        self._size = strategy.mesh.pp
+        self._schedules: dict[Any, _Schedule] = {}
         self._micro: list[Any] = []
         self._use: Callable[[Any, Any], Tensor] = lambda output, batch: output
         self.last = self._rank == self._size - 1
@@ -129,7 +132,7 @@ class Pipeline:
         """
 
         def weighted(output: Any, index: int) -> Tensor:
-            return task.loss(Given(output), batches[index]) * weights[index]
+            return task.loss(FixedOutput(output), batches[index]) * weights[index]
 
         losses: list[Tensor] = []
         self._run(task, batches, weighted, losses, backward=True)
@@ -141,18 +144,18 @@ class Pipeline:
     def outputs(self, task: Task, batches: Sequence[Any]) -> list[Any] | None:
         """The model's outputs without gradients, on the last stage."""
         fillers = [batches[-1]] * (self.padded(len(batches)) - len(batches))
-        found: list[Any] = [None] * (len(batches) + len(fillers))
+        outputs: list[Any] = [None] * (len(batches) + len(fillers))
 
         def note(output: Any, index: int) -> Tensor:
-            found[index] = tree_map_only(Tensor, Tensor.detach, output)
+            outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
             return torch.zeros((), device=self._device)
 
         with torch.no_grad():
             self._run(task, [*batches, *fillers], note, [], backward=False)
-        return found[: len(batches)] if self.last else None
+        return outputs[: len(batches)] if self.last else None
 
     def padded(self, count: int) -> int:
-        """How many micro-batches the schedule wants where there are `count`."""
+        """The number of micro-batches that the schedule takes for `count` of them."""
         count = max(count, self._size)
         return -(-count // self._size) * self._size if self._strategy.schedule == "interleaved" else count
 
@@ -177,7 +180,7 @@ class Pipeline:
     def _schedule(self, count: int, inputs: tuple[Any, ...], backward: bool) -> _Schedule:
         """One for each shape of micro-batches: stages remember the shapes that they exchange."""
         key = (count, backward, *(tuple(value.shape) for value in inputs))
-        if key not in self._made:
+        if key not in self._schedules:
             total = self._size * len(self._stages)
             stages = [
                 PipelineStage(part, self._rank + i * self._size, total, self._device, group=self._group)
@@ -188,8 +191,8 @@ class Pipeline:
                 "scale_grads": False,
             }
             if self._strategy.schedule == "interleaved":
-                self._made[key] = ScheduleInterleaved1F1B(list(stages), count, **options)
+                self._schedules[key] = ScheduleInterleaved1F1B(list(stages), count, **options)
             else:
                 kind = ScheduleGPipe if self._strategy.schedule == "gpipe" else Schedule1F1B
-                self._made[key] = kind(stages[0], count, **options)
-        return self._made[key]
+                self._schedules[key] = kind(stages[0], count, **options)
+        return self._schedules[key]

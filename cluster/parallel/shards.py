@@ -1,4 +1,4 @@
-"""A model's parts on their way between files and ranks: each rank touches only what it holds.
+"""Moves a model's parts between files and ranks; each rank touches only what it holds.
 
 The files are the federation's own: a model artifact, whose body begins with the flat float32 vector, and a
 raw update. Where a rank's part of a tensor lies follows from the layout and the tensor's DTensor placement.
@@ -44,12 +44,12 @@ def named_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's part of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def region_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
+    """The slices of the whole tensor that this rank's part is."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -57,7 +57,7 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 class Places:
-    """Where tensors of a layout lie, under each of their names."""
+    """Looks up where the tensors of a layout lie, under each of their names."""
 
     def __init__(self, layout: Layout) -> None:
         own = {spec.name: spec for spec in layout.tensors}
@@ -128,7 +128,7 @@ def write_deltas(
 ) -> None:
     """Writes the parts of local − global that this rank owns into the update file, at their offsets.
 
-    `change` is done to each part first. The file exists and has its full size.
+    `change` is applied to each part first. The file exists and has its full size.
     """
     dtype = _dense(encoding)
     file = os.open(path, os.O_WRONLY)
@@ -143,7 +143,7 @@ def write_deltas(
 
 
 def prepare_update(path: Path, encoding: str, layout: Layout) -> None:
-    """An update file of zeros with its full size, for ranks to write into."""
+    """Makes an update file of zeros with its full size, for ranks to write into."""
     with path.open("wb") as file:
         file.truncate(layout.size * _dense(encoding).itemsize)
 
@@ -184,7 +184,7 @@ def finite(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> bool:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the model held of the global values: half-precision weights lose digits that are not an update."""
+    """The global values as the model held them: digits that half precision dropped are no update."""
     return values if dtype in (torch.float32, torch.float64) else values.to(dtype).float()
 
 

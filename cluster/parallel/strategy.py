@@ -1,4 +1,4 @@
-"""How a model is spread over a silo's devices: values that a planner chooses and a person may set."""
+"""Describes how a model is spread over a silo's devices; a planner chooses it, and a person may set parts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Mesh:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self.pp * self.dp * self.fsdp * self.tp
 
     @property
     def data(self) -> int:
-        """Ranks that see different examples."""
+        """The number of ranks that see different examples."""
         return self.dp * self.fsdp
 
     @override
@@ -106,7 +106,7 @@ class Strategy:
             raise ConfigError("virtual_stages above 1 and schedule = 'interleaved' belong together")
 
     def _check_apart(self) -> None:
-        """What does not go with replicas that train apart."""
+        """Raises ConfigError for what does not go with replicas that train apart."""
         if self.data_parallel == "zero1":
             raise ConfigError(
                 "local_steps and data_parallel = 'zero1': its ranks share one optimizer's state out, and "
@@ -133,28 +133,28 @@ class Strategy:
         return cls(**{**values, "mesh": Mesh(**values["mesh"])})
 
     def halved(self) -> Strategy:
-        """With half the micro-batch, after an out-of-memory."""
+        """The strategy with half the micro-batch, after running out of memory."""
         return replace(self, micro_batch=max(1, self.micro_batch // 2))
 
     @override
     def __str__(self) -> str:
-        said = [str(self.mesh)]
+        parts = [str(self.mesh)]
         names = {"none": "", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
         kind = names[self.data_parallel]
         if kind.startswith("ZeRO-") and self.mesh.dp > 1 and self.mesh.fsdp > 1:
             kind += " within, replicated over dp (HSDP)"
-        said.append(kind)
+        parts.append(kind)
         if self.mesh.pp > 1:
-            said.append(f"pipeline {self.schedule}")
+            parts.append(f"pipeline {self.schedule}")
         if self.sequence_parallel:
-            said.append("sequence parallel")
+            parts.append("sequence parallel")
         if self.checkpointing != "none":
             every = f" of every {self.checkpoint_every} blocks" if self.checkpoint_every > 1 else ""
-            said.append(f"checkpointing {self.checkpointing}{every}")
-        said.append("offload to CPU" if self.offload else "")
-        said.append(f"micro-batch {self.micro_batch}")
-        said.append(self.precision)
-        said.append("" if self.reduction == "exact" else f"gradients by {self.reduction}")
+            parts.append(f"checkpointing {self.checkpointing}{every}")
+        parts.append("offload to CPU" if self.offload else "")
+        parts.append(f"micro-batch {self.micro_batch}")
+        parts.append(self.precision)
+        parts.append("" if self.reduction == "exact" else f"gradients by {self.reduction}")
         if self.local_steps:
-            said.append(f"replicas meet every {self.local_steps} steps")
-        return ", ".join(part for part in said if part)
+            parts.append(f"replicas meet every {self.local_steps} steps")
+        return ", ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""Where a model can be split over tensor-parallel ranks: found by the structure of its modules.
+"""Finds where a model can be split over tensor-parallel ranks, by the structure of its modules.
 
 Within a block, a module whose linear layers all read the same input and whose last one brings the
 result back to the block's width is split as a pair (Shoeybi et al. 2019, Megatron-LM, section 3): the
@@ -61,7 +61,7 @@ class TensorParallel:
 
 
 def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> TensorParallel:
-    """Looks through the blocks of a model, real or fake, after one traced pass."""
+    """Finds the splits of a model, real or fake, in its blocks and one traced pass."""
     order = [call.name for call in traced.calls]
     inputs = {call.name: sum(shape is not None for shape in call.inputs) for call in traced.calls}
     styles: dict[str, Style] = {}
@@ -82,7 +82,14 @@ def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> T
     if styles:
         styles.update(_ends(model, anatomy, order))
     norms, no_sequence = _norms(model, anatomy, styles, inner, traced)
-    return TensorParallel(styles, inner, norms, tuple(heads), no_sequence, tuple(whole))
+    return TensorParallel(
+        styles=styles,
+        inner=inner,
+        norms=norms,
+        heads=tuple(heads),
+        no_sequence=no_sequence,
+        whole=tuple(whole),
+    )
 
 
 def from_task(task: object, model: nn.Module) -> TensorParallel | None:
@@ -99,7 +106,7 @@ def from_task(task: object, model: nn.Module) -> TensorParallel | None:
 
 
 def _pair(name: str, module: nn.Module, order: list[str]) -> tuple[dict[str, Style], str]:
-    """Styles of the linear layers right inside a module; else none, and perhaps the reason."""
+    """(styles of the linear layers right inside a module, the reason where they cannot be split)."""
     if isinstance(module, nn.MultiheadAttention):
         return {}, "nn.MultiheadAttention keeps q, k and v in one parameter"
     linears = {f"{name}.{key}": part for key, part in module.named_children() if isinstance(part, nn.Linear)}
@@ -132,7 +139,7 @@ def _is_heads(key: str, value: object) -> bool:
 
 
 def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Style]:
-    """Embeddings before the blocks and the linear head after them."""
+    """Styles of embeddings before the blocks and of the linear head after them."""
     first = next(i for i, name in enumerate(order) if anatomy.unit_of(name) in anatomy.blocks)
     final = max(i for i, name in enumerate(order) if anatomy.unit_of(name) in anatomy.blocks)
     styles: dict[str, Style] = {}
@@ -148,7 +155,7 @@ def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Sty
 def _norms(
     model: nn.Module, anatomy: Anatomy, styles: Mapping[str, Style], inner: Mapping[str, int], traced: Trace
 ) -> tuple[tuple[str, ...], str]:
-    """Norms between the split parts of every block, and why there is no sequence parallelism."""
+    """(norms between the split parts of every block, why the sequence cannot be sharded)."""
     norms: list[str] = []
     for block in anatomy.blocks:
         module = model.get_submodule(block)

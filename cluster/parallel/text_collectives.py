@@ -1,4 +1,4 @@
-"""Text between ranks, as bytes in tensors: torch's own object collectives would pickle it."""
+"""Sends text between ranks as bytes in tensors: torch's own object collectives would pickle it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def broadcast_text(text: str | None, group: dist.ProcessGroup | None = None) -> str:
-    """What rank 0 says, on every rank of a CPU group."""
+    """Returns rank 0's text on every rank of a CPU group; the others' argument is ignored."""
     data = _bytes(text or "")
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0, group=group)
@@ -20,7 +20,7 @@ def broadcast_text(text: str | None, group: dist.ProcessGroup | None = None) -> 
 
 
 def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """What each rank says, on every rank."""
+    """Returns the texts of all ranks, in their order, on every rank."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     data = _bytes(text).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]

@@ -15,10 +15,12 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on a rank. `kept` is for all micro-batches under way at once, `constant` what does not grow
-    with them: weights in another precision, a pipeline's buffers. `first` is the first block's part of
-    `kept`, `again` what checkpointing computes again at once, `block` the largest temporaries in a block's
-    backward pass and `head` those at its beginning.
+    """Bytes on a rank.
+
+    `kept` is for all micro-batches under way at once, `constant` what does not grow with them: weights in
+    another precision, a pipeline's buffers. `first` is the first block's part of `kept`, `again` the most
+    that checkpointing computes again at once, `block` the largest temporaries in a block's backward pass and
+    `head` those at its beginning.
     """
 
     kept: float
@@ -36,7 +38,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Pass:
-    """A model's traced pass under a strategy: whose kept tensors are counted how."""
+    """A model's traced pass under a strategy: turns the sizes of traced tensors into bytes on a rank."""
 
     anatomy: Anatomy
     trace: Trace
@@ -88,7 +90,7 @@ class Pass:
 
 
 def activations(one: Pass, units: Sequence[str], rank: int, count: int) -> Activations:
-    """Of pipeline rank `rank`, which holds `units`; `count` micro-batches make a step."""
+    """The activations of pipeline rank `rank`, which holds `units`; `count` micro-batches make a step."""
     strategy, anatomy = one.strategy, one.anatomy
     here = [block for block in anatomy.blocks if strategy.mesh.pp == 1 or block in units]
     last = rank == strategy.mesh.pp - 1
@@ -118,12 +120,12 @@ def _is_here(anatomy: Anatomy, strategy: Strategy, kept: Kept, units: Sequence[s
 
 
 def _by_block(here: Sequence[str], anatomy: Anatomy, sizes: Iterable[tuple[str, float]]) -> dict[str, float]:
-    found = dict.fromkeys(here, 0.0)
+    totals = dict.fromkeys(here, 0.0)
     for name, size in sizes:
         unit = anatomy.unit_of(name)
-        if unit in found:
-            found[unit] += size
-    return found
+        if unit in totals:
+            totals[unit] += size
+    return totals
 
 
 def _checkpointed(
@@ -161,9 +163,9 @@ def _under_way(strategy: Strategy, rank: int, count: int) -> float:
 
 
 def _buffers(one: Pass, last: bool, rank: int, count: int) -> float:
-    """A pipeline's places for what its neighbours send, one for each micro-batch.
+    """Bytes of a pipeline's receive buffers, one for each micro-batch.
 
-    The last stage's outputs do not stay: nobody asks the schedule for them.
+    The last stage's outputs are not kept: the schedule is not asked for them.
     """
     strategy = one.strategy
     if strategy.mesh.pp == 1:

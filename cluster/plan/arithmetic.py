@@ -1,4 +1,4 @@
-"""How much arithmetic one example is: counted on fake tensors, for figures of utilisation."""
+"""Counts the operations that training on one example takes, on fake tensors: the base of utilisation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class ExampleCost:
-    """Of one training example: `flops` forward and backward, without what checkpointing computes again.
+    """Operations of one training example: `flops` forward and backward, without what checkpointing repeats.
 
-    `tokens` is the length of its sequence of tokens, 0 where it is none. `method` is counted, operator by
+    `tokens` is the length of its sequence of tokens, 0 where it has none. `method` is counted, operator by
     operator, or 6N: six operations for each parameter and position of the model's output (Kaplan et al.
     2020, section 2.1), where the backward pass cannot run on fake tensors.
     """
@@ -31,7 +31,7 @@ class ExampleCost:
 
 
 def count_work(task: Task, batch: Any) -> ExampleCost:
-    """What training on `batch`, divided by its examples, takes; its values do not matter."""
+    """The cost of `batch`, whose values do not matter, divided by its examples."""
     mode, model = fake_model(task)
     fakes = tree_map_only(Tensor, mode.from_tensor, batch)
     leaves = [leaf for leaf in tree_leaves(fakes) if isinstance(leaf, Tensor) and leaf.dim()]
@@ -50,7 +50,7 @@ def count_work(task: Task, batch: Any) -> ExampleCost:
 
 
 class _Shapes:
-    """Hooks that see how long a sequence is: of tokens into an embedding, of vectors out of the model."""
+    """Hooks that note the length of sequences: of tokens into an embedding, of vectors out of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tokens = self.positions = 0
@@ -59,7 +59,7 @@ class _Shapes:
             for part in model.modules()
             if isinstance(part, nn.Embedding)
         ]
-        self._handles.append(model.register_forward_hook(self._left))
+        self._handles.append(model.register_forward_hook(self._after_forward))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -69,13 +69,13 @@ class _Shapes:
         if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 2:
             self.tokens = max(self.tokens, inputs[0].shape[1])
 
-    def _left(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.dim():
             self.positions = output.numel() // output.shape[-1]
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """torch's counter knows attention on GPUs alone."""
+    """Operations of attention on a CPU, which torch's counter does not know."""
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""What devices can do at most, as their makers publish it: the base of model-FLOPs utilisation."""
+"""Peak operations a second of devices, as their makers publish them: the base of model-FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PEAKS = (
 
 
 def peak_flops(table: ClusterTable, device: torch.device) -> float:
-    """Operations a second of one device at the precision of `[cluster]`; 0 where nobody says.
+    """Operations a second of one device at the precision of `[cluster]`; 0 where it is not known.
 
     `peak_flops` in `[cluster]` comes before the table of known devices; a CPU is in no table.
     """

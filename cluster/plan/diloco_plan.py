@@ -1,7 +1,8 @@
-"""Whether a silo's nodes train apart and meet now and then: where reducing gradients would rule each step.
+"""Decides whether a silo's nodes train apart and average now and then (DiLoCo, Douillard et al. 2023).
 
-From figures alone: the arithmetic of a step over the products that a device was measured to do, and the
-gradients' bytes over the bandwidth that was measured between the nodes.
+They do where reducing gradients between nodes would take most of each step: by the operations of a step over
+the rate of matrix products measured on a device, and the gradients' bytes over the bandwidth measured between
+nodes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
 
-# Of the rate of plain matrix products, what training a model comes to.
+# The share of the rate of plain matrix products that training a model reaches.
 _EFFICIENCY = 0.5
-# Reduction over computation of a step: from where on nodes train apart, and what is left of it then.
+# Seconds of reduction for each second of computation: from here on nodes train apart, at most so much then.
 DOMINATES, _LEFT = 4.0, 0.1
 # Seconds of reducing in a step below which there is nothing to gain.
 _WORTH = 0.01
-# As many as Douillard et al. 2023 take by default.
+# The most steps between two meetings: the default of Douillard et al. 2023.
 _MOST = 500
-# Fewer meetings in a life of the outer optimizer than this gather no momentum worth the name.
+# With fewer meetings than this in its life, the outer optimizer gathers no momentum worth the name.
 _MEETINGS = 10
 _RATE, _MOMENTUM = 0.7, 0.9
 
@@ -39,7 +40,7 @@ class StepCosts:
 def costs(
     probe: ModelProbe, resources: Resources, job: JobConfig, links: Links | None, precision: str
 ) -> StepCosts | None:
-    """None where there is one node, or the links or the devices were not measured."""
+    """The costs of a step; None where there is one node, or links or devices were not measured."""
     nodes, batch = resources.nodes, job.algorithm.batch_size
     if nodes == 1 or links is None or not links.between or not links.products or not probe.flops:
         return None
@@ -51,29 +52,27 @@ def costs(
     return StepCosts(computing, part * 2 * (nodes - 1) / nodes / max(links.between.values()))
 
 
-def apart(
+def diloco_table(
     probe: ModelProbe, resources: Resources, job: JobConfig, table: ClusterTable, links: Links | None
 ) -> tuple[ClusterTable | None, str]:
-    """The table for nodes that train apart, and why; None where they need not, or must not.
+    """(the table for nodes that train apart, the reason); the table is None where they need or may not.
 
-    What `[cluster.strategy]` sets stays, and `local_steps = 0` forbids it.
+    What `[cluster.strategy]` sets stays, and `local_steps = 0` forbids training apart.
     """
-    found = costs(probe, resources, job, links, table.precision)
+    step = costs(probe, resources, job, links, table.precision)
     hand = table.strategy
-    if (
-        found is None
-        or hand.local_steps is not None
-        or found.reducing < max(_WORTH, DOMINATES * found.computing)
-    ):
+    if step is None or hand.local_steps is not None:
         return None, ""
-    waits = found.reducing / found.computing
-    said = (
-        f"reducing a step's gradients between nodes would take {found.reducing:.2g} s, {waits:.3g} times the "
-        f"{found.computing:.2g} s that it computes"
+    if step.reducing < max(_WORTH, DOMINATES * step.computing):
+        return None, ""
+    ratio = step.reducing / step.computing
+    reason = (
+        f"reducing a step's gradients between nodes would take {step.reducing:.2g} s, {ratio:.3g} times the "
+        f"{step.computing:.2g} s that it computes"
     )
     if refusal := _refusal(resources, job, table):
-        return None, f"{said}, but nodes cannot train apart: {refusal}"
-    steps = min(_MOST, ceil(waits / _LEFT))
+        return None, f"{reason}, but nodes cannot train apart: {refusal}"
+    steps = min(_MOST, ceil(ratio / _LEFT))
     rate, momentum = _outer(job, steps)
     update = {
         "dp": resources.nodes,
@@ -85,18 +84,18 @@ def apart(
         "offload": False,
     }
     kept = table.model_copy(update={"strategy": hand.model_copy(update=update)})
-    return kept, f"{said}: nodes train apart and meet every {steps} steps (local_steps = 0 forbids it)"
+    return kept, f"{reason}: nodes train apart and meet every {steps} steps (local_steps = 0 forbids it)"
 
 
 def _outer(job: JobConfig, steps: int) -> tuple[float, float]:
-    """DiLoCo's outer optimizer where its momentum has time to build up, else the mean (local SGD)."""
+    """(learning rate, momentum): DiLoCo's outer optimizer where momentum can build up, else the mean."""
     meetings = (job.algorithm.steps or 0) / steps
     lasts = job.algorithm.optimizer_state == "keep" or meetings >= _MEETINGS
     return (_RATE, _MOMENTUM) if lasts else (1.0, 0.0)
 
 
 def _refusal(resources: Resources, job: JobConfig, table: ClusterTable) -> str:
-    """Why not, in what is set by hand or in the job."""
+    """Why nodes cannot train apart, from the table and the job; empty where they can."""
     hand, nodes = table.strategy, resources.nodes
     if job.algorithm.batch_size < nodes:
         return f"a batch of {job.algorithm.batch_size} has no example for each of {nodes} nodes"

@@ -1,4 +1,4 @@
-"""How fast the silo's ranks talk and compute, measured once and kept: what a plan may rely on."""
+"""Measures how fast the silo's ranks reduce and multiply, once, and keeps the figures for plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = "links.json"
 _SIZES = (1 << 16, 1 << 20, 1 << 24)
 _REPEATS = 3
 _SIDE = {"cuda": 4096, "cpu": 512}
-# Between nodes over within: from where on halves, and from where on low-rank factors of gradients travel.
+# Bandwidth within nodes over that between them: from here in bfloat16, from there as low-rank factors.
 _SLOW, _VERY_SLOW = 10.0, 100.0
 
 
@@ -29,9 +29,9 @@ _SLOW, _VERY_SLOW = 10.0, 100.0
 class Links:
     """Bus bandwidth of an all-reduce in bytes a second by payload: among a node's ranks, and between nodes.
 
-    Empty where there is one rank on a node, or one node. `products` are the operations a second of the
-    slowest rank's matrix products, by precision. `at` is when it was measured, in seconds since the
-    epoch; `key` names hosts, devices, backend and versions, and what is measured counts for no other.
+    A table is empty where there is one rank on a node, or one node. `products` are the operations a second of
+    the slowest rank's matrix products, by precision. `at` is the time of measurement in seconds since the
+    epoch. `key` is a digest of hosts, devices, backend and versions: the figures hold for no other.
     """
 
     key: str
@@ -42,82 +42,86 @@ class Links:
     products: dict[str, float] = field(default_factory=dict)
 
     def lines(self, now: float) -> list[str]:
-        """For people."""
+        """The figures in words, a line each."""
         hours = max(0.0, now - self.at) / 3600
         age = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.1f} hours"
-        said = [f"measured {age} ago on {self.world} ranks; all-reduce, bus bandwidth:"]
-        for name, found in (("within a node", self.within), ("between nodes", self.between)):
-            rates = ", ".join(f"{rate / 1e9:.3g} GB/s at {_size(size)}" for size, rate in found.items())
-            said.append(f"{name}: {rates or 'not measured, there is only one'}")
+        lines = [f"measured {age} ago on {self.world} ranks; all-reduce, bus bandwidth:"]
+        for name, measured in (("within a node", self.within), ("between nodes", self.between)):
+            rates = ", ".join(f"{rate / 1e9:.3g} GB/s at {_size(size)}" for size, rate in measured.items())
+            lines.append(f"{name}: {rates or 'not measured, there is only one'}")
         if self.products:
-            done = ", ".join(f"{rate / 1e12:.3g} in {name}" for name, rate in self.products.items())
-            said.append(f"matrix products of a device: Tflop/s {done}")
-        return said
+            products = ", ".join(f"{rate / 1e12:.3g} in {name}" for name, rate in self.products.items())
+            lines.append(f"matrix products of a device: Tflop/s {products}")
+        return lines
 
 
 def read_links(folder: Path, key: str | None = None) -> Links | None:
-    """What was measured last; None where nothing was, or, with a `key`, not on this hardware."""
+    """The kept figures; None where there are none, or, with a `key`, none of this hardware."""
     path = folder / FILE
     if not path.is_file():
         return None
     values = json.loads(path.read_text())
     sizes = {name: {int(size): rate for size, rate in values[name].items()} for name in ("within", "between")}
-    found = Links(**{**values, **sizes})
-    return found if key is None or found.key == key else None
+    links = Links(**{**values, **sizes})
+    return links if key is None or links.key == key else None
 
 
 def known_links(folder: Path, device: torch.device, per_node: int, control: dist.ProcessGroup) -> Links:
-    """The kept measurement, where it is of the same ranks; else a new one, which rank 0 keeps. Collective."""
+    """The kept figures where they are of the same ranks; else new ones, which rank 0 keeps. Collective."""
     key = links_key(device, control)
     kept = read_links(folder, key) if dist.get_rank() == 0 else None
     kept = kept if kept is not None and kept.products else None
     if "1" in gather_text("1" if kept is not None else "", control):
-        return kept if kept is not None else Links(key, dist.get_world_size(), 0.0, {}, {})
-    found = measure_links(device, per_node, key)
+        # Only rank 0 plans with the figures.
+        return kept or Links(key, dist.get_world_size(), at=0.0, within={}, between={})
+    links = measure_links(device, per_node, key)
     if dist.get_rank() == 0:
-        write_file(folder / FILE, [json.dumps(asdict(found)).encode()])
-    return found
+        write_file(folder / FILE, [json.dumps(asdict(links)).encode()])
+    return links
 
 
 def links_key(device: torch.device, control: dist.ProcessGroup) -> str:
     """A digest of hosts, devices, backend and versions. Collective."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     backend = dist.get_backend()
-    said = f"{os.uname().nodename} {name} {backend} {torch.__version__} {version('roundtable')}"
-    return hashlib.blake2b("\n".join(gather_text(said, control)).encode(), digest_size=16).hexdigest()
+    here = f"{os.uname().nodename} {name} {backend} {torch.__version__} {version('roundtable')}"
+    return hashlib.blake2b("\n".join(gather_text(here, control)).encode(), digest_size=16).hexdigest()
 
 
 def measure_links(device: torch.device, per_node: int, key: str = "") -> Links:
-    """All-reduce by the ranks of each node, and by those in the same place on each. Collective."""
+    """Times all-reduce among a node's ranks, and among ranks in the same place of nodes. Collective."""
     world = dist.get_world_size()
     nodes = [list(range(first, first + per_node)) for first in range(0, world, per_node)]
     across = [list(range(place, world, per_node)) for place in range(per_node)]
-    within, between = _rates(nodes, device), _rates(across, device)
+    within = _rates(nodes, device)
+    between = _rates(across, device)
     return Links(key, world, time.time(), within, between, _products(device))
 
 
 def reduction_for(links: Links | None) -> tuple[Reduction, str]:
-    """How DDP's gradients travel where nobody says, and why; exact but where slow links were measured."""
+    """(how DDP's gradients travel by default, the reason): exact but where slow links were measured."""
     if links is None or not links.within or not links.between:
         return "exact", ""
     within, between = max(links.within.values()), max(links.between.values())
     slower = within / between
-    said = f"between nodes {between / 1e9:.3g} GB/s was measured, within them {within / 1e9:.3g}"
+    measured = f"between nodes {between / 1e9:.3g} GB/s was measured, within them {within / 1e9:.3g}"
     if slower >= _VERY_SLOW:
-        return "powersgd", f"{said}: DDP's gradients travel as low-rank factors"
+        return "powersgd", f"{measured}: DDP's gradients travel as low-rank factors"
     if slower >= _SLOW:
-        return "bfloat16", f"{said}: DDP's gradients travel in bfloat16"
-    return "exact", f"{said}: gradients travel as they are"
+        return "bfloat16", f"{measured}: DDP's gradients travel in bfloat16"
+    return "exact", f"{measured}: gradients travel as they are"
 
 
 def _rates(groups: list[list[int]], device: torch.device) -> dict[int, float]:
-    """The slowest rank's, while all groups are busy: they share the wires as in training."""
+    """The slowest rank's bandwidth by payload while all groups reduce, as they share wires in training."""
     members = len(groups[0])
     if members == 1:
         return {}
-    made = [dist.new_group(ranks) for ranks in groups]
-    mine = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
-    found = {}
+    process_groups = [dist.new_group(ranks) for ranks in groups]
+    mine = next(
+        group for group, ranks in zip(process_groups, groups, strict=True) if dist.get_rank() in ranks
+    )
+    rates = {}
     for size in _SIZES:
         data = torch.ones(size // 4, device=device)
         dist.all_reduce(data, group=mine)
@@ -128,16 +132,17 @@ def _rates(groups: list[list[int]], device: torch.device) -> dict[int, float]:
         _wait(device)
         seconds = torch.tensor((time.perf_counter() - began) / _REPEATS, dtype=torch.float64, device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        found[size] = size * 2 * (members - 1) / members / float(seconds)
-    for group in made:
+        rates[size] = size * 2 * (members - 1) / members / float(seconds)
+    for group in process_groups:
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)
-    return found
+    return rates
 
 
 def _products(device: torch.device) -> dict[str, float]:
-    """The slowest rank's, while all are busy."""
-    side, found = _SIDE[device.type], {}
+    """Operations a second of the slowest rank, by precision, while all ranks multiply."""
+    side = _SIDE[device.type]
+    rates = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         one = torch.ones(side, side, dtype=dtype, device=device)
         one @ one
@@ -148,8 +153,8 @@ def _products(device: torch.device) -> dict[str, float]:
         _wait(device)
         seconds = torch.tensor((time.perf_counter() - began) / _REPEATS, dtype=torch.float64, device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        found[name] = 2.0 * side**3 / float(seconds)
-    return found
+        rates[name] = 2.0 * side**3 / float(seconds)
+    return rates
 
 
 def _wait(device: torch.device) -> None:

@@ -38,18 +38,18 @@ class Estimate:
     peak: int
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The figures in words, a line each."""
         return [f"{name:<14}{format_bytes(value):>12}" for name, value in asdict(self).items()]
 
 
 @dataclass(frozen=True)
 class ModelProbe:
-    """What is known of a task: anatomy, one traced pass, where its layers can be split.
+    """What a plan has to know of a task: its anatomy, one traced pass, and where its layers can be split.
 
     `state_factor` is the optimizer's state in bytes for each byte of parameters: 2 for Adam, 0 for plain SGD.
-    `cannot_pipeline` says why the model cannot be cut into stages; empty where it can. In bfloat16 `trace` is
-    under autocast, and `half` the pass of a model that is in it itself, as shards are when they are gathered.
-    `gloo`: collectives are gloo's, which work on copies of their own. `flops` are of one example.
+    `cannot_split` has a reason by degree, and `cannot_pipeline` one; empty where the model can be split, or
+    cut into stages. In bfloat16 `trace` is under autocast, and `half` the pass of a model in bfloat16 itself,
+    as gathered shards are. `gloo`: collectives are gloo's, which work on copies. `flops` are of one example.
     """
 
     anatomy: Anatomy
@@ -73,8 +73,8 @@ def estimate(probe: ModelProbe, strategy: Strategy, accumulated: int) -> Estimat
         [unit for i in range(rank, stages, strategy.mesh.pp) for unit in cuts[i]]
         for rank in range(strategy.mesh.pp)
     ]
-    found = [_rank(probe, strategy, accumulated, units, rank) for rank, units in enumerate(ranks)]
-    return max(found, key=lambda one: one.peak)
+    estimates = [_rank(probe, strategy, accumulated, units, rank) for rank, units in enumerate(ranks)]
+    return max(estimates, key=lambda one: one.peak)
 
 
 def _rank(
@@ -89,7 +89,7 @@ def _rank(
     share = mesh.dp if strategy.data_parallel == "zero1" else 1
     optimizer = gradients * probe.state_factor / share
     if strategy.local_steps:
-        # Where the replicas parted, and the momentum of their meetings.
+        # The weights at the last meeting, and the outer optimizer's momentum.
         optimizer += gradients * (2 if strategy.outer_momentum else 1)
     temporaries = gradients * probe.optimizer_temporaries / share
     half = strategy.precision == "bfloat16" and shards_weights(strategy)
@@ -105,21 +105,27 @@ def _rank(
     step = gradients + max(temporaries, passing)
     standing = _standing(strategy, gradients, accumulated)
     peak = fixed + max(step, _peak(gradients, standing, run, buffers, groups))
-    kept = run.kept + run.constant
-    numbers = (held + anatomy.buffer_bytes, gradients, optimizer, kept, run.working, buffers.most, peak)
-    return Estimate(*(int(number) for number in numbers))
+    return Estimate(
+        parameters=int(held + anatomy.buffer_bytes),
+        gradients=int(gradients),
+        optimizer=int(optimizer),
+        activations=int(run.kept + run.constant),
+        working=int(run.working),
+        communication=int(buffers.most),
+        peak=int(peak),
+    )
 
 
 def _peak(
     gradients: float, standing: float, run: Activations, buffers: Buffers, groups: dict[str, float]
 ) -> float:
-    """The most of a forward and backward pass, beside weights and optimizer."""
+    """The most bytes at any moment of a forward and backward pass, beside weights and optimizer."""
     sizes = [size for key, size in groups.items() if key]
     blocks, whole = max(1, len(sizes)), max(1.0, sum(groups.values()))
     held, largest = gradients * sum(sizes) / whole, gradients * max(sizes, default=0.0) / whole
 
     def there(count: int) -> float:
-        """Gradients when those of all blocks but the first `count` are."""
+        """Bytes of gradients when all blocks but the first `count` have theirs."""
         return standing or held * max(0, blocks - count) / blocks
 
     working = max(run.head, run.block)
@@ -171,12 +177,12 @@ def _after(probe: ModelProbe, strategy: Strategy, here: Sequence[Weight]) -> flo
     anatomy = probe.anatomy
     last = anatomy.units.index(anatomy.blocks[-1]) if anatomy.blocks else -1
     following = set(anatomy.units[last + 1 :])
-    found = (w for w in here if w.trainable and anatomy.unit_of(w.name) in following)
-    return sum(_split(probe, strategy, weight) * weight.itemsize for weight in found)
+    heads = (w for w in here if w.trainable and anatomy.unit_of(w.name) in following)
+    return sum(_split(probe, strategy, weight) * weight.itemsize for weight in heads)
 
 
 def _standing(strategy: Strategy, gradients: float, accumulated: int) -> float:
-    """Gradients that are there while a backward pass goes on, whatever it has come to."""
+    """Bytes of gradients that are held throughout a backward pass."""
     buckets = strategy.data_parallel in ("ddp", "zero1") and not strategy.local_steps
     if buckets and accumulated > 1:
         # DDP's buckets stand beside the sums of the micro-batches before the last.

@@ -1,4 +1,4 @@
-"""A task looked over for a plan, without its weights: what it is made of, keeps and can be split into."""
+"""Probes a task for a plan, on fake tensors: what its model is made of, keeps, and can be split into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.experts import Experts
 from roundtable.cluster.parallel.forward_trace import Trace, fake_model, trace
-from roundtable.cluster.parallel.pipeline_stages import Given, inputs_of, keep_only, partition
+from roundtable.cluster.parallel.pipeline_stages import FixedOutput, inputs_of, keep_only, partition
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.memory_estimate import ModelProbe
@@ -24,7 +24,7 @@ _DEGREES = (2, 4, 8, 16)
 
 
 def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool = False) -> ModelProbe:
-    """Looks the task over with one real batch, whose values do not matter.
+    """Traces the task on one real batch, whose values do not matter.
 
     Raises NotTraceable where the loss needs values, and whatever the task raises.
     """
@@ -34,23 +34,23 @@ def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool 
     plan = from_task(task, model) or find_tensor_parallel(model, anatomy, traced)
     factor = state_factor(task)
     return ModelProbe(
-        anatomy,
-        traced,
-        plan,
-        factor,
+        anatomy=anatomy,
+        trace=traced,
+        tensor_parallel=plan,
+        state_factor=factor,
         # Multi-tensor kernels, which torch takes on GPUs, work on a copy of all at once.
-        1.0 if factor and device == "cuda" else 0.0,
-        tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
-        {degree: cannot_split(task, plan, batch, degree) for degree in _DEGREES},
-        cannot_pipeline(task, anatomy, batch),
-        in_half(task, batch) if bfloat16 else None,
-        device == "cpu",
-        count_work(task, batch).flops,
+        optimizer_temporaries=1.0 if factor and device == "cuda" else 0.0,
+        experts=tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
+        cannot_split={degree: cannot_split(task, plan, batch, degree) for degree in _DEGREES},
+        cannot_pipeline=cannot_pipeline(task, anatomy, batch),
+        half=in_half(task, batch) if bfloat16 else None,
+        gloo=device == "cpu",
+        flops=count_work(task, batch).flops,
     )
 
 
 def in_half(task: Task, batch: Any) -> Trace | None:
-    """A pass of the model in bfloat16; None where its own code mixes precisions."""
+    """Traces the model in bfloat16; None where its own code mixes precisions."""
     mode, model = fake_model(task, torch.bfloat16)
     halves = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
     try:
@@ -124,7 +124,7 @@ def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:
                 values = (output,)
         with mode:
             fakes = tree_map_only(Tensor, mode.from_tensor, batch)
-            task.loss(Given(torch.empty(values[0].shape, dtype=values[0].dtype)), fakes)
+            task.loss(FixedOutput(torch.empty(values[0].shape, dtype=values[0].dtype)), fakes)
     except (RuntimeError, TypeError, AttributeError, ValueError, LookupError, TaskError) as error:
         return (
             "its forward does not skip parts that are None, as a stage's must "

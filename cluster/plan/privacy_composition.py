@@ -1,4 +1,4 @@
-"""What example-level privacy leaves of the strategies: whole copies of a plain model."""
+"""Restricts plans to what example-level privacy allows: whole copies of a plain model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import ExampleLevel
 
-_PARTS = (
+_PART_OF_A_MODEL = (
     "per-example clipping needs the norm of each example's whole gradient before anything is summed, and a "
     "rank that holds part of the model has only part of it"
 )
@@ -31,7 +31,7 @@ def is_example_level(job: JobConfig) -> bool:
 
 
 def narrowed(job: JobConfig, resources: Resources, table: ClusterTable) -> ClusterTable:
-    """The table with what the job's privacy fixes; as it was where it fixes nothing.
+    """The table with what the job's privacy prescribes; unchanged where it prescribes nothing.
 
     Raises PrivacyError, with the reason, for what does not compose with clipping each example's gradient.
     """
@@ -40,12 +40,12 @@ def narrowed(job: JobConfig, resources: Resources, table: ClusterTable) -> Clust
     hand = table.strategy
     for key in ("tp", "pp", "fsdp", "ep"):
         if (degree := getattr(hand, key) or 1) > 1:
-            raise _refused(key, degree, _PARTS)
+            raise _refused(key, degree, _PART_OF_A_MODEL)
     if hand.dp is not None and hand.dp != resources.world:
         raise _refused("dp", hand.dp, f"the other of {resources.world} devices would hold parts of the model")
     if hand.data_parallel in ("zero1", "zero2", "zero3"):
         raise _refused(
-            "data_parallel", hand.data_parallel, _STEP if hand.data_parallel == "zero1" else _PARTS
+            "data_parallel", hand.data_parallel, _STEP if hand.data_parallel == "zero1" else _PART_OF_A_MODEL
         )
     for key, plain in _PLAIN.items():
         value = getattr(hand, key)
@@ -62,9 +62,9 @@ def narrowed(job: JobConfig, resources: Resources, table: ClusterTable) -> Clust
 
 
 def with_noisy_gradient(estimate: Estimate) -> Estimate:
-    """The sum of clipped gradients and the noisy gradient that is made of it are two copies."""
-    more = estimate.gradients
-    return replace(estimate, gradients=estimate.gradients + more, peak=estimate.peak + more)
+    """The estimate with a second copy of the gradients: the noisy gradient beside the sum of clipped ones."""
+    copy = estimate.gradients
+    return replace(estimate, gradients=estimate.gradients + copy, peak=estimate.peak + copy)
 
 
 def _refused(key: str, value: object, reason: str) -> PrivacyError:

@@ -1,4 +1,4 @@
-"""How a job's steps speed up with the number of ranks: `roundtable client profile --worlds 1,2,4`.
+"""Measures how a job's steps speed up with ranks: `roundtable client profile --worlds 1,2,4`.
 
 Each rank runs `main` under torchrun, with the job's own batch for all worlds (strong scaling).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.client.policy.config import load_agent_config
 from roundtable.client.training.local_training import split_data
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.resources import find_resources
+from roundtable.cluster.tools.local_ranks import check_world, print_result, run_ranks
+from roundtable.cluster.tools.planning import plan_task
+from roundtable.cluster.tools.silo_job import load_silo_job
 from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
-from roundtable.core.config import JobConfig, load_job
-from roundtable.core.errors import ConfigError, ResourceError
 from roundtable.core.layout import Layout
-from roundtable.core.task import ArrayTask, Site, Task, initial_state, load_task
+from roundtable.core.task import Site, initial_state
 
 # Two steps warm up, the third is under the profiler.
 _BEFORE = 3
@@ -51,34 +47,26 @@ def scaling(
 ) -> list[ScalingPoint]:
     """Runs the job's steps on each number of ranks of this machine, one after the other.
 
-    Raises ConfigError for a job that no rank can train, ResourceError, with the ranks' last words, where
-    they fail or there are more ranks than GPUs.
+    Raises ConfigError for a job that no rank can train, ResourceError as `run_ranks` does.
     """
-    gpus = torch.cuda.device_count()
-    if gpus and max(worlds) > gpus:
-        raise ResourceError(f"{max(worlds)} ranks need as many CUDA devices, and this machine has {gpus}")
+    check_world(max(worlds))
     order = json.dumps([str(agent), str(job_file), dict(overrides), steps])
-    found: list[ScalingPoint] = []
+    points: list[ScalingPoint] = []
     for world in sorted(worlds):
-        one = _run(world, order)
+        one = run_ranks(world, "roundtable.cluster.tools.scaling", order)
         rate = one["examples_per_second"]
-        base = found[0] if found else None
+        base = points[0] if points else None
         ideal = base.examples_per_second / base.world * world if base else rate
-        found.append(ScalingPoint(world, one["strategy"], rate, rate / ideal, one["communication"]))
-    return found
-
-
-def _run(world: int, order: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += ["-m", "roundtable.cluster.tools.scaling", order]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-            return result
-    said = [line for line in done.stderr.splitlines() if "Error" in line]
-    raise ResourceError(f"{world} ranks failed: {said[-1].strip() if said else done.stderr[-300:]}")
+        points.append(
+            ScalingPoint(
+                world=world,
+                strategy=one["strategy"],
+                examples_per_second=rate,
+                efficiency=rate / ideal,
+                communication=one["communication"],
+            )
+        )
+    return points
 
 
 def main() -> None:
@@ -97,39 +85,31 @@ def main() -> None:
         rate = sum(report.examples for report in timed) / sum(report.seconds for report in timed)
         share = trainer.sampler.share or 0.0
         result = {"strategy": str(trainer.strategy), "examples_per_second": rate, "communication": share}
-        print("RESULT " + json.dumps(result), flush=True)
+        print_result(result)
     dist.destroy_process_group()
 
 
 def _trainer(
     agent: Path, job_file: Path, overrides: dict[str, Any], steps: int, device: torch.device
 ) -> tuple[RankTrainer, Any]:
-    job = load_job(job_file, {**overrides, "algorithm.steps": steps + _BEFORE})
-    table, folder, options = ClusterTable(), job_file.resolve().parent, dict(job.simulation.data)
-    name = job.task
-    if agent.exists():
-        config = load_agent_config(agent)
-        table, folder, options = config.cluster or table, config.folder, dict(config.data)
-        name = config.reference_of(job.task) or name
-    task = load_task(name, folder)
-    if isinstance(task, ArrayTask):
-        raise ConfigError(f"task {name!r} is an ArrayTask, which is not spread over ranks")
-    return _planned(task, job, table, options, device)
-
-
-def _planned(
-    task: Task, job: JobConfig, table: ClusterTable, options: dict[str, Any], device: torch.device
-) -> tuple[RankTrainer, Any]:
-    data, _ = split_data(task, Site("profile", options=options))
-    here = table.model_copy(update={"nodes": 1, "devices": dist.get_world_size()})
-    half = table.precision == "bfloat16"
-    found = probe_model(task, example_batch(data), device=device.type, bfloat16=half)
-    strategy = make_plan(found, find_resources(here), job, here).strategy
+    """(this rank's trainer with the task's initial model, the silo's training data)."""
+    loaded = load_silo_job(agent, job_file, {**overrides, "algorithm.steps": steps + _BEFORE})
+    task, job = loaded.task, loaded.job
+    table = loaded.table.model_copy(update={"nodes": 1, "devices": dist.get_world_size()})
+    plan = plan_task(task, job, table, find_resources(table), loaded.options)
+    data, _ = split_data(task, Site("profile", options=loaded.options))
     model = initial_state(task, job.seed)
     layout = Layout.of(model)
-    split = found.tensor_parallel if strategy.mesh.tp > 1 else None
-    meshes = Meshes(strategy.mesh, device.type, apart=strategy.local_steps > 0)
-    trainer = RankTrainer(task, job, layout, strategy, meshes, device, "profile", split)
+    trainer = RankTrainer(
+        task=task,
+        job=job,
+        layout=layout,
+        strategy=plan.strategy,
+        meshes=Meshes(plan.strategy.mesh, device.type, apart=plan.strategy.local_steps > 0),
+        device=device,
+        client="profile",
+        tensor_parallel=plan.tensor_parallel,
+    )
     trainer.load(layout.flatten(model).clone(), {})
     return trainer, data
 

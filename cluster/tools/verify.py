@@ -1,12 +1,11 @@
-"""`roundtable client verify-cluster`: what a silo runs on its own hardware before it trusts it with a job.
+"""Checks a silo's hardware before it is trusted with a job: `roundtable client verify-cluster`.
 
-Each rank runs `main` under torchrun: all-reduce bandwidth by size, and every strategy that the world allows
-against one process on a small transformer, on the devices and the backend that training would use.
+Each rank runs `main` under torchrun: it measures all-reduce bandwidth by size, and compares every strategy
+that the number of ranks allows with one process, on a small transformer, with training's devices and backend.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -27,6 +26,7 @@ from roundtable.cluster.parallel.forward_trace import fake_model, trace
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
+from roundtable.cluster.tools.local_ranks import print_result, run_ranks
 from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
 from roundtable.core.config import JobConfig
 from roundtable.core.layout import Layout
@@ -60,7 +60,8 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(dim), Attention(dim, heads)
+        self.norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads)
         self.mlp_norm = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
@@ -97,20 +98,27 @@ class Probe(Task):
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
+def verify_here(world: int | None = None) -> dict[str, Any]:
+    """Runs the checks on this machine, by default on its GPUs or two CPU ranks; errors as `run_ranks`."""
+    gpus = torch.cuda.device_count()
+    result = run_ranks(world or gpus or 2, "roundtable.cluster.tools.verify", "cuda" if gpus else "cpu")
+    return {**result, "torch": torch.__version__}
+
+
 def strategies(world: int) -> list[Strategy]:
-    """One of each kind that so many ranks allow."""
-    found = [Strategy(Mesh(dp=world), "ddp", 2), Strategy(Mesh(dp=world), "zero1", 2)]
-    found += [Strategy(Mesh(fsdp=world), "zero2", 2), Strategy(Mesh(fsdp=world), "zero3", 2)]
+    """One strategy of each kind that so many ranks allow."""
+    chosen = [Strategy(Mesh(dp=world), "ddp", 2), Strategy(Mesh(dp=world), "zero1", 2)]
+    chosen += [Strategy(Mesh(fsdp=world), "zero2", 2), Strategy(Mesh(fsdp=world), "zero3", 2)]
     if world in (2, 4, 8):
-        found.append(Strategy(Mesh(tp=world), "none", 2, sequence_parallel=True))
-    found += [Strategy(Mesh(pp=world), "none", 1, kind) for kind in ("gpipe", "1f1b")]
+        chosen.append(Strategy(Mesh(tp=world), "none", 2, sequence_parallel=True))
+    chosen += [Strategy(Mesh(pp=world), "none", 1, kind) for kind in ("gpipe", "1f1b")]
     if world % 4 == 0:
         half = world // 2
-        found.append(Strategy(Mesh(dp=2, fsdp=half), "zero3", 2))
-        found.append(Strategy(Mesh(fsdp=half, tp=2), "zero3", 2, sequence_parallel=True))
+        chosen.append(Strategy(Mesh(dp=2, fsdp=half), "zero3", 2))
+        chosen.append(Strategy(Mesh(fsdp=half, tp=2), "zero3", 2, sequence_parallel=True))
     if world % 8 == 0:
-        found.append(Strategy(Mesh(pp=2, fsdp=world // 4, tp=2), "zero2", 2, sequence_parallel=True))
-    return found
+        chosen.append(Strategy(Mesh(pp=2, fsdp=world // 4, tp=2), "zero2", 2, sequence_parallel=True))
+    return chosen
 
 
 def bandwidth(device: torch.device, budget: float = 10.0) -> list[dict[str, float]]:
@@ -181,8 +189,8 @@ def main() -> None:
         for strategy in strategies(dist.get_world_size())
     ]
     if dist.get_rank() == 0:
-        found = {"world": dist.get_world_size(), "backend": dist.get_backend(), "device": str(device)}
-        print("RESULT " + json.dumps({**found, "all_reduce": rates, "checks": checks}), flush=True)
+        group = {"world": dist.get_world_size(), "backend": dist.get_backend(), "device": str(device)}
+        print_result({**group, "all_reduce": rates, "checks": checks})
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A round's state on disk while it goes on: asynchronous, in safetensors, for any number of ranks.
+"""Saves and loads a round's state while it goes on: asynchronously, in safetensors, for any number of ranks.
 
 torch's distributed checkpoint does the work, on a process group of its own. A checkpoint counts once its
 `state.json` is there, which names every file by digest; copies go to other places, old ones are removed.
@@ -33,7 +33,7 @@ _ENDS_KEPT = 2
 
 @dataclass(frozen=True)
 class Position:
-    """Where in a round a checkpoint stands; `model` is the digest of the round's global model.
+    """The point in a round that a checkpoint was made at; `model` is the digest of the global model.
 
     `replicas` that train apart have weights and optimizers of their own in it; 0: there is one of each.
     """
@@ -52,7 +52,9 @@ class Checkpoints:
 
     def __init__(self, folders: Sequence[Path], keep: int, group: dist.ProcessGroup) -> None:
         """`folders`: the first is written, the others get copies. `group` is a CPU group of all ranks."""
-        self._folders, self._keep, self._group = folders, keep, group
+        self._folders = folders
+        self._keep = keep
+        self._group = group
         self._pending: tuple[Any, Path, Position] | None = None
 
     def save(
@@ -62,7 +64,7 @@ class Checkpoints:
         position: Position,
         outer: OuterOptimizer | None = None,
     ) -> None:
-        """Starts to save; returns once the tensors are copied, so that training may go on."""
+        """Starts a save; returns once the tensors are copied, so that training may go on."""
         self.finish()
         place = _END if position.final else f"step-{position.step:08d}"
         folder = self._folders[0] / f"round-{position.round:06d}-{place}"
@@ -108,10 +110,10 @@ class Checkpoints:
         return self._find(lambda position: position.final and position.round < before)
 
     def _find(self, wanted: Callable[[Position], bool]) -> tuple[Path, Position] | None:
-        """Every rank gets what rank 0 finds."""
+        """Searches on rank 0, and returns its result on every rank."""
         text = ""
-        if dist.get_rank() == 0 and (found := next(self._whole(wanted), None)) is not None:
-            text = json.dumps([str(found[0]), found[1].__dict__])
+        if dist.get_rank() == 0 and (newest := next(self._whole(wanted), None)) is not None:
+            text = json.dumps([str(newest[0]), newest[1].__dict__])
         text = broadcast_text(text, self._group)
         if not text:
             return None
@@ -127,27 +129,27 @@ class Checkpoints:
         *,
         weights: bool = True,
     ) -> None:
-        """Puts a checkpoint's tensors into this rank's parts; without `weights` only the optimizers'.
+        """Loads a checkpoint into this rank's parts; without `weights` only the optimizers' state.
 
-        Of another number of replicas that trained apart, each of these goes on from one of those, in turn;
-        replicas that train together all go on from the first.
+        Where the checkpoint has another number of replicas that trained apart, its replicas are dealt out in
+        turn; replicas that train together all take the first.
         """
         fill_state(optimizer)
         replicas = Position(**json.loads((path / _STATE).read_text())["position"]).replicas
         place = replica.meshes.place("dp") if replica.strategy.local_steps else 0
         own = _own(place % replicas) if replicas else ""
-        found = dict(_state(replica, optimizer, own))
+        tensors = dict(_state(replica, optimizer, own))
         if replicas:
-            found.update(_outer_state(replica, outer))
+            tensors.update(_outer_state(replica, outer))
         learnt = (f"{own}model/", "outer/anchor/")
-        state = {name: tensor for name, tensor in found.items() if weights or not name.startswith(learnt)}
+        state = {name: tensor for name, tensor in tensors.items() if weights or not name.startswith(learnt)}
         reader = HuggingFaceStorageReader(str(path))
         load(state, storage_reader=reader, process_group=self._group)
         if outer is not None and weights and not replicas:
             outer.depart()
 
     def _whole(self, wanted: Callable[[Position], bool]) -> Iterator[tuple[Path, Position]]:
-        """Those wanted whose files are what their description says, newest first, from any place."""
+        """Yields the wanted checkpoints whose files have their digests, newest first, from any place."""
         paths = [path for place in self._folders for path in place.glob(f"*/{_STATE}")]
         for path in sorted(paths, key=lambda path: path.parent.name, reverse=True):
             try:
@@ -173,7 +175,7 @@ def _outer_state(replica: Replica, outer: OuterOptimizer | None) -> Iterator[tup
 
 
 def _state(replica: Replica, optimizer: torch.optim.Optimizer, own: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Weights, buffers and the optimizer's state by names that hold at any number of ranks."""
+    """Yields weights, buffers and optimizer state under names that hold at any number of ranks."""
     names: dict[int, str] = {}
     for name, tensor in replica.tensors():
         names[id(tensor)] = name
@@ -192,14 +194,14 @@ def _seal(folder: Path, position: Position) -> None:
 
 
 def _copy(folder: Path, to: Path) -> None:
-    """The description goes last: a copy without it does not count."""
+    """Copies a checkpoint; the description goes last, as one without it does not count."""
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns(_STATE))
     shutil.copy2(folder / _STATE, to / _STATE)
 
 
 def _prune(place: Path, keep: int) -> None:
-    """Of ends of rounds two stay, since a round may be done again from the one before it."""
+    """Removes old checkpoints; two ends of rounds stay, as a round may start again from the one before."""
     folders = sorted(path for path in place.iterdir() if path.is_dir())
     ends = [path for path in folders if path.name.endswith(_END)]
     within = [path for path in folders if path not in ends]

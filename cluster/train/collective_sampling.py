@@ -1,4 +1,4 @@
-"""How much of a step collectives take, from a step under torch's profiler now and then."""
+"""Measures how much of a step collectives take, on a step under torch's profiler now and then."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
 
 
 class CollectiveSampler:
-    """`share` is that of the newest sampled step in which a collective was under way, overlapped or not."""
+    """`share` is the part of the newest sampled step with a collective under way, overlapped or not."""
 
     def __init__(self, device: torch.device, *, wanted: bool = True) -> None:
         self.share: float | None = None
-        self._device, self._wanted = device, wanted
-        self._steps, self._due = 0, 0.0
+        self._device = device
+        self._wanted = wanted
+        self._steps = 0
+        self._due = 0.0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step; measures it where it is time."""
+        """Wraps one step, and measures it where a sample is due."""
         self._steps += 1
         now = time.monotonic()
         if not self._wanted or self._steps < _FIRST or now < self._due:
@@ -33,19 +35,19 @@ class CollectiveSampler:
             return
         self._due = now + _EVERY_SECONDS
         cuda = self._device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
             began = time.perf_counter()
             yield
             if cuda:
                 torch.cuda.synchronize(self._device)
             seconds = time.perf_counter() - began
-        self.share = min(1.0, seconds_in_collectives(found) / max(seconds, 1e-9))
+        self.share = min(1.0, seconds_in_collectives(profiled) / max(seconds, 1e-9))
 
 
-def seconds_in_collectives(found: profile) -> float:
-    """Time in which at least one collective was under way."""
-    assert found.profiler is not None
-    results: Any = found.profiler.kineto_results
+def seconds_in_collectives(profiled: profile) -> float:
+    """Seconds in which at least one collective was under way."""
+    assert profiled.profiler is not None
+    results: Any = profiled.profiler.kineto_results
     spans = [
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in results.events()

@@ -1,4 +1,4 @@
-"""Replicas that train apart and meet now and then, where the network between them is slow.
+"""Averages replicas that train apart now and then, where the network between them is slow (DiLoCo).
 
 Every `local_steps` steps the replicas' changes are averaged and taken as one outer gradient (Douillard et al.
 2023, DiLoCo, algorithm 1). Learning rate 1 without momentum is local SGD: the mean of the weights.
@@ -16,7 +16,7 @@ from roundtable.cluster.parallel.shards import local_of
 
 
 class OuterOptimizer:
-    """The weights at the last meeting, and Nesterov's momentum between meetings.
+    """DiLoCo's outer optimizer: the weights at the last meeting, and Nesterov's momentum.
 
     Both are alike on all replicas; with shards, each rank has its parts of them.
     """
@@ -27,11 +27,13 @@ class OuterOptimizer:
         self._parameters = [parameter.detach() for parameter in parameters]
         self._anchors = [part.clone() for part in self._parameters]
         self._velocity: list[Tensor] = [torch.zeros_like(part) for part in self._anchors] if momentum else []
-        self._group, self._rate, self._momentum = group, rate, momentum
+        self._group = group
+        self._rate = rate
+        self._momentum = momentum
 
     @torch.no_grad()
     def depart(self) -> None:
-        """The weights as they are now are those that the replicas part from."""
+        """Makes the present weights those that the replicas part from."""
         for part, anchor in zip(self._parameters, self._anchors, strict=True):
             local_of(anchor).copy_(local_of(part))
 
@@ -51,7 +53,7 @@ class OuterOptimizer:
             part.copy_(anchor)
 
     def state(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint keeps, for parameters of these names."""
+        """Yields the tensors that a checkpoint keeps, for parameters of these names."""
         for index, name in enumerate(names):
             yield f"anchor/{name}", self._anchors[index]
             if self._velocity:

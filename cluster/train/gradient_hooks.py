@@ -34,7 +34,7 @@ def _bfloat16(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """torch's own hook of this name refuses gloo, which reduces bfloat16 as well."""
+    """Reduces in bfloat16; torch's own hook refuses gloo, which can."""
     gradient: Tensor = bucket.buffer()
     half = gradient.to(torch.bfloat16).div_(group.size())
     work: Any = dist.all_reduce(half, group=group, async_op=True)
@@ -48,10 +48,11 @@ def _bfloat16(
 
 
 class TopK:
-    """What stays behind in each bucket."""
+    """The entries of each bucket that were not sent yet, by the bucket's index."""
 
     def __init__(self, group: dist.ProcessGroup, kept: float) -> None:
-        self.group, self.kept = group, kept
+        self.group = group
+        self.kept = kept
         self.left: dict[int, Tensor] = {}
 
 
@@ -59,7 +60,7 @@ def topk_hook(
     state: TopK,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Gathers every rank's largest entries and adds them up."""
+    """Sums every rank's largest entries, and keeps the rest for the next step."""
     gradient: Tensor = bucket.buffer()
     left = state.left.get(bucket.index())
     if left is not None and left.shape == gradient.shape:

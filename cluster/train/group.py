@@ -1,4 +1,4 @@
-"""Orders done by a whole group of ranks; each rank runs this, and they take every branch together."""
+"""Does orders on a whole group of ranks; each rank runs this, and all take every branch together."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Watch = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Group:
-    """What holds for the life of the ranks."""
+    """The settings, devices and process groups of the ranks, for all their life."""
 
     settings: Settings
     table: ClusterTable
@@ -73,7 +73,8 @@ class GroupExecutor:
         self._ended = 0
         self._trainer: RankTrainer | None = None
         self._data: tuple[Any, Any] = (None, None)
-        self._site, self._bench_task = Site(group.settings.client), Task()
+        self._site = Site(group.settings.client)
+        self._task = Task()
 
     def train(self, order: Order, watch: Watch) -> TrainedUpdate:
         """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
@@ -90,7 +91,7 @@ class GroupExecutor:
 
         def save(step: int) -> None:
             nonlocal saved
-            position = Position(order.round, digest, step, done.seen, done.loss_sum)
+            position = Position(order.round, digest, step, seen=done.seen, loss_sum=done.loss_sum)
             saved = self._save(trainer, checkpoints, position)
 
         def note(report: StepReport) -> None:
@@ -103,14 +104,16 @@ class GroupExecutor:
         except InvalidUpdate as error:
             checkpoints.finish()
             raise InvalidUpdate(error.reason, f"{error}; {_last_sound(saved)}") from error
-        self._end(trainer, checkpoints, order, Position(order.round, digest, batches.position, 0, 0.0, True))
+        self._end(trainer, checkpoints, order, _end_of(order, digest, batches.position))
         if isinstance(trainer.job.privacy, ClientLocalLevel):
             round_charge = self._round_charge(order)
             noise = noise_on_parts(trainer, start.vector, round_charge)
             return self._deliver_privately(trainer, order, start, round_charge, noise)
         _check_weights(trainer)
         digest, size = self._deliver(trainer, order, start)
-        return TrainedUpdate(digest, size, batches.examples, _metrics(trainer, done))
+        return TrainedUpdate(
+            digest=digest, size=size, examples=batches.examples, metrics=_metrics(trainer, done)
+        )
 
     def _train_on_noise(
         self,
@@ -121,14 +124,14 @@ class GroupExecutor:
         digest: str,
         watch: Watch,
     ) -> TrainedUpdate:
-        """DP-SGD. No checkpoints within a round: one that breaks begins anew, with new samples and noise."""
+        """Trains by DP-SGD, without checkpoints: a broken round begins anew, with new samples and noise."""
         round_charge = self._round_charge(order)
         fit_examples_privately(trainer, self._data[0], order.round, round_charge, watch)
-        self._end(trainer, checkpoints, order, Position(order.round, digest, 0, 0, 0.0, True))
+        self._end(trainer, checkpoints, order, _end_of(order, digest, 0))
         return self._deliver_privately(trainer, order, start, round_charge)
 
     def _begin(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order) -> None:
-        """A fresh optimizer, or with the state that the round before left, whoever trained that."""
+        """Makes the optimizer: fresh, or with the state that the round before left, on whichever ranks."""
         keep = trainer.job.algorithm.optimizer_state == "keep"
         fresh = not (keep and 0 < self._ended < order.round)
         if fresh:
@@ -137,18 +140,18 @@ class GroupExecutor:
         self._ended = 0
         trainer.begin(order.round)
         assert trainer.optimizer is not None
-        if keep and fresh and (found := checkpoints.end(before=order.round)) is not None:
-            checkpoints.load(found[0], trainer.replica, trainer.optimizer, trainer.outer, weights=False)
+        if keep and fresh and (newest := checkpoints.end(before=order.round)) is not None:
+            checkpoints.load(newest[0], trainer.replica, trainer.optimizer, trainer.outer, weights=False)
 
     def _end(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order, position: Position) -> None:
-        """Keeps the optimizer's state, where the job says so, for whichever ranks train next."""
+        """Keeps the optimizer's state, where the job says so, for the ranks that train the next round."""
         if trainer.job.algorithm.optimizer_state == "keep":
             self._save(trainer, checkpoints, position)
             self._ended = order.round
         checkpoints.finish()
 
     def _round_charge(self, order: Order) -> RoundCharge:
-        """The silo's account, as it is for a silo with one device."""
+        """The charge against the silo's account, the same as of a silo with one device."""
         settings, folder = self._group.settings, Path(self._group.settings.jobs).parent / "privacy"
         limit = (settings.epsilon, settings.delta)
         return RoundCharge(
@@ -163,10 +166,11 @@ class GroupExecutor:
         round_charge: RoundCharge,
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> TrainedUpdate:
-        """Paid for first; beside what has its noise nothing exact leaves, neither loss nor a count."""
+        """Pays, then delivers; nothing exact leaves beside what has its noise: neither loss nor count."""
         _check_weights(trainer)
         round_charge.settle(self._group.control)
-        return TrainedUpdate(*self._deliver(trainer, order, start, change), 1, {})
+        digest, size = self._deliver(trainer, order, start, change)
+        return TrainedUpdate(digest=digest, size=size, examples=1, metrics={})
 
     def evaluate(self, order: Order) -> Metrics:
         """Evaluates the order's model on the silo's test data."""
@@ -195,23 +199,30 @@ class GroupExecutor:
         if isinstance(task, ArrayTask):
             raise TaskError(f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only")
         options = group.settings.data_of.get(order.task, group.settings.data)
-        self._site, self._bench_task = Site(group.settings.client, options=options), task
+        self._site, self._task = Site(group.settings.client, options=options), task
         self._data = split_data(task, self._site)
         strategy, split = self._plan(task, job)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
         trainer = RankTrainer(
-            task, job, start.layout, strategy, meshes, group.device, group.settings.client, split
+            task=task,
+            job=job,
+            layout=start.layout,
+            strategy=strategy,
+            meshes=meshes,
+            device=group.device,
+            client=group.settings.client,
+            tensor_parallel=split,
         )
         if dist.get_rank() == 0:
-            # The rank that reports counts what a step is worth.
+            # Only the rank that reports needs the operations of a step.
             trainer.work = count_work(task, example_batch(self._data[0]))
             trainer.peak = peak_flops(group.table, group.device)
         return trainer
 
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
-        """Rank 0 plans for the ranks that there are, with what earlier failures taught."""
+        """(strategy, layers that are split): rank 0 plans for the present ranks, as failures advise."""
         group = self._group
-        found = probe_model(
+        probe = probe_model(
             task,
             example_batch(self._data[0]),
             device=group.resources.device,
@@ -219,23 +230,23 @@ class GroupExecutor:
         )
         text = ""
         if dist.get_rank() == 0:
-            plan = make_plan(found, group.resources, job, group.table, group.links)
+            plan = make_plan(probe, group.resources, job, group.table, group.links)
             strategy = plan.strategy
             for _ in range(Advice.read(group.folder).halvings):
                 strategy = strategy.halved()
             text = json.dumps(strategy.to_plain())
             print(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})", flush=True)
         strategy = Strategy.from_plain(json.loads(broadcast_text(text, group.control)))
-        return strategy, found.tensor_parallel if strategy.mesh.tp > 1 else None
+        return strategy, probe.tensor_parallel if strategy.mesh.tp > 1 else None
 
     def _others(self, order: Order, start: Model, before: int) -> Mapping[str, Tensor]:
-        """What does not travel: the silo's own values, else the model's, else the task's file of them."""
+        """Tensors that do not travel: the silo's own values, else the model's, else the task's file's."""
         path = self._state.newest(order.job, before)
         known = [start.local if path is None else OwnTensors(path)]
-        given: Callable[[Site], Path] | None = getattr(self._bench_task, "pretrained", None)
-        if given is not None:
-            known.append(OwnTensors(given(self._site)))
-        # A chain looks its maps up one after the other and writes into none.
+        pretrained: Callable[[Site], Path] | None = getattr(self._task, "pretrained", None)
+        if pretrained is not None:
+            known.append(OwnTensors(pretrained(self._site)))
+        # A ChainMap reads its maps in order; the type asks for mutable ones, but nothing writes.
         return ChainMap(*known)  # type: ignore[arg-type]
 
     def _checkpoints(self, job: str) -> Checkpoints:
@@ -258,11 +269,11 @@ class GroupExecutor:
         done: RoundProgress,
         batches: Any,
     ) -> int:
-        """Goes on from the newest checkpoint of this round; gives its step, 0 for none."""
-        found = checkpoints.newest(order.round, digest)
-        if found is None:
+        """Loads the newest checkpoint of this round; returns its step, 0 for none."""
+        newest = checkpoints.newest(order.round, digest)
+        if newest is None:
             return 0
-        path, position = found
+        path, position = newest
         assert trainer.optimizer is not None
         checkpoints.load(path, trainer.replica, trainer.optimizer, trainer.outer)
         batches.load_state_dict({"position": position.step})
@@ -281,15 +292,13 @@ class GroupExecutor:
         start: Model,
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[str, int]:
-        """All ranks' parts of the delta in one file; its digest and size are rank 0's, once all have written.
+        """Writes all ranks' parts of the delta into one file; (digest, bytes) on rank 0, ("", 0) on others.
 
         At level example buffers stay as they were: no noise covers what training fills them with.
         """
         output, encoding = Path(order.output), trainer.job.transfer.encoding
         tensors = list(trainer.replica.tensors())
-        leaving = (
-            tensors if not is_example_level(trainer.job) else [each for each in tensors if _learns(each)]
-        )
+        leaving = [each for each in tensors if _learns(each) or not is_example_level(trainer.job)]
         first = dist.get_rank() == 0
         if first:
             prepare_update(output, encoding, trainer.layout)
@@ -298,6 +307,10 @@ class GroupExecutor:
         save_local(self._state, order, tensors, trainer.layout, trainer.meshes, self._group.control)
         dist.barrier(self._group.control)
         return (digest_of(output), output.stat().st_size) if first else ("", 0)
+
+
+def _end_of(order: Order, digest: str, step: int) -> Position:
+    return Position(order.round, digest, step, seen=0, loss_sum=0.0, final=True)
 
 
 def _learns(each: tuple[str, Tensor]) -> bool:
@@ -320,12 +333,12 @@ def _check_weights(trainer: RankTrainer) -> None:
 
 
 def _metrics(trainer: RankTrainer, done: RoundProgress) -> Metrics:
-    """The loss, and what the cluster was worth; under privacy the loss alone, as from any silo."""
-    found: Metrics = {"loss": (done.loss_sum, done.seen)}
+    """The loss, the gradient's norm and the speed; under privacy the loss alone, as from any silo."""
+    metrics: Metrics = {"loss": (done.loss_sum, done.seen)}
     if not hides_figures(trainer.job.privacy) and done.steps:
-        found["gradient_norm"] = (done.norm_sum, done.steps)
-        found["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
-    return found
+        metrics["gradient_norm"] = (done.norm_sum, done.steps)
+        metrics["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
+    return metrics
 
 
 class OwnTensors(Mapping[str, Tensor]):

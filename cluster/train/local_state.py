@@ -1,4 +1,4 @@
-"""Tensors that never travel, written by the ranks that hold them into one safetensors file of the silo."""
+"""Writes tensors that never travel, from the ranks that hold them, into one safetensors file of the silo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_local(
     meshes: Meshes,
     group: dist.ProcessGroup,
 ) -> None:
-    """Keeps what the round left of tensors with the rule `local`; all ranks call it together."""
+    """Saves the tensors with the rule `local` after a round. Collective."""
     offsets, header = _header(layout)
     if not offsets:
         return
@@ -71,7 +71,7 @@ def _write(
 
 
 def _header(layout: Layout) -> tuple[dict[str, int], bytes]:
-    """(where each tensor begins in the body, the file's header)."""
+    """(each tensor's offset in the body, the file's header)."""
     specs = [spec for spec in layout.tensors if spec.rule == "local" and spec.alias_of is None]
     entries, offsets, end = {}, {}, 0
     for spec in sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name)):

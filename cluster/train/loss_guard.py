@@ -1,4 +1,4 @@
-"""Whether a step may be taken: losses and gradients that are not finite, and losses that jump."""
+"""Detects losses that jump, and refuses steps whose loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DEVIATIONS = 6.0
 
 
 class LossGuard:
-    """Notices a loss far above those of the steps before: a sign that training is about to go wrong.
+    """Detects a loss far above those of the steps before: a sign that training is about to go wrong.
 
-    Far is six deviations and twice the mean of about the last sixteen steps. After a jump the next few are
-    not told of: they are the same one.
+    Far is six deviations and twice the mean of about the last sixteen steps. Losses right after a jump count
+    as the same one.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,14 @@ class LossGuard:
         self._seen = self._quiet = 0
 
     def jumped(self, loss: float) -> bool:
-        """Takes a step's loss; whether it is a jump."""
+        """Takes a step's loss, and returns whether it is a jump."""
         self._quiet = max(0, self._quiet - 1)
         above = loss - self._mean
         far = max(_DEVIATIONS * math.sqrt(self._variance), abs(self._mean))
         if self._seen >= _LEARNING and above > far:
-            told, self._quiet = self._quiet > 0, _LEARNING
-            return not told
+            is_new = self._quiet == 0
+            self._quiet = _LEARNING
+            return is_new
         self._seen += 1
         share = 1.0 / min(self._seen, _WINDOW)
         self._variance = (1.0 - share) * (self._variance + share * above * above)
@@ -40,9 +41,9 @@ class LossGuard:
 
 
 def refuse_step(loss: float, norm: float, own: Sequence[float], step: int, round: int) -> InvalidUpdate:
-    """Why a step was not taken; all ranks call it together, each with its `own` micro-batches' losses."""
-    said = gather_text("" if all(map(math.isfinite, own)) else "loss")
-    ranks = [str(rank) for rank, text in enumerate(said) if text]
+    """The error of a step that was not taken. Collective: each rank gives its `own` micro-batches' losses."""
+    lossy = gather_text("" if all(map(math.isfinite, own)) else "loss")
+    ranks = [str(rank) for rank, text in enumerate(lossy) if text]
     what = "gradient norm" if math.isfinite(loss) else "training loss"
     value = norm if math.isfinite(loss) else loss
     where = f" (first on rank {' and '.join(ranks[:4])})" if ranks else " (every rank's loss is finite)"

@@ -1,6 +1,6 @@
-"""What the agent and the ranks say to each other: JSON lines over a UNIX socket, and files that ranks leave.
+"""The protocol between agent and ranks: JSON lines over a UNIX socket, and report files that ranks leave.
 
-The agent listens; rank 0 calls, again after every restart of the group, and gets the order that is still
+The agent listens; rank 0 connects, again after every restart of the group, and gets the order that is still
 open. A rank that fails leaves a report in a file, since only rank 0 has a connection, and it may be gone.
 """
 
@@ -36,10 +36,10 @@ class Report:
 
 @dataclass
 class Advice:
-    """What earlier failures taught, for the next start of the group.
+    """What the next start of the group has to avoid, after failures.
 
-    `halvings` of the micro-batch after running out of memory; `lost` devices of this node that failed, and
-    those `tried` again before a later round: one that fails once more stays out for the rest of the job.
+    `halvings` of the micro-batch follow from running out of memory. `lost` are the devices of this node that
+    failed, `tried` those that were used again since: one that fails twice stays out until the job ends.
     """
 
     halvings: int = 0
@@ -47,21 +47,21 @@ class Advice:
     tried: tuple[int, ...] = ()
 
     def usable(self, devices: int) -> list[int]:
-        """Those of so many devices that have not failed."""
+        """The devices out of so many that are not lost."""
         return [device for device in range(devices) if device not in self.lost]
 
-    def to_ask(self) -> list[int]:
-        """Lost devices that may be back."""
+    def to_probe(self) -> list[int]:
+        """Lost devices that failed once only: they may compute again."""
         return [device for device in self.lost if device not in self.tried]
 
     def take_back(self, devices: Sequence[int]) -> None:
-        """They answered."""
+        """Returns devices that compute again from the lost ones to use."""
         self.lost = tuple(device for device in self.lost if device not in devices)
         self.tried = (*self.tried, *devices)
 
     @classmethod
     def read(cls, folder: Path) -> Advice:
-        """The advice in a job's folder; none where nothing has failed."""
+        """The advice in the folder; an empty one where nothing has failed."""
         path = folder / ADVICE
         if not path.exists():
             return cls()
@@ -69,14 +69,16 @@ class Advice:
         return cls(values["halvings"], tuple(values["lost"]), tuple(values["tried"]))
 
     def write(self, folder: Path) -> None:
-        """Keeps it."""
+        """Writes the advice into the folder, durably."""
         write_file(folder / ADVICE, [json.dumps(asdict(self)).encode()])
 
 
 def leave_report(folder: Path, rank: int, error: Exception) -> None:
-    """Writes down why this rank ends."""
-    found = diagnose(error)
-    report = Report(rank, found.kind, found.detail, found.trace, time.time())
+    """Writes a report of the error that ends this rank, for the agent to take."""
+    diagnosis = diagnose(error)
+    report = Report(
+        rank=rank, kind=diagnosis.kind, detail=diagnosis.detail, trace=diagnosis.trace, at=time.time()
+    )
     reports = folder / REPORTS
     reports.mkdir(parents=True, exist_ok=True)
     partial = reports / f".rank-{rank}.{os.getpid()}"
@@ -85,12 +87,12 @@ def leave_report(folder: Path, rank: int, error: Exception) -> None:
 
 
 def take_reports(folder: Path) -> list[Report]:
-    """All reports, oldest first; they are removed."""
-    found = []
+    """Reads all reports, oldest first, and removes them."""
+    reports = []
     for path in sorted((folder / REPORTS).glob("rank-*.json")):
-        found.append(Report(**json.loads(path.read_text())))
+        reports.append(Report(**json.loads(path.read_text())))
         path.unlink()
-    return sorted(found, key=lambda report: report.at)
+    return sorted(reports, key=lambda report: report.at)
 
 
 class AgentConnection:
@@ -105,14 +107,14 @@ class AgentConnection:
         threading.Thread(target=self._read, daemon=True).start()
 
     def next(self) -> dict[str, Any]:
-        """The next command; waits for it."""
+        """Waits for the next command, and returns it."""
         with self._arrived:
             while not self._orders:
                 self._arrived.wait()
             return self._orders.pop(0)
 
-    def say(self, message: dict[str, Any]) -> None:
-        """Tells the agent."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends one message to the agent."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _read(self) -> None:

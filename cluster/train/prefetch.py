@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU while it computes the step before."""
+"""Copies batches to a GPU while it computes the step before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Prefetched:
         taken: int,
     ) -> None:
         """`taken` steps were taken before."""
-        self._shares, self._device, self._randomness = shares, device, randomness
+        self._shares = shares
+        self._device = device
+        self._randomness = randomness
         self._step = taken
         self._next: tuple[Share | None, torch.cuda.Event | None] | None = None
         cuda = device.type == "cuda"
@@ -49,7 +51,7 @@ class Prefetched:
         return share
 
     def ahead(self) -> None:
-        """Starts the next share's way to the device; call it when a step's kernels are launched."""
+        """Starts to copy the next share to the device; to be called once a step's kernels are launched."""
         if self._stream is not None and self._next is None:
             self._next = self._begin()
 

@@ -1,4 +1,4 @@
-"""Rounds that the silo itself makes private, over its ranks: DP-SGD, or noise on the whole update.
+"""Makes a silo's rounds private over its ranks: by DP-SGD, or by noise on the whole update.
 
 A round is paid for once, by rank 0, when its steps are done and before anything of it is written: a group
 that breaks before that has given nothing out. A round that is done again has new samples and new noise.
@@ -30,20 +30,21 @@ from roundtable.privacy.mechanisms.clipping import clip_factor
 
 
 class RoundCharge:
-    """Takes a round's charge before its first step, and pays it when the round is about to leave."""
+    """Checks a round's charge before its first step, and pays it before anything of the round leaves."""
 
     def __init__(self, check: Payment, pay: Payment) -> None:
-        self._check, self._pay = check, pay
+        self._check = check
+        self._pay = pay
         self._due: tuple[Private, Charge] | None = None
 
     def note(self, privacy: Private, charge: Charge) -> None:
-        """A `Payment`: raises BudgetExceeded, on rank 0, for what the account does not hold."""
+        """Notes the charge, as a `Payment`; raises BudgetExceeded on rank 0 where the account is short."""
         if dist.get_rank() == 0:
             self._check(privacy, charge)
         self._due = (privacy, charge)
 
     def settle(self, group: dist.ProcessGroup) -> None:
-        """Charges the account; no rank goes on before that is on disk."""
+        """Charges the account; every rank waits until that is on disk."""
         assert self._due is not None
         if dist.get_rank() == 0:
             self._pay(*self._due)
@@ -72,7 +73,19 @@ def fit_examples_privately(
         nonlocal ended
         now = time.perf_counter()
         seconds, ended = now - ended, now
-        watch(StepReport(step, steps, 0, math.nan, math.nan, rate, seconds, 0.0, 0))
+        watch(
+            StepReport(
+                step=step,
+                steps=steps,
+                examples=0,
+                loss=math.nan,
+                norm=math.nan,
+                learning_rate=rate,
+                seconds=seconds,
+                waiting=0.0,
+                memory=0,
+            )
+        )
 
     seed = derive_seed(trainer.job.seed, round, trainer.client, "training", trainer.meshes.data_rank)
     assert trainer.optimizer is not None
@@ -98,7 +111,7 @@ def fit_examples_privately(
 def noise_on_parts(
     trainer: RankTrainer, start: Tensor, round_charge: RoundCharge, sources: Sources = secure_sources
 ) -> Callable[[Tensor], Tensor]:
-    """What makes a part of the update private: the whole clipped to C, and noise of σ = z · C on each entry.
+    """Returns the function that makes a part of the update private: clipped to C as a whole, noise σ = z · C.
 
     The norm is a sum over the ranks' parts. Every entry of the update belongs to one rank, which draws its
     noise: together they are the noise that one process would add. `start` is the mapped global vector.

@@ -44,7 +44,7 @@ _PEERS = re.compile(
 
 
 def main() -> None:
-    """Joins the group and serves the agent's orders until it goes away."""
+    """Joins the group, and does the agent's orders until the agent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     if os.environ.get("ROUNDTABLE_LAUNCHER"):
@@ -79,7 +79,17 @@ def _serve(folder: Path, rank: int) -> None:
     check_versions(control)
     resources = Resources(**values["resources"]).with_world(dist.get_world_size())
     links = known_links(folder, device, min(resources.devices, resources.world), control)
-    executor = GroupExecutor(Group(settings, table, resources, folder, device, control, saving, links))
+    group = Group(
+        settings=settings,
+        table=table,
+        resources=resources,
+        folder=folder,
+        device=device,
+        control=control,
+        saving=saving,
+        links=links,
+    )
+    executor = GroupExecutor(group)
     agent = AgentConnection(folder) if rank == 0 else None
     while True:
         command = json.loads(broadcast_text(json.dumps(agent.next()) if agent else None, control))
@@ -87,7 +97,7 @@ def _serve(folder: Path, rank: int) -> None:
 
 
 def _await_agent(folder: Path) -> None:
-    """Ranks that a scheduler starts may be there before the agent is."""
+    """Waits for the agent to listen: ranks that a scheduler starts may be there first."""
     patience = time.monotonic() + _AGENT_SECONDS
     while not ((folder / SETTINGS).exists() and (folder / SOCKET).exists()):
         if time.monotonic() > patience:
@@ -108,7 +118,7 @@ def _do(
 
     def watch(report: StepReport) -> None:
         if agent is not None:
-            agent.say({"step": asdict(report)})
+            agent.send({"step": asdict(report)})
         stop = torch.tensor([int(agent is not None and agent.withdrawn == command["number"])])
         dist.broadcast(stop, 0, group=control)
         if stop.item():
@@ -122,7 +132,7 @@ def _do(
     except Stopped:
         result = {"stopped": True}
     if agent is not None:
-        agent.say({**result, "number": command["number"]})
+        agent.send({**result, "number": command["number"]})
 
 
 def _device(kind: str) -> torch.device:
@@ -134,18 +144,18 @@ def _device(kind: str) -> torch.device:
 
 
 def check_versions(control: dist.ProcessGroup) -> None:
-    """Ranks of different software would train different models, or hang."""
-    said = gather_text(f"roundtable {version('roundtable')}, torch {torch.__version__}", control)
-    odd = [f"rank {rank} has {text}" for rank, text in enumerate(said) if text != said[0]]
+    """Raises ConfigError for ranks of different versions: they would train different models, or hang."""
+    versions = gather_text(f"roundtable {version('roundtable')}, torch {torch.__version__}", control)
+    odd = [f"rank {rank} has {text}" for rank, text in enumerate(versions) if text != versions[0]]
     if odd:
         raise ConfigError(
-            f"the ranks run different versions: rank 0 has {said[0]}, {'; '.join(odd[:3])}; install the same "
-            "everywhere"
+            f"the ranks run different versions: rank 0 has {versions[0]}, {'; '.join(odd[:3])}; install the "
+            "same everywhere"
         )
 
 
 def _explained(error: Exception) -> Exception:
-    """Errors that only say that another rank is gone, in those words."""
+    """The error, or WorkFailed in its place where it only shows that another rank is gone."""
     if isinstance(error, (RuntimeError, dist.DistError)) and _PEERS.search(str(error)):
         first = str(error).splitlines()[0][:200]
         lost = WorkFailed("node_failure", f"a rank lost contact with the others: {first}")

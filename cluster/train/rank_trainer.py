@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, local_of
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.train.collective_sampling import CollectiveSampler
@@ -86,7 +87,7 @@ Watch = Callable[[StepReport], None]
 
 @dataclass
 class RankTrainer:
-    """A job on this rank; `mode` is how per-example gradients are made, where they are."""
+    """A job on this rank; `mode` is how per-example gradients are computed, where they are."""
 
     task: Task
     job: JobConfig
@@ -117,7 +118,7 @@ class RankTrainer:
         self.sampler = CollectiveSampler(self.device, wanted=dist.get_rank() == 0)
 
     def load(self, vector: Tensor, others: Mapping[str, Tensor]) -> None:
-        """Puts a model in, each rank its own parts; `others` are tensors that do not travel."""
+        """Loads a model, each rank its own parts; `others` are tensors that do not travel."""
         self.replica.load(self.places, vector, others)
         if self.outer is not None:
             self.outer.depart()
@@ -127,12 +128,12 @@ class RankTrainer:
         table = self.job.algorithm
         mesh = self.strategy.mesh
         sharing = Sharing(
-            self.meshes.data_rank,
-            mesh.data,
-            self.strategy.micro_batch,
-            mesh.pp,
-            self.strategy.schedule == "interleaved",
-            mesh.dp if self.strategy.local_steps else 1,
+            rank=self.meshes.data_rank,
+            ranks=mesh.data,
+            micro_batch=self.strategy.micro_batch,
+            pipeline=mesh.pp,
+            interleaved=self.strategy.schedule == "interleaved",
+            apart=mesh.dp if self.strategy.local_steps else 1,
         )
         if count_examples(data) is None:
             return StreamedBatches(data, sharing, batch_size=table.batch_size, steps=table.steps)
@@ -146,7 +147,7 @@ class RankTrainer:
         )
 
     def begin(self, round: int) -> float:
-        """A fresh optimizer, or the one kept; gives the round's learning rate."""
+        """Makes a fresh optimizer where none is kept; returns the round's learning rate."""
         parameters = self.replica.parameters()
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.task, parameters, self.job, self.strategy, self.meshes)
@@ -170,7 +171,8 @@ class RankTrainer:
         rate = self.begin(round)
         correction = sharded_correction(make_algorithm(self.job.algorithm).step(), self.replica.parameters())
         self.replica.train()
-        steadiness, step = LossGuard(), batches.position
+        guard = LossGuard()
+        step = batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
         ended = time.perf_counter()
         while (share := arriving.take()) is not None:
@@ -180,7 +182,7 @@ class RankTrainer:
                 loss, norm, own = self._gradients(share, correction, arriving)
                 if not (math.isfinite(loss) and math.isfinite(norm)):
                     raise refuse_step(loss, norm, own.tolist(), step, round)
-                if alarm is not None and steadiness.jumped(loss):
+                if alarm is not None and guard.jumped(loss):
                     alarm(step - 1)
                 assert self.optimizer is not None
                 self.optimizer.step()
@@ -192,39 +194,37 @@ class RankTrainer:
             done.steps += 1
             done.norm_sum += norm
             done.seconds += now - ended
-            place = (step, batches.steps, share.total)
-            watch(self._report(place, loss, norm, rate, now - ended, arrived - ended))
+            report = StepReport(
+                step=step,
+                steps=batches.steps,
+                examples=share.total,
+                loss=loss,
+                norm=norm,
+                learning_rate=rate,
+                seconds=now - ended,
+                waiting=arrived - ended,
+                memory=most_memory(self.device),
+            )
+            watch(self._with_speed(report))
             ended = time.perf_counter()
         self.finish()
 
     def finish(self) -> None:
-        """Ends a round's training: gradients go, buffers are averaged over the ranks."""
+        """Ends a round's training: drops gradients, and averages buffers over the ranks."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         self._average_buffers()
 
-    def _report(
-        self,
-        place: tuple[int, int, int],
-        loss: float,
-        norm: float,
-        rate: float,
-        seconds: float,
-        waiting: float,
-    ) -> StepReport:
-        work, share = self.work or ExampleCost(0.0, 0, "counted"), self.sampler.share
-        able = self.peak * self.strategy.mesh.world * max(seconds, 1e-9)
-        return StepReport(
-            *place,
-            loss,
-            norm,
-            rate,
-            seconds,
-            waiting,
-            most_memory(self.device),
-            work.tokens * place[2],
-            None if share is None else share * (seconds - waiting),
-            work.flops * place[2] / able if able and work.flops else None,
+    def _with_speed(self, report: StepReport) -> StepReport:
+        """The report with what is known of tokens, collectives and utilisation."""
+        work = self.work or ExampleCost(0.0, 0, "counted")
+        share = self.sampler.share
+        able = self.peak * self.strategy.mesh.world * max(report.seconds, 1e-9)
+        return replace(
+            report,
+            tokens=work.tokens * report.examples,
+            communicating=None if share is None else share * (report.seconds - report.waiting),
+            utilisation=work.flops * report.examples / able if able and work.flops else None,
         )
 
     def _outer(self) -> OuterOptimizer | None:
@@ -236,7 +236,7 @@ class RankTrainer:
         return OuterOptimizer(parameters, group, strategy.outer_learning_rate, strategy.outer_momentum)
 
     def evaluate(self, data: Any, batch_size: int) -> Metrics:
-        """Named (sum, count) over the test data, "loss" among them; the same on every rank."""
+        """Evaluates on the test data: named (sum, count), "loss" among them, the same on every rank."""
         sums: Metrics = {}
         self.replica.train(False)
         ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
@@ -253,13 +253,13 @@ class RankTrainer:
 
     def _measure(self, model: Any, data: Any, size: int) -> Metrics:
         with self.replica.precision():
-            found: Metrics = {"loss": (float(self.task.loss(model, data)) * size, size)}
+            sums: Metrics = {"loss": (float(self.task.loss(model, data)) * size, size)}
             if (measure := getattr(self.task, "metrics", None)) is not None:
-                add(found, checked(measure(model, data), self.task, reserved="loss"))
-        return found
+                add(sums, checked(measure(model, data), self.task, reserved="loss"))
+        return sums
 
     def _summed(self, sums: Metrics) -> Metrics:
-        """Sums over all ranks; only those that counted know the names, so ranks agree on them first."""
+        """Adds up over all ranks; only those that counted know the names, so ranks agree on them first."""
         names = sorted({name for names in gathered_names(sorted(sums)) for name in names})
         if not names:
             return {}
@@ -271,7 +271,7 @@ class RankTrainer:
     def _gradients(
         self, share: Share, correction: Callable[[], None] | None, arriving: Prefetched
     ) -> tuple[float, float, Tensor]:
-        """A step's gradients, clipped: (loss, norm before) of the whole batch, and this rank's own losses."""
+        """Computes a step's gradients, clipped: (batch's loss, norm before clipping, this rank's losses)."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         # Ranks average their gradients, so each weighs its examples by how many ranks there are.
@@ -292,7 +292,7 @@ class RankTrainer:
         return loss, worst, losses if losses is not None else torch.zeros(0)
 
     def _over_ranks(self, losses: Tensor | None, norm: Tensor, share: Share) -> tuple[float, float]:
-        """The batch's mean loss over all ranks, and the norm, on all of them infinite if it is on one."""
+        """(the batch's mean loss over all ranks, the norm: infinite on all of them if it is on one)."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         if losses is not None and self.meshes.place("tp") == 0:
             sizes = torch.tensor(share.sizes, dtype=torch.float64, device=self.device)
@@ -303,13 +303,13 @@ class RankTrainer:
         return total / share.total, math.inf if bad else value
 
     def _randomness(self, round: int, purpose: str, step: int) -> Any:
-        """Ranks with the same examples draw the same numbers; a step that is done again draws them again."""
+        """Seeds a step: alike on ranks with the same examples, and when the step is done again."""
         path: Sequence[str | int] = (round, self.client, purpose, step, self.meshes.data_rank)
         return isolated_randomness(derive_seed(self.job.seed, *path), self.device)
 
     @torch.no_grad()
     def _average_buffers(self) -> None:
-        """Running statistics differ from rank to rank with the examples: their mean is the silo's."""
+        """Averages running statistics over the ranks, whose examples differ."""
         if self.strategy.mesh.data == 1:
             return
         group = self.meshes.hybrid
@@ -321,14 +321,12 @@ class RankTrainer:
 
 
 def most_memory(device: torch.device) -> int:
-    """Bytes: of the device, or of this process where the device is the CPU."""
+    """The most bytes held so far by the device, or by this process where that is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def gathered_names(names: list[str]) -> list[list[str]]:
-    """The lists of all ranks, on every rank."""
-    from roundtable.cluster.parallel.text_collectives import gather_text
-
+    """Returns the lists of all ranks, in their order, on every rank."""
     return [text.split("\n") if text else [] for text in gather_text("\n".join(names))]

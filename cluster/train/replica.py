@@ -1,4 +1,4 @@
-"""What one rank holds of the model, and how a step runs on it."""
+"""Holds one rank's part of the model, and runs its part of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.apply_strategy import apply_strategy, present_blocks, replicate
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.meta_init import without_weights
-from roundtable.cluster.parallel.pipeline_stages import Given, Pipeline, keep_only, partition
+from roundtable.cluster.parallel.pipeline_stages import FixedOutput, Pipeline, keep_only, partition
 from roundtable.cluster.parallel.shards import Places, named_tensors, read_shards
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
@@ -36,9 +36,12 @@ class Replica:
         *,
         plain: bool = False,
     ) -> None:
-        """`plain`: the model is not wrapped, since somebody else reduces its gradients."""
+        """`plain`: the model is not wrapped in DDP, as the caller reduces its gradients."""
         self._plain = plain
-        self._task, self.strategy, self.meshes, self.device = task, strategy, meshes, device
+        self._task = task
+        self.strategy = strategy
+        self.meshes = meshes
+        self.device = device
         self.parts = [
             apply_strategy(part, present_blocks(part, blocks), strategy, meshes, device, tensor_parallel)
             for part, blocks in self._cut()
@@ -65,15 +68,15 @@ class Replica:
         return named_tensors(self.parts)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained here."""
+        """This rank's trainable parameters."""
         return [p for part in self.parts for p in part.parameters() if p.requires_grad]
 
     def load(self, places: Places, vector: Tensor, others: Mapping[str, Tensor]) -> None:
-        """Puts this rank's parts of the values in, from a mapped vector and tensors that do not travel."""
+        """Loads this rank's parts from a mapped vector, and from `others` the tensors that do not travel."""
         missing = read_shards(self.tensors(), places, vector, others)
         if missing:
             raise LayoutError(
-                f"nobody says what {missing[0]!r} starts from: it has the rule drop in [model], and the "
+                f"{missing[0]!r} has no initial value: it has the rule drop in [model], and the "
                 "task has no pretrained(site) that gives a safetensors file with it; or use the rule local"
             )
         if (
@@ -93,7 +96,7 @@ class Replica:
 
     def backward(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
         """Gradients of Σ weight · loss over micro-batches; their losses, None off a pipeline's last stage."""
-        with self._precision():
+        with self.precision():
             if self.pipeline is not None:
                 return self.pipeline.backward(self._task, batches, weights)
             losses = []
@@ -105,22 +108,19 @@ class Replica:
             return torch.stack(losses)
 
     def models(self, batches: Sequence[Any]) -> list[nn.Module] | None:
-        """For each micro-batch something to call a loss or metrics with; None where nothing comes out."""
+        """A model for each micro-batch's loss and metrics; None off a pipeline's last stage."""
         if self.pipeline is None:
             return [self.model] * len(batches)
-        with self._precision():
+        with self.precision():
             outputs = self.pipeline.outputs(self._task, batches)
-        return None if outputs is None else [Given(output) for output in outputs]
+        return None if outputs is None else [FixedOutput(output) for output in outputs]
 
     def precision(self) -> AbstractContextManager[Any]:
-        """What losses and metrics are computed under."""
-        return self._precision()
-
-    def _precision(self) -> AbstractContextManager[Any]:
+        """The context in which losses and metrics are computed."""
         if self.strategy.precision == "bfloat16" and self.strategy.data_parallel not in ("zero2", "zero3"):
             return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
 
     def _waiting(self, more: bool) -> AbstractContextManager[Any]:
-        """DDP reduces after the last micro-batch; shards each time, which keeps gradients small."""
+        """Delays DDP's reduction to the last micro-batch; shards reduce each time, which saves memory."""
         return self._ddp.no_sync() if self._ddp is not None and more else nullcontext()

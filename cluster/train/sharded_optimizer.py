@@ -51,7 +51,7 @@ def set_decay(optimizer: torch.optim.Optimizer, job: JobConfig, round: int) -> f
 
 
 def sharded_correction(step: LocalStep, parameters: Sequence[nn.Parameter]) -> Correction | None:
-    """What the step adds to gradients, for each mesh by itself: foreach kernels take one at a time."""
+    """The step's correction of gradients, one for each mesh, as foreach kernels take one mesh at a time."""
     made = [make_correction(step, group) for group in _by_mesh(parameters).values()]
     corrections = [correction for correction in made if correction is not None]
     if not corrections:
@@ -66,7 +66,7 @@ def sharded_correction(step: LocalStep, parameters: Sequence[nn.Parameter]) -> C
 
 @torch.no_grad()
 def align_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Each gradient lies as its parameter does: that of a split embedding comes whole to every rank."""
+    """Places each gradient as its parameter: that of a split embedding comes whole to every rank."""
     for parameter in parameters:
         gradient = parameter.grad
         if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
@@ -103,7 +103,7 @@ def clip_gradients(
 
 @torch.no_grad()
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer's state as its first step would, without moving a weight: a place to load into."""
+    """Allocates the optimizer's state as its first step would, without moving a weight, to load into."""
     rates = [group["lr"] for group in optimizer.param_groups]
     decays = [group.get("weight_decay") for group in optimizer.param_groups]
     for group in optimizer.param_groups:

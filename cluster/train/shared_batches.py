@@ -1,4 +1,4 @@
-"""The batches that one process would take, shared out: any world size sees the same examples."""
+"""Shares out the batches that one process would take: the same examples at any world size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roundtable.core.seeds import torch_generator
 
 @dataclass(frozen=True)
 class Share:
-    """One step's micro-batches of a rank: `sizes` in examples, 0 for one that only keeps others company.
+    """One step's micro-batches of a rank: `sizes` in examples, 0 for a filler that keeps ranks in step.
 
     `total` counts the examples of the whole step over all ranks, `together` those of the ranks that share
     their gradients with this one.
@@ -31,7 +31,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which part of each batch is this rank's, and how it is cut; `apart` replicas do not share gradients."""
+    """This rank's part of each batch, and how it is cut; `apart` counts replicas that share no gradients."""
 
     rank: int
     ranks: int
@@ -42,7 +42,7 @@ class Sharing:
 
 
 class SharedBatches:
-    """A round's steps. Its position is one number: a checkpoint holds it, whatever the world size."""
+    """A round's steps; the position is the number of steps taken, the same at any world size."""
 
     def __init__(
         self,
@@ -64,21 +64,23 @@ class SharedBatches:
         if examples == 0:
             raise NoExamples("the training data set is empty: there are zero examples to learn from")
         self.examples = examples
-        self._dataset, self._sharing = dataset, sharing
-        self._batch_size, self._stream = batch_size, stream
+        self._dataset = dataset
+        self._sharing = sharing
+        self._batch_size = batch_size
+        self._stream = stream
         self.steps = steps if steps is not None else epochs * -(-examples // batch_size)
         self.position = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position: steps taken."""
+        """The position, in steps taken."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after the steps that `state` says."""
+        """Continues after the steps of `state`."""
         self.position = state["position"]
 
     def __iter__(self) -> Iterator[Share]:
-        """The steps that are left."""
+        """Yields the steps that are left."""
         skip = self.position
         for rows in self._rows():
             if skip:
@@ -89,7 +91,7 @@ class SharedBatches:
             yield share
 
     def _rows(self) -> Iterator[Tensor]:
-        """Row numbers of each step, as in client/training/batches.py."""
+        """Yields the row numbers of each step, as client/training/batches.py does."""
         generator = torch_generator(*self._stream, "batches")
         left = self.steps
         while left > 0:
@@ -111,14 +113,14 @@ class SharedBatches:
 
 
 def _ragged(own: Tensor, rows: Tensor, sharing: Sharing, most: int) -> list[tuple[Tensor, int]]:
-    """As many micro-batches on every rank, since ranks meet after each; fillers have no weight."""
+    """Cuts into as many micro-batches on every rank, since ranks meet after each; fillers have no weight."""
     count = -(-most // sharing.micro_batch)
     parts = [(part, len(part)) for part in torch.split(own, sharing.micro_batch) if len(part)]
     return parts + [(rows[:1], 0)] * (count - len(parts))
 
 
 def _equal(own: Tensor, rows: Tensor, sharing: Sharing) -> list[tuple[Tensor, int]]:
-    """Micro-batches of one size, as many as the pipeline's schedule wants."""
+    """Cuts into micro-batches of one size, as many as the pipeline's schedule takes."""
     length = max(len(own), 1)
     size = max(d for d in range(1, min(sharing.micro_batch, length) + 1) if length % d == 0)
     parts = [(part, len(part)) for part in torch.split(own, size) if len(part)]

@@ -1,4 +1,4 @@
-"""Data that comes as a stream, tar shards or any iterable, shared out over ranks, with a position."""
+"""Shares out streamed data, tar shards or any iterable, over ranks, with a position to go on from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class TarShards(IterableDataset[Any]):
     """
 
     def __init__(self, paths: Sequence[Path], decode: Callable[[Sample], Any]) -> None:
-        self._paths, self._decode = list(paths), decode
+        self._paths = list(paths)
+        self._decode = decode
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -49,21 +50,23 @@ class StreamedBatches:
             )
         if sharing.pipeline > 1:
             raise TaskError("a pipeline needs a map-style data set: its micro-batches have one size")
-        self._dataset, self._sharing = dataset, sharing
-        self._batch_size, self.steps = batch_size, steps
+        self._dataset = dataset
+        self._sharing = sharing
+        self._batch_size = batch_size
+        self.steps = steps
         self.position = 0
         self.examples = batch_size * steps
 
     def state_dict(self) -> dict[str, int]:
-        """The position: steps taken."""
+        """The position, in steps taken."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after the steps that `state` says."""
+        """Continues after the steps of `state`."""
         self.position = state["position"]
 
     def __iter__(self) -> Iterator[Share]:
-        """The steps that are left."""
+        """Yields the steps that are left."""
         stream = self._forever()
         for _ in islice(stream, self.position * self._batch_size):
             pass

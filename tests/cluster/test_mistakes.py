@@ -89,8 +89,8 @@ def test_a_jump_is_told_once_and_slow_change_never() -> None:
 
 def test_a_device_that_fails_again_stays_out() -> None:
     advice = Advice(lost=(1, 3))
-    assert (advice.usable(4), advice.to_ask()) == ([0, 2], [1, 3])
+    assert (advice.usable(4), advice.to_probe()) == ([0, 2], [1, 3])
     advice.take_back([3])
     assert advice.usable(4) == [0, 2, 3]
     advice.lost = (*advice.lost, 3)
-    assert advice.to_ask() == [1]
+    assert advice.to_probe() == [1]

@@ -67,8 +67,7 @@ def verify_cluster(world: int | None, as_json: bool) -> int:
 
     For several nodes start `torchrun ... -m roundtable.cluster.tools.verify cuda` on each of them.
     """
-    from roundtable.cluster.tools.verify import TOLERANCE
-    from roundtable.cluster.tools.verifying import verify_here
+    from roundtable.cluster.tools.verify import TOLERANCE, verify_here
 
     found = verify_here(world)
     if as_json:

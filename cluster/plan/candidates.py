@@ -1,0 +1,177 @@
+"""The strategies that a plan may choose from, plainest first; what `[cluster.strategy]` sets is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
+from roundtable.cluster.parallel.strategy import Checkpointing, DataParallel, Mesh, Reduction, Strategy
+from roundtable.cluster.plan.memory_estimate import ModelProbe
+from roundtable.cluster.plan.resources import Resources
+from roundtable.core.config import JobConfig
+
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "every", "sqrt")
+_WHOLE: tuple[DataParallel, ...] = ("none", "ddp", "zero1")
+_SHARDED: tuple[DataParallel, ...] = ("zero2", "zero3")
+
+
+def candidates(
+    probe: ModelProbe,
+    resources: Resources,
+    job: JobConfig,
+    table: ClusterTable,
+    reduction: Reduction,
+    reasons: list[str],
+) -> Iterator[Strategy]:
+    """Yields strategies from plain to elaborate, and adds to `reasons` why splits of the model are left out.
+
+    `reduction` is how DDP's gradients travel where the table does not say.
+    """
+    hand = table.strategy
+    offloads = (False, True) if resources.device == "cuda" else (False,)
+    for offload in offloads if hand.offload is None else (hand.offload,):
+        for tp, pp in _splits(probe, resources, hand, reasons):
+            for kind in _kinds(hand, offload):
+                for mesh in _meshes(resources, hand, kind, tp, pp):
+                    # Shards of one rank alone save nothing, unless they are what is offloaded.
+                    if kind in _SHARDED and mesh.data == 1 and not (hand.data_parallel or offload):
+                        continue
+                    yield from _variants(probe, job, table, mesh, kind, offload, reduction)
+
+
+def _splits(
+    probe: ModelProbe, resources: Resources, hand: StrategyTable, reasons: list[str]
+) -> Iterator[tuple[int, int]]:
+    """(tp, pp): no split, then layers split within a node, then stages too."""
+    world = resources.world
+    pairs = [
+        (tp, pp)
+        for tp in ([hand.tp] if hand.tp else _divisors(resources.devices))
+        for pp in ([hand.pp] if hand.pp else _divisors(world // tp))
+        if world % (tp * pp) == 0
+    ]
+    for tp, pp in sorted(pairs, key=lambda pair: (pair[1] > 1, pair[0] * pair[1], pair[1])):
+        refusal = _split_refusal(probe, tp, pp, hand.virtual_stages or 1)
+        if not refusal:
+            yield tp, pp
+        elif refusal not in reasons:
+            reasons.append(refusal)
+
+
+def _split_refusal(probe: ModelProbe, tp: int, pp: int, virtual_stages: int) -> str:
+    """Why the model cannot be split so; empty where it can."""
+    if tp > 1 and (reason := probe.cannot_split.get(tp, f"tp = {tp} is not a power of two up to 16")):
+        return f"no tensor parallelism over {tp}: {reason}"
+    if pp > 1:
+        stages, units = pp * virtual_stages, len(probe.anatomy.units)
+        too_few = f"the model has {units} parts for {stages} stages" if units < stages else ""
+        if reason := probe.cannot_pipeline or too_few:
+            return f"no pipeline: {reason}"
+    return ""
+
+
+def _kinds(hand: StrategyTable, offload: bool) -> list[DataParallel]:
+    """The kinds of data parallelism to try, in the order of what they cost."""
+    if hand.data_parallel:
+        kinds = [hand.data_parallel]
+    else:
+        # Replicas that train apart cannot share one optimizer's state out, as ZeRO-1 does.
+        kinds = [kind for kind in (*_WHOLE, *_SHARDED) if not (hand.local_steps and kind == "zero1")]
+    return [kind for kind in kinds if kind in _SHARDED] if offload else kinds
+
+
+def _meshes(
+    resources: Resources, hand: StrategyTable, kind: DataParallel, tp: int, pp: int
+) -> Iterator[Mesh]:
+    """The meshes on which this kind of data parallelism uses all devices that `tp` and `pp` leave."""
+    data, ep = resources.world // (tp * pp), hand.ep or 1
+    for shape in _shapes(kind, data, resources.devices // tp):
+        dp, fsdp = _set_by_hand(shape, data, hand)
+        if dp * fsdp == data and fsdp % ep == 0:
+            mesh = Mesh(pp=pp, dp=dp, fsdp=fsdp, tp=tp, ep=ep)
+            if kind in _SHARDED or _holds_whole_copies(kind, mesh):
+                yield mesh
+
+
+def _shapes(kind: DataParallel, data: int, within: int) -> Iterator[tuple[int, int]]:
+    """(dp, fsdp) over `data` ranks, of which `within` are on a node: shards stay within nodes if they can."""
+    if kind in _WHOLE:
+        yield data, 1
+        return
+    if 1 < within < data and data % within == 0:
+        yield data // within, within
+    yield 1, data
+
+
+def _set_by_hand(shape: tuple[int, int], data: int, hand: StrategyTable) -> tuple[int, int]:
+    """The shape with what the table sets; a degree that it leaves open takes the ranks that remain."""
+    if hand.dp:
+        return hand.dp, hand.fsdp or max(1, data // hand.dp)
+    if hand.fsdp:
+        return max(1, data // hand.fsdp), hand.fsdp
+    return shape
+
+
+def _holds_whole_copies(kind: DataParallel, mesh: Mesh) -> bool:
+    """Whether the mesh is one for kinds that do not shard: replicas for ddp and zero1, none for "none"."""
+    if kind == "none":
+        return mesh.data == 1
+    return mesh.fsdp == 1 and mesh.dp > 1 and mesh.tp == mesh.pp == mesh.ep == 1
+
+
+def _variants(
+    probe: ModelProbe,
+    job: JobConfig,
+    table: ClusterTable,
+    mesh: Mesh,
+    kind: DataParallel,
+    offload: bool,
+    reduction: Reduction,
+) -> Iterator[Strategy]:
+    """Without and with checkpointing, from large micro-batches to single examples."""
+    hand = table.strategy
+    share = max(1, -(-job.algorithm.batch_size // mesh.data))
+    sequence_parallel = hand.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = _can_shard_sequence(probe, mesh)
+    for checkpointing in [hand.checkpointing] if hand.checkpointing else _CHECKPOINTING:
+        for micro_batch in [hand.micro_batch] if hand.micro_batch else _halvings(share, mesh.pp):
+            yield Strategy(
+                mesh=mesh,
+                data_parallel=kind,
+                micro_batch=micro_batch,
+                schedule=hand.schedule or "1f1b",
+                virtual_stages=hand.virtual_stages or (2 if hand.schedule == "interleaved" else 1),
+                sequence_parallel=sequence_parallel,
+                checkpointing=checkpointing,
+                checkpoint_every=hand.checkpoint_every or 1,
+                offload=offload,
+                precision=table.precision,
+                reduction=hand.reduction
+                or (reduction if kind == "ddp" and not hand.local_steps else "exact"),
+                local_steps=hand.local_steps or 0,
+                outer_learning_rate=hand.outer_learning_rate or 1.0,
+                outer_momentum=hand.outer_momentum or 0.0,
+            )
+
+
+def _can_shard_sequence(probe: ModelProbe, mesh: Mesh) -> bool:
+    """Whether the ranks of `tp` may share out the sequence between blocks."""
+    if mesh.tp == 1 or probe.tensor_parallel.no_sequence:
+        return False
+    shapes = probe.trace.calls[-1].inputs if probe.trace.calls else ()
+    first = shapes[0] if shapes else None
+    return not (first and len(first) > 1 and first[1] % mesh.tp)
+
+
+def _halvings(share: int, stages: int) -> Iterator[int]:
+    """The share of a step, and half of it again and again; a pipeline starts with four to a stage."""
+    size = max(1, share // (4 * stages) if stages > 1 else share)
+    while size > 1:
+        yield size
+        size = -(-size // 2)
+    yield 1
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

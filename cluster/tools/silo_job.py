@@ -1,0 +1,56 @@
+"""Loads a job as this silo would run it: the job file, with the tasks, data and devices of agent.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.policy.config import load_agent_config
+from roundtable.client.policy.rules import PolicyTable
+from roundtable.core.config import JobConfig, load_job
+from roundtable.core.errors import ConfigError
+from roundtable.core.task import ArrayTask, Task, load_task
+
+
+@dataclass(frozen=True)
+class SiloJob:
+    """A job with its task's code, and the silo's settings for it.
+
+    `options` are the task's `site.options`, `device` is `[limits] device`, and `state` the agent's folder,
+    None without an agent.toml.
+    """
+
+    job: JobConfig
+    task: Task
+    table: ClusterTable
+    policy: PolicyTable
+    options: Mapping[str, Any]
+    device: str
+    state: Path | None
+
+
+def load_silo_job(
+    agent: Path, job_file: Path, overrides: Mapping[str, Any], reference: str | None = None
+) -> SiloJob:
+    """Reads both files; `agent` may be absent, and `reference` names the task's code in place of agent.toml.
+
+    Raises ConfigError for mistakes in either file, and for an ArrayTask, which has no module to spread.
+    """
+    job = load_job(job_file, dict(overrides))
+    config = load_agent_config(agent) if agent.exists() else None
+    name = reference or (config and config.reference_of(job.task)) or job.task
+    task = load_task(name, config.folder if config else job_file.resolve().parent)
+    if isinstance(task, ArrayTask):
+        raise ConfigError(f"task {name!r} is an ArrayTask: only a Task with a PyTorch module runs on ranks")
+    return SiloJob(
+        job=job,
+        task=task,
+        table=(config and config.cluster) or ClusterTable(),
+        policy=config.policy if config else PolicyTable(),
+        options=dict(config.data if config else job.simulation.data),
+        device=config.device if config else "auto",
+        state=config.state if config else None,
+    )
