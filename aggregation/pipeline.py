@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from roundtable.aggregation.conditions import NotFinite
 from roundtable.aggregation.diagnosis import Diagnosis, contributions, pairwise
 from roundtable.aggregation.influence import sampled_shares
-from roundtable.aggregation.preaggregation import find_pre_aggregation
+from roundtable.aggregation.preaggregation import PreAggregation, find_pre_aggregation
 from roundtable.aggregation.registry import Rule, RuleResult, find_rule
 from roundtable.aggregation.rows.gram import gram
 from roundtable.aggregation.rows.matrix import UpdateMatrix
@@ -37,7 +39,8 @@ class AggregationConfig:
     rule, parameters: a rule by name. pre: steps in front of it, in order; a step that needs `f` and is given
     none takes the rule's. weighting: what a mean weighs by; robust rules count every silo once whatever it
     claims. weights: by silo name, for `custom`. validation: what becomes of an update that is broken or
-    longer than max_norm. Raises ConfigError for names or parameters that do not exist.
+    longer than max_norm. folder: where rules and steps named as file.py:Object are; None refuses such names.
+    Raises ConfigError for names or parameters that do not exist.
     """
 
     rule: str = "mean"
@@ -47,12 +50,13 @@ class AggregationConfig:
     weights: Mapping[str, float] = field(default_factory=dict)
     validation: ValidationPolicy = "exclude"
     max_norm: float | None = None
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
-        find_rule(self.rule).check(self.parameters)
-        for name, parameters in self.pre:
-            find_pre_aggregation(name).check(parameters)
-            if find_pre_aggregation(name).takes_f and "f" not in self.parameters_of(name, parameters):
+        self.definition.check(self.parameters)
+        for (step, parameters), (name, given) in zip(self.steps, self.pre, strict=True):
+            step.check(given)
+            if step.takes("f") and "f" not in parameters:
                 raise ConfigError(
                     f"pre-aggregation {name!r} needs f: the number of byzantine silos to withstand"
                 )
@@ -67,21 +71,28 @@ class AggregationConfig:
         if (self.weighting == "custom") != bool(self.weights):
             raise ConfigError('aggregation weights go with weighting = "custom", and custom needs them')
 
-    def parameters_of(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters of a pre-aggregation, with the rule's f where it needs one and has none."""
-        inherits = find_pre_aggregation(name).takes_f and "f" in self.parameters
-        return {**({"f": self.parameters["f"]} if inherits else {}), **given}
+    @cached_property
+    def definition(self) -> Rule:
+        """The rule that is named."""
+        return find_rule(self.rule, self.folder)
+
+    @cached_property
+    def steps(self) -> tuple[tuple[PreAggregation, dict[str, Any]], ...]:
+        """The pre-aggregations with their parameters, and the rule's f where one needs it and has none."""
+        found = ((find_pre_aggregation(name, self.folder), given) for name, given in self.pre)
+        return tuple((step, {**self._rules_f(step), **given}) for step, given in found)
+
+    def _rules_f(self, step: PreAggregation) -> dict[str, Any]:
+        return {"f": self.parameters["f"]} if step.takes("f") and "f" in self.parameters else {}
 
     def takes(self, provided: str) -> bool:
         """Whether the rule looks at something beside the round's updates: previous, root_update, history."""
-        return find_rule(self.rule).takes(provided)
+        return self.definition.takes(provided)
 
     @property
     def needs_gram(self) -> bool:
         """Whether a round measures the Gram matrix of its updates."""
-        return find_rule(self.rule).needs_gram or any(
-            find_pre_aggregation(name).needs_gram for name, _ in self.pre
-        )
+        return self.definition.needs_gram or any(step.needs_gram for step, _ in self.steps)
 
 
 @dataclass(frozen=True)
@@ -136,9 +147,7 @@ def _can_trust(config: AggregationConfig, clients: Sequence[ClientRow], diagnose
     notices a value that is not finite."""
     measured = all(client.norm is not None for client in clients)
     return (
-        find_rule(config.rule).reads_all
-        and not (config.pre or diagnose or measured)
-        and config.max_norm is None
+        config.definition.reads_all and not (config.pre or diagnose or measured) and config.max_norm is None
     )
 
 
@@ -153,7 +162,7 @@ def _aggregate(
     trusting: bool,
 ) -> Aggregate:
     pairs = config.needs_gram or diagnose
-    weighted = find_rule(config.rule).weighted
+    weighted = config.definition.weighted
     by_loss = weighted and config.weighting == "inverse_loss"
     screening = screen(matrix, clients, config.validation, config.max_norm, pairs, trusting, by_loss)
     if not screening.kept:
@@ -165,12 +174,12 @@ def _aggregate(
     stages = Stages(matrix, given, seed, context, names, screening.faults)
     if screening.clipped:
         stages.mix(np.diag(screening.factors), keep_weights=True)
-    for position, (name, parameters) in enumerate(config.pre):
-        stages.prepare(position, name, config.parameters_of(name, parameters))
-    rule, used, result = stages.apply(config.rule, dict(config.parameters))
+    for position, (step, parameters) in enumerate(config.steps):
+        stages.prepare(position, step, parameters)
+    used, result = stages.apply(config.definition, dict(config.parameters))
     _require_finite(result.vector, config.rule, trusting)
     vector = result.vector if out is None else out.copy_(result.vector)
-    shares = _shares(rule, used, result, stages, matrix, pairs, diagnose)
+    shares = _shares(config.definition, used, result, stages, matrix, pairs, diagnose)
     diagnosis = Diagnosis(
         rule=" + ".join([*(name for name, _ in config.pre), config.rule]),
         clients=names,

@@ -1,23 +1,29 @@
 """Steps in front of a rule, in any number and order: clipping, ARC, nearest-neighbour mixing, bucketing.
 
 Each returns a mixing matrix [m, n]: row i of its output is a linear combination of the n updates. So a step
-needs norms or the Gram matrix, never a copy of the updates.
+needs norms or the Gram matrix, never a copy of the updates. Steps of others come as rules do, from a file
+beside the job or through the entry-point group `roundtable.pre_aggregations`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from roundtable.aggregation.conditions import require, require_positive
-from roundtable.aggregation.registry import check_parameters
+from roundtable.aggregation.registry import as_function, check_parameters
 from roundtable.aggregation.rows.gram import finite_gram, finite_norms, squared_distances, without_rounding
 from roundtable.aggregation.rows.matrix import UpdateMatrix
-from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.errors import AggregationError
+from roundtable.core.plugins import resolve
 from roundtable.core.seeds import numpy_generator
+
+ENTRY_POINT_GROUP = "roundtable.pre_aggregations"
 
 
 @dataclass(frozen=True)
@@ -26,17 +32,17 @@ class PreAggregation:
 
     name: str
     function: Callable[..., np.ndarray]
-    needs_gram: bool
-    scales_only: bool
+    needs_gram: bool = False
+    scales_only: bool = False
 
     def check(self, parameters: Mapping[str, object]) -> None:
         """Raises ConfigError for parameters that the step does not have, or lacks; f may be the rule's."""
-        assumed = {"f": 0, **parameters} if self.takes_f else parameters
+        assumed = {"f": 0, **parameters} if self.takes("f") else parameters
         check_parameters(f"pre-aggregation {self.name!r}", self.function, assumed)
 
-    @property
-    def takes_f(self) -> bool:
-        return "f" in self.function.__annotations__
+    def takes(self, parameter: str) -> bool:
+        """Whether the step's function has this parameter."""
+        return parameter in inspect.signature(self.function).parameters
 
 
 def clip(matrix: UpdateMatrix, weights: np.ndarray, *, norm: float | str = "median") -> np.ndarray:
@@ -102,8 +108,9 @@ PRE_AGGREGATIONS = {
 }
 
 
-def find_pre_aggregation(name: str) -> PreAggregation:
-    """The step of this name; ConfigError where there is none."""
-    if name not in PRE_AGGREGATIONS:
-        raise ConfigError(f"unknown pre-aggregation {name!r}; known are {', '.join(PRE_AGGREGATIONS)}")
-    return PRE_AGGREGATIONS[name]
+def find_pre_aggregation(name: str, folder: Path | None = None) -> PreAggregation:
+    """The step that a job's `name` means, found as `find_rule` finds a rule. Raises ConfigError."""
+    definition = resolve("pre-aggregation", name, PRE_AGGREGATIONS, ENTRY_POINT_GROUP, folder)
+    if isinstance(definition, PreAggregation):
+        return definition
+    return PreAggregation(name, as_function("pre-aggregation", name, definition))

@@ -1,8 +1,9 @@
-"""Rules and pre-aggregations by the name that a job file uses.
+"""Aggregation rules by the name that a job file uses: built in, installed, or in a file beside the job.
 
 A rule is a plain function `(matrix, weights, **parameters) → vector`, or `→ RuleResult` where it can say how
-much each row counted. Rules of others are found through the entry-point group
-`roundtable.aggregation_rules`: the entry point's name is the rule's name, its object the function.
+much each row counted. A rule of somebody else is an object of an installed package, behind an entry point in
+the group `roundtable.aggregation_rules` whose name is the rule's, or `file.py:Object`: in either case such a
+function, a class without arguments whose objects are called like one, or a `Rule`, which declares more.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.plugins import described, names, resolve
 
 ENTRY_POINT_GROUP = "roundtable.aggregation_rules"
 
@@ -91,20 +93,32 @@ def rule(
     return register
 
 
-def find_rule(name: str) -> Rule:
-    """The rule of this name, of this package or of an installed one; ConfigError where there is none."""
-    if name in RULES:
-        return RULES[name]
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name == name:
-            return Rule(name, point.load(), paper=point.value, weighted=True)
-    known = ", ".join(rule_names())
-    raise ConfigError(f"unknown aggregation rule {name!r}; known are {known}")
+def find_rule(name: str, folder: Path | None = None) -> Rule:
+    """The rule that a job's `name` means; `file.py:Object` is looked for in `folder`, refused without one.
+
+    Raises ConfigError where there is none, or what is there is no rule.
+    """
+    definition = resolve("aggregation rule", name, RULES, ENTRY_POINT_GROUP, folder)
+    if isinstance(definition, Rule):
+        return definition
+    return Rule(name, as_function("aggregation rule", name, definition), weighted=True)
 
 
 def rule_names() -> list[str]:
     """Names of all rules that a job file can use, installed ones included."""
-    return sorted({*RULES, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    return names(RULES, ENTRY_POINT_GROUP)
+
+
+def as_function(kind: str, name: str, definition: Any) -> Callable[..., Any]:
+    """What is to be called of somebody else's object; of a class, an object made without arguments."""
+    if isinstance(definition, type):
+        try:
+            definition = definition()
+        except Exception as error:
+            raise ConfigError(f"{kind} {name!r}: creating it failed: {described(error)}") from error
+    if not callable(definition):
+        raise ConfigError(f"{kind} {name!r} is a {type(definition).__name__}, and nothing that can be called")
+    return cast("Callable[..., Any]", definition)
 
 
 def check_parameters(owner: str, function: Callable[..., object], given: Mapping[str, object]) -> None:
@@ -117,7 +131,9 @@ def check_parameters(owner: str, function: Callable[..., object], given: Mapping
         if name not in options:
             allowed = ", ".join(options) or "none"
             raise ConfigError(f"{owner} has no parameter {name!r}; it takes: {allowed}")
-        _check_type(owner, name, str(options[name].annotation), value)
+        annotation = options[name].annotation
+        kind = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        _check_type(owner, name, kind, value)
     for name, parameter in options.items():
         if parameter.default is inspect.Parameter.empty and name not in given:
             raise ConfigError(f"{owner} needs the parameter {name!r}")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundtable.aggregation.preaggregation import find_pre_aggregation
-from roundtable.aggregation.registry import Rule, RuleResult, find_rule
+from roundtable.aggregation.preaggregation import PreAggregation
+from roundtable.aggregation.registry import Rule, RuleResult
 from roundtable.aggregation.rows.matrix import MixedRows, UpdateMatrix
 from roundtable.aggregation.validation import Exclusion
 from roundtable.core.errors import AggregationError
@@ -63,18 +63,16 @@ class Stages:
         if not keep_weights:
             self.weights = np.ones(len(mixing))
 
-    def prepare(self, position: int, name: str, parameters: dict[str, Any]) -> None:
+    def prepare(self, position: int, step: PreAggregation, parameters: dict[str, Any]) -> None:
         """Puts a pre-aggregation in front of what follows; `position` is its place in the list."""
-        step = find_pre_aggregation(name)
-        parameters = self._lower_f(name, parameters)
-        if name == "bucketing":
+        parameters = self._lower_f(step.name, parameters)
+        if step.takes("seed"):
             parameters["seed"] = derive_seed(self._seed, "aggregation", position)
         self.mix(step.function(self.matrix, self.weights, **parameters), step.scales_only)
 
-    def apply(self, name: str, parameters: dict[str, Any]) -> tuple[Rule, Mapping[str, Any], RuleResult]:
-        """Runs the rule; returns it, the parameters it ran with, and its result."""
-        rule = find_rule(name)
-        parameters = self._lower_f(name, parameters)
+    def apply(self, rule: Rule, parameters: dict[str, Any]) -> tuple[Mapping[str, Any], RuleResult]:
+        """Runs the rule; returns the parameters it ran with, and its result."""
+        parameters = self._lower_f(rule.name, parameters)
         self._resolve_pivot(parameters)
         weights = self.weights if rule.weighted else np.ones(self.matrix.rows)
         result = rule.function(self.matrix, weights, **parameters, **self._provided(rule))
@@ -84,7 +82,7 @@ class Stages:
             raise AggregationError(
                 f"rule {rule.name!r} returned shape {list(result.vector.shape)}, not [{self.matrix.columns}]"
             )
-        return rule, parameters, result
+        return parameters, result
 
     def _lower_f(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         if "f" not in parameters:

@@ -15,6 +15,7 @@ from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError, LayoutError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.models import Model, open_model
+from roundtable.core.plugins import is_file
 from roundtable.core.privacy_table import ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, load_task
 from roundtable.engine.validation.feasibility import check_rule
@@ -47,12 +48,13 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
         model = _started(start, model, job.task)
     slices = tuple(place for _, place in model.layout.slices())
     population = likely_population(job)
-    plan = make_plan(job, population, slices)
+    plan = make_plan(job, population, slices, folder=path.resolve().parent)
     if job.cohort.size is not None or job.round.buffer is not None:
         check_rule(job, plan, population)
     check_task(task, job, model.layout)
     weak = weak_signal_of(job, plan, population, model.layout.size)
-    return Prepared(job, task, model, tuple(warning for warning in (weak, _not_simulated(job)) if warning))
+    warnings = (weak, _not_simulated(job), _not_submitted(job))
+    return Prepared(job, task, model, tuple(warning for warning in warnings if warning))
 
 
 def likely_population(job: JobConfig) -> int:
@@ -70,6 +72,16 @@ def _not_simulated(job: JobConfig) -> str | None:
     except ConfigError as error:
         return f"It cannot be simulated: {error}."
     return None
+
+
+def _not_submitted(job: JobConfig) -> str | None:
+    """A warning where the file names code beside it, which no coordinator runs."""
+    named = [job.aggregation.rule, *(str(step.get("name")) for step in job.aggregation.pre)]
+    files = [name for name in named if is_file(name)]
+    if not files:
+        return None
+    code = ", ".join(files)
+    return f"It can only be simulated: {code} is code beside the job, and a job that is sent brings none."
 
 
 def _started(path: Path, own: Model, task: str) -> Model:

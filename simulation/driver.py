@@ -60,7 +60,7 @@ class Driver:
         self._next = (self.model, self.server)
         self._earlier: Mapping[int, Tensor] = {}
         self._ledger = SimulatedLedger(world.job, plan)
-        self._trusted = trusted_data(world)
+        self._trusted = trusted_data(world) if plan.aggregation.takes("root_update") else None
         self._queue = EventQueue()
         self._updates = ClientUpdates(world, backend, self._ledger)
         self._work = ClientWork(world, fleet, self._updates, self._queue, listener.answered)

@@ -73,7 +73,7 @@ def simulate(
         world = make_world(job, task, folder)
         layout = world.layout
         slices = tuple(place for _, place in layout.slices())
-        plan = make_plan(job, job.simulation.clients, slices)
+        plan = make_plan(job, job.simulation.clients, slices, folder=folder)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_task(world.task, job, layout)

@@ -1,14 +1,9 @@
-"""The rules that make one vector of the rows of a round; importing this registers all of them."""
+"""The rules that make one vector of the rows of a round: importing this registers every module's here."""
 
-from roundtable.aggregation.rules import (
-    central,
-    coordinate,
-    group_rule,
-    krum,
-    mean,
-    spectral,
-    subsets,
-    trust_based,
-)
+from __future__ import annotations
 
-__all__ = ["central", "coordinate", "group_rule", "krum", "mean", "spectral", "subsets", "trust_based"]
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in sorted(each.name for each in iter_modules(__path__)):
+    import_module(f"{__name__}.{_module}")

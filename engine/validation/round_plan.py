@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
@@ -112,16 +113,20 @@ def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) 
 
 
 def make_plan(
-    job: JobConfig, population: int, slices: tuple[slice, ...] = (), spent: Sequence[Charge] = ()
+    job: JobConfig,
+    population: int,
+    slices: tuple[slice, ...] = (),
+    spent: Sequence[Charge] = (),
+    folder: Path | None = None,
 ) -> Plan:
     """The plan of a job over a population of so many clients; `slices` are the layout's (per-layer clipping).
 
     `population` is how many there really are: amplification by sampling is theirs. `spent` are the charges
     that they bear already: where the job gives only a budget, the noise is the least that keeps all of it
-    within. Raises ConfigError or PrivacyError, naming the
-    table, for anything that cannot work.
+    within. `folder` is where code is that the job names as file.py:Object; None refuses it. Raises
+    ConfigError or PrivacyError, naming the table, for anything that cannot work.
     """
-    aggregation = aggregation_config(job.aggregation)
+    aggregation = aggregation_config(job.aggregation, folder)
     optimizer = server_optimizer(job.aggregation)
     if job.round.mode == "buffered":
         check_buffered(job)
@@ -143,7 +148,7 @@ def make_plan(
     return Plan(aggregation, optimizer, privacy, central, silo_noise, shares, exponent)
 
 
-def aggregation_config(table: AggregationTable) -> AggregationConfig:
+def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:
     """The `[aggregation]` table as the pipeline takes it."""
     steps = tuple(_named(step, "aggregation.pre") for step in table.pre)
     return AggregationConfig(
@@ -154,6 +159,7 @@ def aggregation_config(table: AggregationTable) -> AggregationConfig:
         weights=table.weights,
         validation=table.validation.policy,
         max_norm=table.validation.max_norm,
+        folder=folder,
     )
 
 

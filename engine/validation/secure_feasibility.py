@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roundtable.aggregation import AggregationConfig, find_rule
+from roundtable.aggregation import AggregationConfig
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import DistributedLevel, masking_of
@@ -114,8 +114,7 @@ def _check_groups(job: JobConfig, aggregation: AggregationConfig, size: int) -> 
             f'privacy.group_size = {size} with aggregation.rule = "mean": groups tell more than one sum, and '
             "a mean of them withstands nobody; choose a robust rule, or leave group_size out"
         )
-    rule = find_rule(aggregation.rule)
-    follows = rule.takes("history") or rule.takes("root_update")
+    follows = aggregation.takes("history") or aggregation.takes("root_update")
     if "pivot" in aggregation.parameters or follows:
         raise PrivacyError(
             f"aggregation.rule = {aggregation.rule!r} follows single silos, and what it would see are means "

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from roundtable.aggregation import find_rule
 from roundtable.client.training.batches import as_tensors
 from roundtable.client.training.local_training import split_data
 from roundtable.client.training.trusted_data import NAME, RootData
@@ -73,11 +72,9 @@ class Clients:
         return (self._poison(index, train) if self._poison else train), test
 
 
-def trusted_data(world: World) -> RootData | None:
-    """What the coordinator would hold of its own, where the rule compares updates with it: a random part of
+def trusted_data(world: World) -> RootData:
+    """What the coordinator would hold of its own, for a rule that compares updates with it: a random part of
     all data. Raises what the task raises, as a TaskError."""
-    if not find_rule(world.job.aggregation.rule).takes("root_update"):
-        return None
     simulation = world.job.simulation
     site = Site(NAME, options=simulation.data)
     try:

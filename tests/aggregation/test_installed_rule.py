@@ -76,6 +76,19 @@ def test_a_job_uses_an_installed_rule(installed: Path, tmp_path: Path) -> None:
     assert record["diagnosis"]["rule"] == "first_silo"
 
 
+def test_a_job_uses_a_rule_of_a_file_beside_it(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(TASK)
+    (tmp_path / "mine.py").write_text(RULE)
+    (tmp_path / "job.toml").write_text(JOB.replace('"first_silo"', '"mine.py:first_silo"'))
+    said = command(installed, tmp_path, "simulate", "job.toml", "--run-dir", "run")
+    assert said.returncode == 0, said.stderr
+    record = json.loads((tmp_path / "run" / "history.jsonl").read_text())["record"]
+    assert record["diagnosis"]["rule"] == "mine.py:first_silo"
+    checked = command(installed, tmp_path, "job", "check", "job.toml")
+    assert checked.returncode == 0, checked.stderr
+    assert "It can only be simulated: mine.py:first_silo is code beside the job" in checked.stdout
+
+
 def test_its_parameters_are_checked_with_the_job_file(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(TASK)
     (tmp_path / "job.toml").write_text(JOB.replace("scale = 0.5", "size = 3"))
@@ -93,7 +106,8 @@ def test_without_the_package_the_rule_is_unknown(tmp_path: Path) -> None:
 
 def command(path: Path | None, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own, with `path` among its packages."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
+    places = [*([str(path)] if path else []), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, places))}
     return subprocess.run(
         [sys.executable, "-m", "roundtable", *words],
         cwd=folder,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,11 @@ from roundtable.aggregation import (
     UpdateMatrix,
     aggregate,
     combine,
-    registry,
+    preaggregation,
     rule_names,
+    rules,
 )
+from roundtable.core import plugins
 from roundtable.core.errors import AggregationError, ConfigError
 
 
@@ -33,14 +37,25 @@ def wrong_shape(matrix: UpdateMatrix, weights: np.ndarray) -> torch.Tensor:
     return torch.zeros(1)
 
 
+def halved(matrix: UpdateMatrix, weights: np.ndarray, *, by: float = 2.0) -> np.ndarray:
+    """A step in front of a rule, as somebody else would write it."""
+    return np.eye(matrix.rows) / by
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint(name, f"{__name__}:{name}", ENTRY_POINT_GROUP) for name in ("first_silo", "wrong_shape")
+        EntryPoint("first_silo", f"{__name__}:first_silo", ENTRY_POINT_GROUP),
+        EntryPoint("wrong_shape", f"{__name__}:wrong_shape", ENTRY_POINT_GROUP),
+        EntryPoint("halved", f"{__name__}:halved", preaggregation.ENTRY_POINT_GROUP),
     ]
-    functions = {"first_silo": first_silo, "wrong_shape": wrong_shape}
+    functions = {"first_silo": first_silo, "wrong_shape": wrong_shape, "halved": halved}
     monkeypatch.setattr(EntryPoint, "load", lambda self: functions[self.name])
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == ENTRY_POINT_GROUP else [])
+
+    def entry_points(group: str, name: str = "") -> list[EntryPoint]:
+        return [point for point in points if point.group == group and name in ("", point.name)]
+
+    monkeypatch.setattr(plugins, "entry_points", entry_points)
 
 
 @pytest.mark.usefixtures("installed")
@@ -57,6 +72,83 @@ def test_a_rule_behind_an_entry_point_is_found_checked_and_run() -> None:
     assert len(aggregate(TensorMatrix(values), clients, AggregationConfig("first_silo")).excluded) == 1
     with pytest.raises(AggregationError, match=r"returned shape \[1\], not \[10\]"):
         aggregate(TensorMatrix(values), clients, AggregationConfig("wrong_shape"))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_step_behind_an_entry_point_runs_in_front_of_a_rule() -> None:
+    values = torch.ones(3, 10)
+    config = AggregationConfig("mean", pre=(("halved", {"by": 4.0}),))
+    found = aggregate(TensorMatrix(values), [ClientRow(name) for name in "abc"], config)
+    torch.testing.assert_close(found.vector, values[0] / 4)
+    with pytest.raises(ConfigError, match="'halved' has no parameter 'f'; it takes: by"):
+        AggregationConfig("mean", pre=(("halved", {"f": 1}),))
+
+
+FILE = """
+import numpy as np
+from roundtable.aggregation import combine
+from roundtable.aggregation.registry import Rule
+
+def last_silo(matrix, weights, *, scale: float = 1.0):
+    return combine(matrix, np.eye(matrix.rows)[-1] * scale)
+
+class Last:
+    def __call__(self, matrix, weights, *, scale: float = 1.0):
+        return last_silo(matrix, weights, scale=scale)
+
+class Needy:
+    def __init__(self, more): ...
+
+declared = Rule("declared", last_silo, paper="none", needs_gram=True)
+answer = 42
+
+def doubled(matrix, weights):
+    return np.eye(matrix.rows) * 2
+"""
+
+
+@pytest.mark.parametrize("name", ["last_silo", "Last", "declared"])
+def test_a_rule_and_a_step_in_a_file_beside_the_job(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    config = AggregationConfig(
+        f"mine.py:{name}", {"scale": 3.0}, pre=(("mine.py:doubled", {}),), folder=tmp_path
+    )
+    values = torch.randn(3, 10, generator=torch.Generator().manual_seed(1))
+    found = aggregate(TensorMatrix(values), [ClientRow(each) for each in "abc"], config)
+    torch.testing.assert_close(found.vector, values[2] * 6)
+    assert config.needs_gram == (name == "declared")
+    with pytest.raises(ConfigError, match=r"has no parameter 'size'; it takes: scale"):
+        AggregationConfig(f"mine.py:{name}", {"size": 1}, folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"scale must be of type float, not 'x'"):
+        AggregationConfig(f"mine.py:{name}", {"scale": "x"}, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mine.py:lost_silo", "did you mean 'last_silo'"),
+        ("mine.py:answer", "is a int, and nothing that can be called"),
+        ("mine.py:Needy", "creating it failed: TypeError"),
+        ("other.py:last_silo", "there is no file"),
+        ("trimed_mean", "did you mean 'trimmed_mean'"),
+    ],
+)
+def test_a_rule_that_is_not_there_is_named_with_the_nearest(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    with pytest.raises(ConfigError, match=message):
+        AggregationConfig(name, folder=tmp_path)
+
+
+def test_a_file_is_refused_where_the_job_was_sent_from_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="a job that was sent brings no code"):
+        AggregationConfig("mine.py:last_silo")
+    with pytest.raises(ConfigError, match="a job that was sent brings no code"):
+        AggregationConfig("mean", pre=(("mine.py:doubled", {}),))
+
+
+def test_a_new_module_of_rules_is_registered_by_being_there() -> None:
+    modules = {path.stem for path in Path(str(rules.__file__)).parent.glob("*.py")} - {"__init__"}
+    assert {f"roundtable.aggregation.rules.{name}" for name in modules} <= set(sys.modules)
 
 
 def test_every_rule_names_its_paper_and_explains_itself() -> None:
