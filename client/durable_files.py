@@ -57,6 +57,28 @@ def replace_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
     sync(path.parent)
 
 
+def append_synced(path: Path, line: bytes) -> None:
+    """Adds a line to the file, which may be new; it is safe from a power cut when this returns.
+
+    Raises ResourceError where it could not be written; then the file ends where it ended before.
+    """
+    new = not path.exists()
+    try:
+        with path.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(path, end)
+                raise
+    except OSError as error:
+        raise explained(error, path) from error
+    if new:
+        sync(path.parent)
+
+
 def digest_of(path: Path) -> str:
     """BLAKE3 of a file."""
     return blake3().update_mmap(path).hexdigest()

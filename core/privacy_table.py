@@ -225,7 +225,9 @@ class FtrlLevel(NoisyLevel):
 Private = ClientLevel | ClientLocalLevel | ExampleLevel | DistributedLevel | FtrlLevel
 Privacy = Annotated[NoPrivacy | Private, Field(discriminator="level")]
 OwnNoise = ExampleLevel | ClientLocalLevel
-"""Levels at which the silo makes its update private itself, and keeps the account."""
+"""Levels at which the silo makes its update private itself."""
+Accounted = OwnNoise | DistributedLevel
+"""Levels at which the silo keeps an account: at the others its bare update leaves it."""
 
 
 def masking_of(privacy: NoPrivacy | Private) -> Masking | None:

@@ -12,6 +12,7 @@ from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp
 from roundtable.engine.records import record_of, record_without_model, shown
 from roundtable.engine.state import Attempt
 from roundtable.engine.stopping import missing_metric, stop_reason
+from roundtable.engine.validation.secure_feasibility import sums_exactly
 
 
 class Phases:
@@ -119,14 +120,18 @@ class Phases:
         private = not isinstance(self._job.privacy, NoPrivacy)
         record = record_of(self._context.attempt(), now, private)
         self._state.model, self._state.optimizer = record.model, record.optimizer
+        self._state.summed = ()
         self._close(record)
 
     def close_round(self, reason: str, now: float) -> None:
         """Ends a round without a model, because clients may have unmasked its sum and that is not to be had.
 
-        Another attempt would be a second sum over the same training of other clients.
+        Another attempt would be a second sum over the same training of other clients. So would the next
+        round from the same model, unless its clients are the same or there is noise in each sum.
         """
         attempt, state = self._context.attempt(), self._state
+        if sums_exactly(self._job):
+            state.summed = state.summed or tuple(sorted(attempt.updates))
         self._close(record_without_model(attempt, state.model, state.optimizer, reason, now))
 
     def _close(self, record: m.RoundRecord) -> None:

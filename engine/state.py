@@ -103,6 +103,9 @@ class EngineState:
 
     In buffered rounds `at_work` are those who train, in the order in which they were asked; `buffer` are
     updates that came while a model was being made, for the next; `draws` counts draws of clients.
+
+    `summed` are the clients of a closed round whose sum without noise may be known: until the model changes
+    all of them and nobody else, or none of them, are asked.
     """
 
     model: str
@@ -118,6 +121,7 @@ class EngineState:
     at_work: dict[str, Assignment] = field(default_factory=dict)
     buffer: dict[str, Update] = field(default_factory=dict)
     draws: int = 0
+    summed: tuple[str, ...] = ()
     chronicle: Chronicle = field(default_factory=Chronicle)
 
 
@@ -152,6 +156,7 @@ def from_plain(plain: Mapping[str, Any]) -> EngineState:
     values["clients"] = {name: ClientRecord(**record) for name, record in values["clients"].items()}
     values["at_work"] = {name: Assignment(**given) for name, given in values.get("at_work", {}).items()}
     values["buffer"] = _updates(values.get("buffer", {}))
+    values["summed"] = tuple(values.get("summed", ()))
     return EngineState(**values)
 
 

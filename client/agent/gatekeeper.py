@@ -19,8 +19,8 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
 from roundtable.client.policy.rules import Metrics
 from roundtable.client.step_key import StepKey
-from roundtable.core.config import JobConfig
-from roundtable.core.errors import IdentityError
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.identity.credentials import CA_CERTIFICATE
 from roundtable.core.identity.signing import check_submission, job_digest, verify
 from roundtable.core.privacy_table import hides_figures
@@ -158,7 +158,23 @@ class Gatekeeper:
         reasons = []
         if not 1 <= step.round <= job.rounds:
             reasons.append(f"round {step.round} is none of the job's, which has {job.rounds}")
+        work = instruction.WhichOneof("work")
+        if work != step.phase:
+            reasons.append(f"the step's phase is {step.phase!r}, and its work {work!r}")
+        if work == "evaluate":
+            reasons += self.rules.to_evaluation(job, step.round)
         first = step.phase == _TRAIN and step.round == 1 and known.initial_model
         if first and instruction.train.model.digest != known.initial_model:
             reasons.append("round 1 begins with another model than the one that the submitter signed")
         return reasons
+
+
+def job_of(instruction: agent_pb2.Instruction) -> JobConfig:
+    """The job that an instruction belongs to; WorkFailed where its configuration cannot be read."""
+    try:
+        return job_from_json(instruction.job_config)
+    except (RoundtableError, ValueError) as error:
+        raise WorkFailed(
+            "protocol_violation",
+            f"the job's configuration cannot be read by this version of the agent: {error}",
+        ) from error

@@ -2,18 +2,18 @@
 
 In memory are the attempts under way; in the state folder, sealed under a key that only the silo's
 identity gives, is what an attempt needs after its vector is masked. A restart before that loses the
-attempt's keys: the silo says so and waits for the next one, with fresh keys. `releases.json` is the
-durable memory of which attempt of a round was unmasked: no second one ever is.
+attempt's keys: the silo says so and waits for the next one, with fresh keys. What may leave at all is
+decided by the silo's ledger of releases (release_ledger.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from roundtable.client.agent.release_ledger import LedgerReleases, ReleaseLedger, refusing
 from roundtable.client.agent.revocations import Revocations
 from roundtable.client.durable_files import replace_synced, write_file
 from roundtable.client.failures import WorkFailed
@@ -30,6 +31,7 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.peers import KnownPeers
 from roundtable.client.step_key import StepKey
 from roundtable.client.training.metrics import Metrics
+from roundtable.client.training.silo_account import affordable, payment
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import IdentityError, PrivacyError, ProtocolError
 from roundtable.core.failpoints import failpoint
@@ -39,7 +41,7 @@ from roundtable.core.identity.credentials import (
     load_silo_identity,
     verify_identity,
 )
-from roundtable.core.privacy_table import masking_of
+from roundtable.core.privacy_table import DistributedLevel, masking_of
 from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import ClientPhase, Ed25519Signer, SecAggClient
 from roundtable.privacy.secagg.framing import Kind, unseal
@@ -66,31 +68,6 @@ def certificate_of(folder: Path) -> bytes:
         return b""
 
 
-class FileReleases:
-    """`Releases` in a file: for each job the last round that was unmasked, and in which attempt."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._last: dict[str, list[int]] = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            self._last = {}
-        except ValueError as error:
-            raise ProtocolError(
-                f"{path} is damaged: without it a round could be unmasked twice; restore it from a backup"
-            ) from error
-
-    def claim(self, job: str, round: int, attempt: int) -> bool:
-        """See `Releases`. A round before the last is never unmasked any more."""
-        last = self._last.get(job, [0, 0])
-        if last[0] >= round:
-            return last == [round, attempt]
-        changed = {**self._last, job: [round, attempt]}
-        replace_synced(self._path, [json.dumps(changed).encode()])
-        self._last = changed
-        return True
-
-
 class MaskingAttempt:
     """One attempt at this silo."""
 
@@ -113,24 +90,29 @@ class MaskingAttempt:
             raise WorkFailed("protocol_violation", f"secure aggregation was given up: {self._failure}")
 
     def mask(self, plain: Path, out: Path, examples: int, metrics: Metrics) -> tuple[str, int]:
-        """Masks the float32 update in `plain` into `out`; (BLAKE3, bytes). Blocks for as long as it takes."""
+        """Masks the float32 update in `plain` into `out`; (BLAKE3, bytes). Blocks for as long as it takes.
+
+        WorkFailed where earlier releases forbid it.
+        """
         assert self._round is not None, "a restored attempt has masked its vector already"
         update = np.memmap(plain, dtype="<f4", mode="r")
         total, count = metrics.get("loss", (math.nan, 0))
         source = self._round.encode(update, examples, total / count if count else None)
-        return write_file(out, self.client.masked_chunks(source))
+        with refusing():
+            chunks = self.client.masked_chunks(source)
+        return write_file(out, chunks)
 
 
 class SecureAttempts:
     """Every attempt of secure aggregation that this silo takes part in."""
 
-    def __init__(self, config: AgentConfig, name: str) -> None:
+    def __init__(self, config: AgentConfig, name: str, ledger: ReleaseLedger) -> None:
         self._config = config
         self._name = name
+        self._ledger = ledger
         self._folder = config.state / PHASE
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._attempts: dict[StepKey, MaskingAttempt] = {}
-        self._releases: FileReleases | None = None
         self._revocations = Revocations(config.credentials, config.state)
         self._peers = KnownPeers(config.state)
 
@@ -145,14 +127,17 @@ class SecureAttempts:
             )
 
     def begin(
-        self, step: StepKey, job: JobConfig, columns: int, identities: Iterable[bytes]
+        self, step: StepKey, job: JobConfig, columns: int, model: str, identities: Iterable[bytes]
     ) -> MaskingAttempt:
-        """Takes part in an attempt, with fresh keys.
+        """Takes part, with fresh keys, in an attempt to sum updates of `columns` values.
 
-        Raises WorkFailed where the silo has no identity, or the peers that are announced are too few
-        or not of its authority.
+        `model` identifies what they are trained from (`values_digest`).
+
+        Raises WorkFailed where the silo has begun it or a later one before, has no identity, or the peers
+        that are announced are too few or not of its authority; BudgetExceeded where the silo's account does
+        not hold the sum.
         """
-        self.forget_job(step.job)
+        self._expect_news(step)
         if job.transfer.encoding != "float32":
             raise WorkFailed("refused", "secure aggregation masks float32 updates (transfer.encoding)")
         own, directory = self._own(), self._directory(identities)
@@ -173,12 +158,45 @@ class SecureAttempts:
             round = SecureRound.of(job, columns, len(directory), step.round)
         except PrivacyError as error:
             raise WorkFailed("refused", str(error)) from error
+        releases = LedgerReleases(self._ledger, model, self._payment(step, job, round))
+        with refusing():
+            self._ledger.begin(step)
+        self.forget_job(step.job)
         session = round.session(step.job, step.round, step.attempt)
         signer = Ed25519Signer(own.key)
         least = max(least, round.fewest)
-        client = SecAggClient(session, round.parameters, self._name, signer, directory, self._memory(), least)
+        client = SecAggClient(session, round.parameters, self._name, signer, directory, releases, least)
         attempt = self._attempts[_key(step)] = MaskingAttempt(client, round)
         return attempt
+
+    def _expect_news(self, step: StepKey) -> None:
+        """WorkFailed for an attempt that this silo has begun before, whatever became of it."""
+        last = self._ledger.begun(step.job)
+        if (step.round, step.attempt) == last:
+            raise WorkFailed(
+                "node_failure",
+                "this silo has begun the attempt before and no longer has its keys (it was restarted, or its "
+                "masked update was lost); no attempt is begun twice, and it takes part in the next",
+            )
+        if (step.round, step.attempt) < last:
+            raise WorkFailed(
+                "refused",
+                f"this silo has begun round {last[0]}, attempt {last[1]} of the job before, and begins none "
+                "at or below it; if the coordinator was restored from an old backup, submit a new job",
+            )
+
+    def _payment(self, step: StepKey, job: JobConfig, round: SecureRound) -> Callable[[], None] | None:
+        """Charges the silo's own account for a sum with noise; None for one without.
+
+        BudgetExceeded at once where the account does not hold it.
+        """
+        if round.noise is None or not isinstance(job.privacy, DistributedLevel):
+            return None
+        policy, folder = self._config.policy, self._config.state / "privacy"
+        if not self._ledger.has_masked(step.job, step.round):
+            affordable(folder, policy.epsilon, policy.delta)(job.privacy, round.noise.charge)
+        pay = payment(folder, step.job, step.round, step.attempt, policy.epsilon, policy.delta)
+        return partial(pay, job.privacy, round.noise.charge)
 
     def find(self, step: StepKey) -> MaskingAttempt | None:
         """The attempt of this step, in whatever phase; None for one that is over or lost."""
@@ -247,7 +265,7 @@ class SecureAttempts:
                 raw = path.read_bytes()
                 opened = self._cipher().decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], key.slug.encode())
                 signer = Ed25519Signer(self._own().key)
-                client = SecAggClient.restore(opened, signer, self._memory())
+                client = SecAggClient.restore(opened, signer, LedgerReleases(self._ledger))
             except (InvalidTag, ValueError, ProtocolError, WorkFailed) as error:
                 _log.warning("an attempt of secure aggregation cannot be taken up: %s", error or type(error))
                 path.unlink()
@@ -288,11 +306,6 @@ class SecureAttempts:
         except IdentityError as error:
             raise WorkFailed("refused", f"a peer cannot be trusted: {error}") from error
         return {name: key for name, (key, _) in directory.items()}
-
-    def _memory(self) -> FileReleases:
-        if self._releases is None:
-            self._releases = FileReleases(self._config.state / "releases.json")
-        return self._releases
 
     def _cipher(self) -> AESGCM:
         secret = self._own().key.private_bytes_raw()

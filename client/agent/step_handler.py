@@ -19,9 +19,17 @@ from typing import Any
 from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Backoff, Link, calling
 from roundtable.client.agent.delivery import Delivery, tell
-from roundtable.client.agent.gatekeeper import Gatekeeper
+from roundtable.client.agent.gatekeeper import Gatekeeper, job_of
 from roundtable.client.agent.model_cache import ModelCache
-from roundtable.client.agent.secure_attempts import MASKED, PHASE, MaskingAttempt, SecureAttempts, is_secure
+from roundtable.client.agent.release_ledger import NAME as LEDGER
+from roundtable.client.agent.release_ledger import ReleaseLedger, refusing, values_digest
+from roundtable.client.agent.secure_attempts import (
+    MASKED,
+    PHASE,
+    MaskingAttempt,
+    SecureAttempts,
+    is_secure,
+)
 from roundtable.client.agent.spool import Finished, Spool, metric_messages
 from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.durable_files import explained
@@ -30,7 +38,6 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import loss_of
-from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import (
     ProtocolError,
     ResourceError,
@@ -66,7 +73,8 @@ class StepHandler:
         self._trainer = trainer
         self._models = models
         self._spool = spool
-        self._secure = SecureAttempts(config, self._client)
+        self._ledger = ReleaseLedger(config.state / LEDGER, config.policy.rounds)
+        self._secure = SecureAttempts(config, self._client, self._ledger)
         self.gate = Gatekeeper(config, self._client)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
@@ -189,7 +197,7 @@ class StepHandler:
             self._fail(step, explained(error, Path(error.filename or "a file")))
 
     async def _answer(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
-        job = _job_of(instruction)
+        job = job_of(instruction)
         work_kind = instruction.WhichOneof("work")
         task = self.gate.admit(step, instruction, job)
         if work_kind not in ("train", "evaluate"):
@@ -209,18 +217,22 @@ class StepHandler:
             trouble=partial(self._reporter.trouble, step),
         )
         if work_kind == "train" and is_secure(job):
-            columns = open_model(model).layout.size
-            attempt = self._secure.begin(step, job, columns, instruction.train.identities)
+            vector = open_model(model).vector
+            values = await asyncio.to_thread(values_digest, vector)
+            identities = instruction.train.identities
+            attempt = self._secure.begin(step, job, len(vector), values, identities)
             self._advertise(step)
             await self._train_secretly(work, attempt)
         elif work_kind == "train":
-            await self._train(work)
+            await self._train(work, asked.model.digest)
         else:
-            await self._evaluate(work)
+            await self._evaluate(work, asked.model.digest)
 
-    async def _train(self, work: StepWork) -> None:
+    async def _train(self, work: StepWork, model: str) -> None:
         trained = await self._trained(work)
         failpoint("update_written", work.step.round, work.step.phase)
+        with refusing():
+            await asyncio.to_thread(self._ledger.update, work.step, model, trained.digest)
         finished = Finished(
             step=work.step,
             digest=trained.digest,
@@ -283,10 +295,12 @@ class StepHandler:
         )
         return trained
 
-    async def _evaluate(self, work: StepWork) -> None:
+    async def _evaluate(self, work: StepWork, model: str) -> None:
         step = work.step
         self._report(step, "evaluating", 0, 0)
         metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
+        with refusing():
+            await asyncio.to_thread(self._ledger.evaluation, step, model)
         _log.info("%s: evaluated%s", step, loss_of(metrics))
         answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(self.gate.leaving(metrics)))
         self._observer.ended(step, "done")
@@ -384,13 +398,3 @@ class StepHandler:
                 self._fail(step, WorkFailed("node_failure", "the agent itself failed; its log says why"))
 
         task.add_done_callback(done)
-
-
-def _job_of(instruction: agent_pb2.Instruction) -> JobConfig:
-    try:
-        return job_from_json(instruction.job_config)
-    except (RoundtableError, ValueError) as error:
-        raise WorkFailed(
-            "protocol_violation",
-            f"the job's configuration cannot be read by this version of the agent: {error}",
-        ) from error

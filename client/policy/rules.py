@@ -20,7 +20,7 @@ from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import TaskError
 from roundtable.core.identity.signing import VOUCHED_FOR
-from roundtable.core.privacy_table import NoPrivacy, levels_of, masking_of
+from roundtable.core.privacy_table import Accounted, NoPrivacy, hides_figures, levels_of, masking_of
 from roundtable.core.tables import Seconds, Table
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
@@ -79,7 +79,14 @@ class PolicyTable(Table):
         description="who may submit: names whose signature a job must carry; token:NAME and oidc:NAME have "
         "no key and count by the coordinator's word; default: anybody",
     )
-    rounds: int | None = Field(None, ge=1, description="most rounds of a job")
+    public_evaluation: bool = Field(
+        False,
+        description="this silo's test data are public: metrics on them may leave also for jobs that hide "
+        "everything else (privacy.public_evaluation)",
+    )
+    rounds: int | None = Field(
+        None, ge=1, description="most rounds of a job, most updates and most evaluations that leave for it"
+    )
     epochs: int | None = Field(None, ge=1, description="most passes over the data a round")
     steps: int | None = Field(None, ge=1, description="most optimizer steps a round, where a job counts them")
     batch_size: int | None = Field(None, ge=1, description="largest batch")
@@ -161,6 +168,18 @@ class Rules:
             *self._to_time(now),
         ]
 
+    def to_evaluation(self, job: JobConfig, round: int) -> list[str]:
+        """Why metrics of the model of this round do not leave the silo; empty if they do."""
+        every, reasons = job.evaluation.every, []
+        if every == 0 or (round % every and round != job.rounds):
+            reasons.append(f"the job evaluates no model of round {round} (evaluation.every = {every})")
+        if hides_figures(job.privacy) and not self.policy.public_evaluation:
+            reasons.append(
+                "metrics of a single silo would leave it in the clear, and the job hides everything else; "
+                "only where this silo's test data are public may they ([policy] public_evaluation = true)"
+            )
+        return reasons
+
     def task_name(self, task: str) -> str:
         """The name in `[tasks]` that a job's task has here; its plain name where there is none."""
         return task if task in self.references else Path(task.partition(":")[0]).stem
@@ -233,6 +252,11 @@ class Rules:
             yield (
                 f"the job's cohort is {known} silos, and this one {'hides only' if masked else 'takes part'} "
                 f"among at least {least} ([policy] minimum_cohort)"
+            )
+        if policy.epsilon is not None and not isinstance(job.privacy, Accounted):
+            yield (
+                f"the job's privacy.level is {job.privacy.level!r}, for which no silo can keep an account "
+                "([policy] epsilon): use 'client_local', 'distributed' or 'example'"
             )
         yield from _to_level(job, "client_level_epsilon", policy.client_level_epsilon, "client")
         yield from _to_level(job, "example_level_epsilon", policy.example_level_epsilon, "example")

@@ -18,7 +18,7 @@ from roundtable.engine.policies.training_policy import (
     quorum_missed,
 )
 from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
-from roundtable.engine.validation.secure_feasibility import fewest, fewest_updates
+from roundtable.engine.validation.secure_feasibility import fewest, fewest_groups, fewest_updates
 from roundtable.engine.view import view
 
 MOST_REPEATS = 2
@@ -129,12 +129,16 @@ class SynchronousTraining:
         attempt, cohort = self._context.attempt(), self._job.cohort
         sampled = cohort.strategy == "poisson" or self._amplified
         candidates = rested(self._population.known() if sampled else self._population.online(), self._state)
+        summed = self._state.summed
+        if summed and not fewest_groups(self._job) and set(summed) <= set(candidates):
+            attempt.cohort, attempt.target, attempt.minimum = summed, len(summed), len(summed)
+            return self._begin_training(now)
+        candidates = [name for name in candidates if name not in summed] if summed else candidates
         if len(candidates) < max(least_for_selection(cohort, attempt.settled), fewest(self._job)):
             if attempt.deadline is None:
                 attempt.deadline = now + cohort.wait
                 self._context.set_timer("wait", attempt.deadline)
-                waiting_for = view(self._job, self._state, self._population).waiting_for
-                self._context.note("waiting_for_clients", waiting_for)
+                self._context.note("waiting_for_clients", self._waiting_for())
             return None
         wanted = min(cohort.size or len(candidates), len(candidates))
         ask = min(math.ceil(wanted * cohort.over_selection), len(candidates))
@@ -144,6 +148,15 @@ class SynchronousTraining:
         attempt.target = len(chosen) if sampled else wanted
         attempt.minimum = max(quorum(cohort, attempt.target), fewest_updates(self._job, attempt.target))
         return self._begin_training(now)
+
+    def _waiting_for(self) -> str:
+        waiting_for = view(self._job, self._state, self._population).waiting_for
+        if not self._state.summed:
+            return waiting_for
+        return (
+            f"{waiting_for}; a sum of {', '.join(self._state.summed)} from this model may be known, so that "
+            "either all of them or only others can be asked for another"
+        )
 
     @property
     def _amplified(self) -> bool:

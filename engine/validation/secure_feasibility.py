@@ -5,7 +5,7 @@ from __future__ import annotations
 from roundtable.aggregation import AggregationConfig
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
-from roundtable.core.privacy_table import DistributedLevel, masking_of
+from roundtable.core.privacy_table import DistributedLevel, NoPrivacy, masking_of
 from roundtable.engine.selection import quorum
 from roundtable.privacy import SecureRound, shared_noise
 from roundtable.privacy.secagg import MINIMUM_COHORT, Least, overrun
@@ -45,6 +45,11 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
             "securely), or state that the silos' test data are public by privacy.public_evaluation = true"
         )
     _check_secure_rounds(job)
+
+
+def sums_exactly(job: JobConfig) -> bool:
+    """Whether rounds give sums without noise: two of them from one model tell by what they differ."""
+    return isinstance(job.privacy, NoPrivacy) and job.privacy.secure_aggregation
 
 
 def fewest(job: JobConfig) -> int:

@@ -42,10 +42,11 @@ from roundtable.privacy.secagg.in_process import (
     run_groups_in_memory,
     run_in_memory,
 )
-from roundtable.privacy.secagg.keys import Ed25519Signer, MemoryReleases, Releases, Session, Signer
+from roundtable.privacy.secagg.keys import Ed25519Signer, Session, Signer
 from roundtable.privacy.secagg.masks import ArraySource, VectorSource
 from roundtable.privacy.secagg.parameters import MINIMUM_COHORT, SecAggParameters, choose_parameters
 from roundtable.privacy.secagg.quantise import QuantisedUpdate, Quantiser
+from roundtable.privacy.secagg.releases import MemoryReleases, Releases
 from roundtable.privacy.secagg.server import SecAggServer, ServerPhase
 from roundtable.privacy.secagg.sum_tail import Tally
 

@@ -41,6 +41,7 @@ from roundtable.privacy.secagg.payloads import (
     check_name,
     nonces_from_bytes,
 )
+from roundtable.privacy.secagg.releases import Releases
 from roundtable.privacy.secagg.snapshot import from_snapshot, to_snapshot
 
 
@@ -64,7 +65,7 @@ class SecAggClient:
 
     `plan` is what the silo itself computes from the job with `choose_parameters`; anything weaker is
     refused. `directory` maps silo names to the Ed25519 keys that this silo has pinned, itself
-    included. `releases` remembers durably which attempt of a round was unmasked. `minimum_cohort` is
+    included. `releases` remembers durably what sums the silo took part in. `minimum_cohort` is
     the site's own demand: where the cohort is split into groups, of each group. `nonce` is given by
     simulations alone, which draw the same groups again.
     """
@@ -76,7 +77,7 @@ class SecAggClient:
         name: str,
         signer: keys.Signer,
         directory: Mapping[str, bytes],
-        releases: keys.Releases,
+        releases: Releases,
         minimum_cohort: int = MINIMUM_COHORT,
         nonce: bytes = b"",
     ) -> None:
@@ -218,6 +219,7 @@ class SecAggClient:
             raise ProtocolError(
                 f"a vector of {len(source)} elements where the session says {self.session.length}"
             )
+        self._releases.mask(self.cohort)
         self.phase = ClientPhase.MASKING
         masks = self._masks()
         self._forget_keys()
@@ -259,7 +261,10 @@ class SecAggClient:
     def _on_alive(self, envelope: Envelope) -> bytes:
         self._expect(ClientPhase.COMMITTED, ClientPhase.CONSENTED)
         self._bound_to(envelope, self.cohort.binding)
-        payload = self._held().agree(envelope.payload)
+        custody = self._held()
+        payload = custody.agree(envelope.payload)
+        if not self.cohort.parameters.full_graph:
+            self._releases.unmask(self.cohort, custody.agreed)
         self.phase = ClientPhase.CONSENTED
         return self._seal(Kind.CONSENT, self.cohort.binding, payload)
 
@@ -268,11 +273,7 @@ class SecAggClient:
         self._bound_to(envelope, self.cohort.binding)
         custody = self._held()
         payload = custody.reveal(Evidence.from_bytes(envelope.payload))
-        if not self._releases.claim(self.session.job, self.session.round, self.session.attempt):
-            raise ProtocolError(
-                f"another attempt of round {self.session.round} was unmasked already; a second sum over "
-                "other survivors would give their difference away"
-            )
+        self._releases.unmask(self.cohort, custody.agreed)
         custody.erase()
         self.phase = ClientPhase.DONE
         return self._seal(Kind.UNMASK, self.cohort.binding, payload)
@@ -286,7 +287,7 @@ class SecAggClient:
         return to_snapshot(self._held())
 
     @classmethod
-    def restore(cls, snapshot: bytes, signer: keys.Signer, releases: keys.Releases) -> SecAggClient:
+    def restore(cls, snapshot: bytes, signer: keys.Signer, releases: Releases) -> SecAggClient:
         """Go on from a snapshot. The vector cannot be masked again: resume the upload of stored bytes."""
         custody = from_snapshot(snapshot)
         cohort = custody.cohort

@@ -71,6 +71,13 @@ class Custody:
     held: bytearray
     survivors: frozenset[int] | None = None
 
+    @property
+    def agreed(self) -> frozenset[int]:
+        """The survivor set that was signed; ProtocolError before."""
+        if self.survivors is None:
+            raise ProtocolError("shares were asked for before a survivor set was agreed on")
+        return self.survivors
+
     def agree(self, payload: bytes) -> bytes:
         """Accept a survivor set, once, and return what is to be signed about it."""
         parameters = self.cohort.parameters
@@ -92,12 +99,11 @@ class Custody:
 
     def reveal(self, evidence: Evidence) -> bytes:
         """One share for each peer, the kind decided by the agreed set; ProtocolError without evidence."""
-        if self.survivors is None:
-            raise ProtocolError("shares were asked for before a survivor set was agreed on")
-        self._check(evidence, self.survivors)
+        survivors = self.agreed
+        self._check(evidence, survivors)
         revealed = []
         for place, peer in enumerate(self.cohort.peers_held_by(self.index, self.members)):
-            start = place * PAIR_BYTES + (KEY_BYTES if peer in self.survivors else 0)
+            start = place * PAIR_BYTES + (KEY_BYTES if peer in survivors else 0)
             revealed.append(bytes(self.held[start : start + KEY_BYTES]))
         return b"".join(revealed)
 

@@ -12,9 +12,10 @@ from roundtable.privacy.secagg.client import SecAggClient
 from roundtable.privacy.secagg.graph import combine_beacon
 from roundtable.privacy.secagg.grouped import GroupedServer, Least
 from roundtable.privacy.secagg.groups import make_groups
-from roundtable.privacy.secagg.keys import Ed25519Signer, MemoryReleases, Session
+from roundtable.privacy.secagg.keys import Ed25519Signer, Session
 from roundtable.privacy.secagg.masks import Ring, VectorSource, piece_length, reduce_ring, ring_dtype
 from roundtable.privacy.secagg.parameters import SecAggParameters
+from roundtable.privacy.secagg.releases import MemoryReleases
 from roundtable.privacy.secagg.server import SecAggServer, ServerPhase
 
 

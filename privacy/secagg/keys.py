@@ -36,28 +36,6 @@ class Signer(Protocol):
     def sign(self, message: bytes) -> bytes: ...
 
 
-class Releases(Protocol):
-    """The silo's durable memory of the one attempt of each round for which it revealed shares.
-
-    Without it a coordinator could call an attempt failed after unmasking it and run another one with
-    one silo fewer: the difference of the two sums is that silo's update.
-    """
-
-    def claim(self, job: str, round: int, attempt: int) -> bool:
-        """Record durably that `attempt` may be unmasked; False where another attempt was before."""
-        ...
-
-
-class MemoryReleases:
-    """`Releases` for tests and simulation: forgets everything with the process."""
-
-    def __init__(self) -> None:
-        self._claimed: dict[tuple[str, int], int] = {}
-
-    def claim(self, job: str, round: int, attempt: int) -> bool:
-        return self._claimed.setdefault((job, round), attempt) == attempt
-
-
 @dataclass(frozen=True)
 class Session:
     """Which attempt this is, and how many ring elements every silo submits."""

@@ -10,20 +10,22 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from roundtable.client.agent.secure_attempts import FileReleases, SecureAttempts, certificate_of
+from roundtable.client.agent.release_ledger import NAME, ReleaseLedger
+from roundtable.client.agent.secure_attempts import SecureAttempts, certificate_of
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig, PolicyTable, load_agent_config
 from roundtable.client.policy.peers import KnownPeers
 from roundtable.client.step_key import StepKey
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError, ProtocolError
+from roundtable.core.errors import ConfigError
 from roundtable.core.identity.credentials import Authority, create_ca, issue
 from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import SecAggServer
 
 NAMES = ("alder", "birch", "cedar")
 COLUMNS = 40
+MODEL = "0" * 64
 STEP = StepKey("job-1", 1, 1, "train")
 
 
@@ -48,6 +50,15 @@ def config(folder: Path, name: str, least: int = 3) -> AgentConfig:
     )
 
 
+def taking_part(config: AgentConfig, name: str = "alder") -> SecureAttempts:
+    """As a process that has just started."""
+    return SecureAttempts(config, name, ReleaseLedger(config.state / NAME))
+
+
+def silo(folder: Path, name: str, least: int = 3) -> SecureAttempts:
+    return taking_part(config(folder, name, least), name)
+
+
 def certificates(folder: Path, *names: str) -> list[bytes]:
     return [certificate_of(folder / name) for name in names or NAMES]
 
@@ -56,11 +67,11 @@ class Coordinator:
     """An honest one, around the protocol's own state machine."""
 
     def __init__(self, folder: Path, attempt: int = 1) -> None:
-        self.silos = {name: SecureAttempts(config(folder, name), name) for name in NAMES}
+        self.silos = {name: silo(folder, name) for name in NAMES}
         self.folder, self.step = folder, StepKey("job-1", 1, attempt, "train")
         self.round = SecureRound.of(job(), COLUMNS, 3, 1)
         shown = certificates(folder)
-        begun = {name: silo.begin(self.step, job(), COLUMNS, shown) for name, silo in self.silos.items()}
+        begun = {name: own.begin(self.step, job(), COLUMNS, MODEL, shown) for name, own in self.silos.items()}
         directory = {name: attempt.client._directory[name] for name, attempt in begun.items()}
         session = self.round.session("job-1", 1, attempt)
         self.server = SecAggServer(session, self.round.parameters, directory)
@@ -81,13 +92,13 @@ class Coordinator:
         """Up to the masked vectors, which are taken."""
         self.take(self.exchange())
         self.exchange()
-        for name, silo in self.silos.items():
+        for name, own in self.silos.items():
             plain, out = self.folder / f"{name}.plain", self.folder / f"{name}.update"
             np.full(COLUMNS, 0.1, dtype=np.float32).tofile(plain)
-            attempt = silo.find(self.step)
+            attempt = own.find(self.step)
             assert attempt is not None
             attempt.mask(plain, out, 5, {"loss": (5.0, 5)})
-            silo.keep(self.step)
+            own.keep(self.step)
             self.server.fold(attempt.client.masked(), out.read_bytes())
 
 
@@ -96,12 +107,12 @@ def test_a_substituted_identity_is_refused(folder: Path) -> None:
     issue(folder / "evil", "cedar", "agent", folder / "false")
     shown = [*certificates(folder, "alder", "birch"), certificate_of(folder / "false")]
     with pytest.raises(WorkFailed, match=r"a peer cannot be trusted.*not issued by the authority"):
-        SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, shown)
+        silo(folder, "alder").begin(STEP, job(), COLUMNS, MODEL, shown)
 
 
 def test_a_known_silo_keeps_the_key_that_it_showed_first(folder: Path) -> None:
     """Whoever has the issuing key makes a second cedar; a person, or the root, says which one is true."""
-    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, certificates(folder))
+    silo(folder, "alder").begin(STEP._replace(attempt=1), job(), COLUMNS, MODEL, certificates(folder))
 
     def online() -> bytes:
         key = Ed25519PrivateKey.generate().public_key()
@@ -110,53 +121,49 @@ def test_a_known_silo_keeps_the_key_that_it_showed_first(folder: Path) -> None:
     others, false = certificates(folder, "alder", "birch"), online()
     with pytest.raises(WorkFailed, match=r"'cedar' shows another key .*: roundtable client forget cedar"):
         # Also after a restart.
-        SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, [*others, false])
-    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, certificates(folder))
+        silo(folder, "alder").begin(STEP._replace(attempt=2), job(), COLUMNS, MODEL, [*others, false])
+    silo(folder, "alder").begin(STEP._replace(attempt=3), job(), COLUMNS, MODEL, certificates(folder))
     KnownPeers(config(folder, "alder").state).forget("cedar")
-    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, [*others, false])
+    silo(folder, "alder").begin(STEP._replace(attempt=4), job(), COLUMNS, MODEL, [*others, false])
     # A certificate that was renewed for the same key is no other silo; one of the root's own needs no person.
     public = x509.load_pem_x509_certificates(false)[0].public_key()
     assert isinstance(public, Ed25519PublicKey)
     renewed = Authority.issuing(folder / "ca").certify(public, "cedar", "agent")
-    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, [*others, renewed])
-    SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, certificates(folder))
+    silo(folder, "alder").begin(STEP._replace(attempt=5), job(), COLUMNS, MODEL, [*others, renewed])
+    silo(folder, "alder").begin(STEP._replace(attempt=6), job(), COLUMNS, MODEL, certificates(folder))
     with pytest.raises(WorkFailed, match="shows another key"):
-        SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, [*others, false])
+        silo(folder, "alder").begin(STEP._replace(attempt=7), job(), COLUMNS, MODEL, [*others, false])
     with pytest.raises(ConfigError, match="'oak' is not known here; this silo has met alder, birch, cedar"):
         KnownPeers(config(folder, "alder").state).forget("oak")
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", '{"cedar": 3}', '{"cedar": {"key": 1}}', "[" * 100_000])
 def test_a_damaged_memory_of_peers_is_no_empty_one(folder: Path, text: str) -> None:
-    silo = SecureAttempts(config(folder, "alder"), "alder")
+    damaged = silo(folder, "alder")
     (config(folder, "alder").state / "peers.json").write_text(text)
     with pytest.raises(WorkFailed, match=r"peers\.json is damaged"):
-        silo.begin(STEP, job(), COLUMNS, certificates(folder))
+        damaged.begin(STEP, job(), COLUMNS, MODEL, certificates(folder))
 
 
 def test_two_identities_of_one_silo_are_refused(folder: Path) -> None:
     issue(folder / "ca", "cedar", "agent", folder / "again")
     shown = [*certificates(folder), certificate_of(folder / "again")]
     with pytest.raises(WorkFailed, match="announces two identities for cedar"):
-        SecureAttempts(config(folder, "alder"), "alder").begin(STEP, job(), COLUMNS, shown)
+        silo(folder, "alder").begin(STEP, job(), COLUMNS, MODEL, shown)
 
 
 def test_a_silo_hides_only_among_as_many_as_it_demands(folder: Path) -> None:
     with pytest.raises(WorkFailed, match=r"a sum is over 3 silos.*at least 5 \(\[policy\] minimum_cohort\)"):
-        SecureAttempts(config(folder, "alder", least=5), "alder").begin(
-            STEP, job(), COLUMNS, certificates(folder)
-        )
+        silo(folder, "alder", least=5).begin(STEP, job(), COLUMNS, MODEL, certificates(folder))
     with pytest.raises(WorkFailed, match="another identity for this silo"):
-        SecureAttempts(config(folder, "alder"), "alder").begin(
-            STEP, job(), COLUMNS, certificates(folder, "birch", "cedar")
-        )
+        silo(folder, "alder").begin(STEP, job(), COLUMNS, MODEL, certificates(folder, "birch", "cedar"))
 
 
 def test_a_job_without_secure_aggregation_is_refused_where_it_is_demanded(folder: Path) -> None:
     demanding = replace(config(folder, "alder"), policy=PolicyTable(secure_aggregation=True))
-    SecureAttempts(demanding, "alder").check(job())
+    taking_part(demanding).check(job())
     with pytest.raises(WorkFailed, match="only with secure aggregation") as refused:
-        SecureAttempts(demanding, "alder").check(parse_job('task = "t"'))
+        taking_part(demanding).check(parse_job('task = "t"'))
     assert refused.value.kind == "refused"
 
 
@@ -166,34 +173,20 @@ def test_the_policy_is_read_from_agent_toml(tmp_path: Path) -> None:
     assert load_agent_config(path).policy == PolicyTable(secure_aggregation=True, minimum_cohort=7)
 
 
-def test_a_round_is_unmasked_once_also_after_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "releases.json"
-    assert FileReleases(path).claim("j", 3, 2)
-    again = FileReleases(path)
-    assert again.claim("j", 3, 2)
-    assert not again.claim("j", 3, 3)
-    assert not again.claim("j", 2, 1)
-    assert again.claim("j", 4, 1)
-    assert again.claim("other", 1, 1)
-    path.write_text("{")
-    with pytest.raises(ProtocolError, match="is damaged: without it a round could be unmasked twice"):
-        FileReleases(path)
-
-
 def test_restarts_after_masking_and_after_giving_out_shares_lose_nothing(folder: Path) -> None:
     coordinator = Coordinator(folder)
     coordinator.masked()
     sealed = folder / "state" / "alder" / "secure" / "job-1.1.1.secure.sealed"
     assert b"job-1" not in sealed.read_bytes()
-    coordinator.silos["alder"] = SecureAttempts(config(folder, "alder"), "alder")
+    coordinator.silos["alder"] = silo(folder, "alder")
     coordinator.silos["alder"].recover()
     coordinator.take(coordinator.exchange())
     evidence = coordinator.server.advance()
-    coordinator.silos["alder"] = SecureAttempts(config(folder, "alder"), "alder")
+    coordinator.silos["alder"] = silo(folder, "alder")
     coordinator.silos["alder"].recover()
     answers = {n: coordinator.silos[n].handle(coordinator.step, evidence[n]) for n in NAMES}
     assert not sealed.exists()
-    restarted = SecureAttempts(config(folder, "alder"), "alder")
+    restarted = silo(folder, "alder")
     restarted.recover()
     assert restarted.handle(coordinator.step, evidence["alder"]) == answers["alder"]
     coordinator.take(answers)
@@ -220,7 +213,7 @@ def test_another_attempt_of_an_unmasked_round_gets_no_shares(folder: Path) -> No
 def test_before_masking_a_restart_loses_the_keys(folder: Path) -> None:
     coordinator = Coordinator(folder)
     message = coordinator.server.advance()["alder"]
-    restarted = SecureAttempts(config(folder, "alder"), "alder")
+    restarted = silo(folder, "alder")
     restarted.recover()
     with pytest.raises(WorkFailed, match="keys of this attempt are gone"):
         restarted.handle(coordinator.step, message)
@@ -231,7 +224,7 @@ def test_a_sealed_attempt_opens_only_under_the_silos_own_identity(folder: Path) 
     stolen = folder / "state" / "birch" / "secure"
     source = folder / "state" / "alder" / "secure" / "job-1.1.1.secure.sealed"
     (stolen / source.name).write_bytes(source.read_bytes())
-    thief = SecureAttempts(config(folder, "birch"), "birch")
+    thief = silo(folder, "birch")
     thief.recover()
     assert thief.find(STEP) is None
 
@@ -256,7 +249,7 @@ def test_a_silo_that_trusts_the_root_alone_refuses_peers_of_the_issuing_authorit
     shown = [*certificates(folder, "alder", "birch"), made]
     lax = config(folder, "alder")
     strict = replace(lax, state=folder / "strict", policy=PolicyTable(identities="root"))
-    SecureAttempts(lax, "alder").begin(STEP, job(), COLUMNS, shown)
+    taking_part(lax).begin(STEP, job(), COLUMNS, MODEL, shown)
     with pytest.raises(WorkFailed, match="not from the root"):
-        SecureAttempts(strict, "alder").begin(STEP, job(), COLUMNS, shown)
-    SecureAttempts(strict, "alder").begin(STEP, job(), COLUMNS, certificates(folder))
+        taking_part(strict).begin(STEP, job(), COLUMNS, MODEL, shown)
+    taking_part(strict).begin(STEP, job(), COLUMNS, MODEL, certificates(folder))

@@ -95,6 +95,20 @@ class SecureAttempt:
     def phase(self) -> ServerPhase:
         return self.server.phase
 
+    @property
+    def irrevocable(self) -> bool:
+        """Whether silos are asked now for what each gives for one attempt of a round only.
+
+        That is their shares; on a sparse graph it is their consent already (see `Releases.unmask`).
+        """
+        if self.phase is not ServerPhase.CONSENT:
+            return self.phase is ServerPhase.UNMASK
+        if isinstance(self.server, GroupedServer):
+            cohorts = [group.cohort for group in self.server.alive.values()]
+        else:
+            cohorts = [self.server.cohort]
+        return not all(cohort.parameters.full_graph for cohort in cohorts)
+
     def receive(self, message: bytes) -> str:
         """Takes a silo's message and returns its name; one that was taken before changes nothing.
 

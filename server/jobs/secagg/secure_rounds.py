@@ -177,7 +177,7 @@ class SecureRounds:
                 await self._advance(attempt)
             while attempt.phase is not ServerPhase.DONE:
                 share = SHARE_OF_DEADLINE
-                if attempt.phase is ServerPhase.UNMASK:
+                if attempt.irrevocable:
                     await pay()
                     share = 1.0
                 self._expect(attempt)
@@ -208,7 +208,7 @@ class SecureRounds:
 
     def _expect(self, attempt: SecureAttempt) -> None:
         """AggregationError where the attempt was given up meanwhile: nobody must be asked for anything."""
-        unasked = attempt.phase is ServerPhase.UNMASK and not self._permitted
+        unasked = attempt.irrevocable and not self._permitted
         if self._attempt is not attempt or unasked:
             raise AggregationError("secure aggregation: the attempt was given up before its sum was unmasked")
 
@@ -303,7 +303,7 @@ class SecureRounds:
         self._inbox.notify()
 
     def _send(self, attempt: SecureAttempt, client: str) -> None:
-        if attempt.phase is ServerPhase.UNMASK and not self._permitted:
+        if attempt.irrevocable and not self._permitted:
             return  # What is asked for now unmasks the sum: it is paid for first.
         session = attempt.server.session
         message = wire.exchange(self._id, session.round, session.attempt, attempt.told[client])

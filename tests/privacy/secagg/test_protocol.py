@@ -15,7 +15,6 @@ from roundtable.core.errors import PrivacyError, ProtocolError
 from roundtable.privacy.secagg import (
     ArraySource,
     ClientPhase,
-    MemoryReleases,
     SecAggClient,
     SecAggServer,
     ServerPhase,
@@ -369,12 +368,3 @@ def test_a_vector_of_another_length_is_refused(attempt: Any) -> None:
 def test_more_silos_than_the_ring_has_room_for_are_not_invited(attempt: Any) -> None:
     with pytest.raises(PrivacyError, match="room for 5"):
         attempt(6, choose_parameters(5, 0.0, 0.0))
-
-
-def test_the_release_of_a_round_is_remembered() -> None:
-    releases = MemoryReleases()
-    assert releases.claim("job", 1, 0)
-    assert releases.claim("job", 1, 0)
-    assert not releases.claim("job", 1, 1)
-    assert releases.claim("job", 2, 1)
-    assert releases.claim("other", 1, 1)
