@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from roundtable.client.training.private_training import check_task
+from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError, LayoutError
@@ -52,6 +53,7 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
     if job.cohort.size is not None or job.round.buffer is not None:
         check_rule(job, plan, population)
     check_task(task, job, model.layout)
+    check_task_with(make_algorithm(job.algorithm), task)
     weak = weak_signal_of(job, plan, population, model.layout.size)
     warnings = (weak, _not_simulated(job), _not_submitted(job))
     return Prepared(job, task, model, tuple(warning for warning in warnings if warning))

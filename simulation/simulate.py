@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 
 from roundtable.client.training.private_training import check_task
+from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, load_job, override_job
 from roundtable.core.errors import ResourceError, TaskError
@@ -77,6 +78,7 @@ def simulate(
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_task(world.task, job, layout)
+        check_task_with(world.algorithm, world.task)
         weak = weak_signal_of(job, plan, job.simulation.clients, layout.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from roundtable.client.training.local_work import LocalWork
@@ -87,6 +88,19 @@ class AlgorithmRound:
                 raise InvalidUpdate(
                     "non_finite", f"what the algorithm sends in its place {name!r} is not finite"
                 )
+
+
+def preparation(work: LocalWork, device: torch.device) -> Callable[[nn.Module], None] | None:
+    """What turns the global model in a module into the client's own before evaluation; None for nothing."""
+    algorithm = work.rules()
+    if not type(algorithm).personal():
+        return None
+
+    def prepare(module: nn.Module) -> None:
+        trained = trained_slices(module, work.layout)
+        algorithm.before_evaluation(begun(work, work.context(None, device), trained), module)
+
+    return prepare
 
 
 def begun(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.trainer import TrainedUpdate, write_update
+from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import check_evaluation, split_data, train
 from roundtable.client.training.local_work import Execution, LocalWork
@@ -135,7 +136,17 @@ class Executor:
         warm, start = self._prepare(order)
         check_evaluation(warm.config)
         _, data = self._data_of(order.task, warm.task)
-        local = self._state.load(order.job, before=order.round + 1)
+        kept = self._state.load(order.job, before=order.round + 1)
+        local = start.local if kept is None else kept
+        work = LocalWork(
+            warm.config,
+            warm.layout,
+            start.vector,
+            order.round,
+            self._settings.client,
+            local,
+            warm.algorithm,
+        )
         return evaluate(
             warm.task,
             warm.model,
@@ -143,7 +154,8 @@ class Executor:
             warm.layout,
             start.vector,
             device=self.device,
-            local=start.local if local is None else local,
+            local=local,
+            prepare=preparation(work, self.device),
             batch_size=part_of_batch(warm.config, order.halvings, evaluation=True),
         )
 

@@ -17,6 +17,7 @@ from roundtable.cluster.plan.links import Links, reduction_for
 from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe, estimate
 from roundtable.cluster.plan.privacy_composition import is_example_level, narrowed, with_noisy_gradient
 from roundtable.cluster.plan.resources import Resources, format_bytes
+from roundtable.cluster.plan.step_composition import check_step
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, ResourceError
 
@@ -61,6 +62,7 @@ def make_plan(
     Raises ConfigError for a mesh that does not fit the devices, PrivacyError for privacy that does not
     compose with what is set, ResourceError, with the bytes that are missing, where nothing fits.
     """
+    check_step(job)
     check_by_hand(resources, table)
     allowed = int(resources.memory * HEADROOM)
     private = is_example_level(job)

@@ -21,6 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.fedavg import FedAvg
 from roundtable.core.algorithms.fedprox import FedProx
+from roundtable.core.algorithms.scaffold import Scaffold
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.plugins import is_file, resolve
@@ -30,7 +31,7 @@ ENTRY_POINTS = "roundtable.algorithms"
 FOLDER = "folder"
 """Key of pydantic's context under which the folder of the job's file is found."""
 
-BUILTINS: Mapping[str, type[ClientAlgorithm]] = {"fedavg": FedAvg, "fedprox": FedProx}
+BUILTINS: Mapping[str, type[ClientAlgorithm]] = {"fedavg": FedAvg, "fedprox": FedProx, "scaffold": Scaffold}
 
 
 class UnreadTable(AlgorithmTable):

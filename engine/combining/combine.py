@@ -20,6 +20,7 @@ from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
 from roundtable.engine.combining.server_state import ServerState
+from roundtable.engine.combining.server_step import take_step
 from roundtable.engine.combining.staleness import discounted
 from roundtable.engine.combining.update_history import remembered, sums_with
 from roundtable.engine.messages import Aggregated, Step
@@ -105,12 +106,24 @@ def combine(
             delta = _of_mean(received)
         case GroupMeans():
             delta = _of_groups(plan, received, state, round, seed, diagnose)
-    optimizer, vector = plan.optimizer.apply(state.optimizer, model, delta.vector, round - 1)
+    present = _present(received, delta.account)
+    optimizer, vector = take_step(plan, state.optimizer, model, delta.vector, round, present)
     if not is_finite(vector):
         raise AggregationError(
             "the new model is not finite although the aggregate is: lower the server's learning rate"
         )
     return Combined(vector, replace(delta.state, optimizer=optimizer), delta.account)
+
+
+def _present(received: Received, account: RoundAccount) -> int:
+    """Updates that are in the aggregate, as far as that is known."""
+    match received:
+        case Rows():
+            return len(received.updates) - len(account.excluded)
+        case Mean():
+            return len(received.weights) or int(received.account.get("silos", 0))
+        case GroupMeans():
+            return sum(group.silos for group in received.groups)
 
 
 def try_rule(

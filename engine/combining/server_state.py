@@ -12,6 +12,7 @@ from roundtable.aggregation import OptimizerState
 from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
+from roundtable.engine.combining.server_step import initial_optimizer_state
 from roundtable.engine.validation.round_plan import Plan
 
 
@@ -80,4 +81,4 @@ def initial_server_state(plan: Plan, columns: int) -> ServerState:
     """The state before round 1 of a model with `columns` values."""
     clip_norm = plan.central.mechanism.bound if plan.central and plan.central.mechanism.adaptive else None
     drawn = plan.central.ftrl.init(columns).history if plan.central and plan.central.ftrl else None
-    return ServerState(plan.optimizer.init(columns), clip_norm=clip_norm, drawn=drawn)
+    return ServerState(initial_optimizer_state(plan, columns), clip_norm=clip_norm, drawn=drawn)

@@ -6,8 +6,6 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.core.privacy_table import ClientLevel, DistributedLevel, FtrlLevel, masking_of
 
-_OVERLAPPING = ("fedavg", "fedprox")
-
 
 def check_buffered(job: JobConfig) -> None:
     """Raises ConfigError or PrivacyError, naming the key, for what needs rounds that do not overlap."""
@@ -23,11 +21,6 @@ def check_buffered(job: JobConfig) -> None:
             f"privacy.level = {job.privacy.level!r}: with {said} who answers first, and with that who else "
             "is asked, depends on the silos' data, which the accountant of a noisy sum does not allow; use "
             '"client_local" or "example", where each silo keeps an account of its own'
-        )
-    if job.algorithm.name not in _OVERLAPPING:
-        raise ConfigError(
-            f"algorithm.name = {job.algorithm.name!r} keeps what the silos of a round agree upon, and with "
-            f"{said} they train from different models; use {' or '.join(_OVERLAPPING)}"
         )
     if cohort.strategy == "poisson":
         raise ConfigError(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
+from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.privacy_table import (
@@ -22,6 +24,7 @@ from roundtable.core.privacy_table import (
     NoPrivacy,
     Private,
 )
+from roundtable.engine.validation.algorithm_composition import check_algorithm
 from roundtable.engine.validation.buffered_composition import check_buffered
 from roundtable.engine.validation.privacy_soundness import check_soundness
 from roundtable.engine.validation.secure_feasibility import check_secure
@@ -70,10 +73,33 @@ class PrivacyPlan:
 
 
 @dataclass(frozen=True)
+class ServerPart:
+    """The server's part of a job's algorithm, the places that it declares, and over how many clients."""
+
+    algorithm: ServerAlgorithm
+    places: tuple[AlgorithmPlace, ...]
+    population: int
+
+    def model_size(self, columns: int) -> int:
+        """Values of the model in a flat vector of `columns`."""
+        stated = sum(place.size(0) for place in self.places)
+        return (columns - stated) // (1 + sum(place.shape is None for place in self.places))
+
+    def slices(self, size: int) -> dict[str, slice]:
+        """Where each place lies behind a model of so many values."""
+        slices, start = {}, size
+        for place in self.places:
+            slices[place.name] = slice(start, start + place.size(size))
+            start += place.size(size)
+        return slices
+
+
+@dataclass(frozen=True)
 class Plan:
     """A job that makes sense. `central` is there where the coordinator adds the noise: client and dp_ftrl.
     `silo_noise` is the noise multiplier of each silo's own noise at level client_local, `shares` what a
-    sum with noise in shares costs at level distributed; `staleness_exponent` discounts late updates."""
+    sum with noise in shares costs at level distributed; `staleness_exponent` discounts late updates; `server`
+    is the server's part of an algorithm that has one."""
 
     aggregation: AggregationConfig
     optimizer: ServerOptimizer
@@ -82,6 +108,7 @@ class Plan:
     silo_noise: float | None = None
     shares: Charge | None = None
     staleness_exponent: float = 0.0
+    server: ServerPart | None = None
 
     def charge_of(self, round: int) -> Charge | None:
         """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
@@ -126,6 +153,8 @@ def make_plan(
     within. `folder` is where code is that the job names as file.py:Object; None refuses it. Raises
     ConfigError or PrivacyError, naming the table, for anything that cannot work.
     """
+    algorithm = make_algorithm(job.algorithm, folder)
+    check_algorithm(job, algorithm)
     aggregation = aggregation_config(job.aggregation, folder)
     optimizer = server_optimizer(job.aggregation)
     if job.round.mode == "buffered":
@@ -145,7 +174,9 @@ def make_plan(
         case _:
             pass
     exponent = job.round.staleness_exponent if job.round.mode == "buffered" else 0.0
-    return Plan(aggregation, optimizer, privacy, central, silo_noise, shares, exponent)
+    server = algorithm.server()
+    part = ServerPart(server, algorithm.places, population) if server is not None else None
+    return Plan(aggregation, optimizer, privacy, central, silo_noise, shares, exponent, part)
 
 
 def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.batches import count_examples
 from roundtable.client.training.evaluation import evaluation
 from roundtable.client.training.local_training import train
@@ -101,8 +102,15 @@ class Sequential:
         """The next clients, as many as need nothing else in the model: putting it in place takes longer than
         a small client's test data."""
         first, world = left[0], self.world
+        prepare = preparation(world.local_work(0, vector, first), torch.device(self.device))
         place = evaluation(
-            world.task, self._model, world.layout, vector, device=self.device, local=first.local
+            world.task,
+            self._model,
+            world.layout,
+            vector,
+            device=self.device,
+            local=first.local,
+            prepare=prepare,
         )
         answers: list[Measured | Failed] = []
         with ExitStack() as stack:
@@ -112,7 +120,7 @@ class Sequential:
                 return [opened]
             found = _condition(self._model)
             while left and len(answers) < _EVALUATED_TOGETHER:
-                if answers and not self._fits(left[0], first, found):
+                if answers and (prepare or not self._fits(left[0], first, found)):
                     break
                 answers.append(answer_of(left[0], partial(self._measured, opened[1], left.popleft())))
         return answers

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from roundtable.core.algorithms.contract import ClientAlgorithm, Composition, GradientWork
+from roundtable.core.algorithms.contract import (
+    AlgorithmPlace,
+    ClientAlgorithm,
+    ClientRound,
+    Composition,
+    GradientWork,
+    Moved,
+    Sent,
+    ServerAlgorithm,
+    ServerRound,
+)
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.algorithms.table import AlgorithmTable
 
@@ -37,3 +48,30 @@ class Held(ClientAlgorithm):
 
 class Ordinary:
     """No algorithm at all."""
+
+
+class ControlVariates(ClientAlgorithm):
+    """Karimireddy et al. 2020, Algorithm 1 with option II, as somebody would write it beside a job."""
+
+    places = (AlgorithmPlace("c"),)
+    composition = Composition(weightings=frozenset({"uniform"}), gradient_clipping=False)
+
+    def step(self) -> LocalStep:
+        return LocalStep.of(self.table, corrected=True)
+
+    def server(self) -> ServerAlgorithm:
+        return ControlVariatesServer()
+
+    def begin(self, round: ClientRound) -> Tensor:
+        return round.on_trained(round.down["c"] - round.kept.get("c", torch.zeros_like(round.vector)))
+
+    def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
+        own = round.kept.get("c", torch.zeros_like(round.vector))
+        new = round.on_trained(own - round.down["c"] - update / (round.rate * steps))
+        return Sent(update, {"c": new - own}, {"c": new})
+
+
+class ControlVariatesServer(ServerAlgorithm):
+    def step(self, round: ServerRound) -> Moved:
+        share = round.present / round.population
+        return Moved(round.optimize(round.update), {"c": round.places["c"] + share * round.up["c"]})

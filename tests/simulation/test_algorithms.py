@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundtable.core import job_from_json, load_job, parse_job
-from roundtable.core.errors import ConfigError
+from roundtable.client.training.batches import epoch_orders, ordering_of
+from roundtable.core import Layout, Site, initial_state, job_from_json, load_job, load_task, parse_job
+from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.engine import NumberedNames
 from roundtable.simulation import simulate
 
 HERE = Path(__file__).parent
+VARIATES = {"aggregation__weighting": "uniform", "rounds": 4, "evaluation__every": 0}
 DAMPED = {"algorithm__name": "own_algorithms.py:Damped"}
 HELD = {"algorithm__name": "own_algorithms.py:Held", "algorithm__strength": 0.3}
 
@@ -69,3 +72,107 @@ def test_who_has_the_job_alone_keeps_its_keys_and_does_not_run_it(run, tmp_path)
 def test_an_object_that_is_no_algorithm_is_refused(run):
     with pytest.raises(ConfigError, match=r"no subclass of roundtable\.ClientAlgorithm"):
         run("Perceptron", algorithm__name="own_algorithms.py:Ordinary")
+
+
+def perceptron():
+    return load_task("worlds.py:Perceptron", HERE)
+
+
+def controlled_in_double(job, contributors):
+    """(model, c) after rounds of SCAFFOLD with these contributors: training written out, in float64."""
+    task, table, count = perceptron(), job.algorithm, job.simulation.clients
+    model = initial_state(task, job.seed).double()
+    layout = Layout.of(model)
+    x = layout.flatten(model).double()
+    c, own = torch.zeros_like(x), {}
+    for round, names in enumerate(contributors, start=1):
+        updates, changes = [], []
+        for name in names:
+            index = NumberedNames(count).index_of(name)
+            (inputs, labels), _ = task.data(Site(name, index, count))
+            c_i, w, steps = own.get(name, torch.zeros_like(x)), x.clone(), 0
+            for order in epoch_orders(len(labels), **ordering_of(job, round, name)):
+                for rows in order.split(table.batch_size):
+                    for spec in layout.averaged:
+                        values = w[spec.offset : spec.offset + spec.size].view(spec.shape)
+                        model.state_dict()[spec.name].copy_(values)
+                    loss = task.loss(model, (inputs[rows].double(), labels[rows]))
+                    g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+                    w, steps = w - table.learning_rate * (g + c - c_i), steps + 1
+            changes.append(-c - (w - x) / (table.learning_rate * steps))
+            own[name] = c_i + changes[-1]
+            updates.append(w - x)
+        x = x + torch.stack(updates).mean(0)
+        c = c + len(names) / count * torch.stack(changes).mean(0)
+    return x, c
+
+
+@pytest.mark.parametrize("name", ["own_algorithms.py:ControlVariates", "scaffold"])
+@pytest.mark.parametrize("backend", ["sequential", "vectorised", "stacked", "processes"])
+def test_control_variates_equal_float64_in_every_backend(run, name, backend):
+    """Half of the clients a round, with unequal numbers of steps: c, each c_i and the model."""
+    workers = 2 if backend == "processes" else 1
+    where = {"simulation__backend": backend, "simulation__workers": workers}
+    result = run("Perceptron", algorithm__name=name, **VARIATES, **where)
+    assert " because " not in result.backend
+    model, control = controlled_in_double(result.job, [r.contributors for r in result.history.records])
+    size = result.model.layout.model.size
+    torch.testing.assert_close(result.model.vector[:size].double(), model, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.model.vector[size:].double(), control, rtol=1e-3, atol=1e-4)
+    assert control.abs().max() > 0.01
+    assert set(result.model.state_dict()) == set(perceptron().model().state_dict())
+
+
+def test_a_client_whose_update_is_lost_does_not_move_its_variate(run, tmp_path):
+    """c is the mean of all c_i, which a dropout of an attempt or a failed client must not break."""
+    faults = {"dropout": 0.4}
+    result = run(
+        "Perceptron", algorithm__name="scaffold", **VARIATES, simulation__faults=faults, cohort__minimum=1
+    )
+    contributors = [record.contributors for record in result.history.records]
+    assert min(map(len, contributors)) < 5
+    model, control = controlled_in_double(result.job, contributors)
+    size = result.model.layout.model.size
+    torch.testing.assert_close(result.model.vector[:size].double(), model, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.model.vector[size:].double(), control, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_that_is_taken_up_again_ends_with_the_same_bits(run, tmp_path):
+    whole = run("Perceptron", algorithm__name="scaffold", **VARIATES)
+    run("Perceptron", algorithm__name="scaffold", **{**VARIATES, "rounds": 2}, _run_dir=tmp_path / "run")
+    later = run("Perceptron", algorithm__name="scaffold", **VARIATES, _run_dir=tmp_path / "run", _resume=True)
+    assert torch.equal(later.model.vector, whole.model.vector)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"aggregation__weighting": "examples"}, "weighting = 'examples' and algorithm 'scaffold'"),
+        ({"aggregation__rule": "median"}, "'control' beside its update, and that is meant to be averaged"),
+        ({"transfer__encoding": "bfloat16"}, "no rule for rounding it"),
+        ({"algorithm__max_gradient_norm": 1.0}, "max_gradient_norm and algorithm 'scaffold'"),
+        (
+            {"round__mode": "buffered", "round__buffer": 2, "cohort__size": None},
+            "train from different models",
+        ),
+        (
+            {
+                "privacy__level": "client",
+                "privacy__delta": 1e-3,
+                "privacy__noise_multiplier": 1.0,
+                "privacy__clip_norm": 1.0,
+            },
+            "privacy.level = 'client': algorithm 'scaffold'",
+        ),
+        (
+            {"privacy__level": "none", "privacy__secure_aggregation": True, "privacy__clip_norm": 1.0},
+            "no rule for clipping it",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_it_does_not_go_together_with_is_refused_by_name(run, settings, words):
+    settings = {**VARIATES, **settings}
+    with pytest.raises((ConfigError, PrivacyError)) as caught:
+        run("Perceptron", algorithm__name="scaffold", **settings)
+    assert words in str(caught.value)

@@ -1,0 +1,25 @@
+"""Which tasks an algorithm goes together with, by its declarations: refused before round 1."""
+
+from __future__ import annotations
+
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.errors import ConfigError
+from roundtable.core.task import AnyTask, ArrayTask, Task
+
+
+def check_task_with(algorithm: ClientAlgorithm, task: AnyTask) -> None:
+    """Raises ConfigError, naming the algorithm, for a task whose training it could not change as it must."""
+    said, kind = f"algorithm {algorithm.table.name!r}", type(task).__name__
+    if isinstance(task, ArrayTask):
+        if not algorithm.composition.arrays:
+            raise ConfigError(
+                f"{said} changes the steps of training, and {kind} is an ArrayTask, which trains with code "
+                'of its own: use name = "fedavg", and do in fit() what the algorithm would do'
+            )
+        return
+    own = getattr(type(task), "optimizer", Task.optimizer) is not Task.optimizer
+    if own and not algorithm.composition.own_optimizers:
+        raise ConfigError(
+            f"{said} counts on steps of SGD as [algorithm] describes them, and {kind} brings an optimizer of "
+            "its own: leave out its optimizer()"
+        )

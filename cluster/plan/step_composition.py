@@ -1,0 +1,22 @@
+"""Which algorithms a silo's cluster can train by: those that say all they do to a step in its description."""
+
+from __future__ import annotations
+
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError
+
+
+def check_step(job: JobConfig) -> None:
+    """Raises ConfigError, with the reason, for an algorithm that needs a client's whole model or vector."""
+    algorithm = make_algorithm(job.algorithm)
+    reason = ""
+    if (hook := type(algorithm).hooked()) is not None:
+        reason = f"works on a client's whole module by its {hook}"
+    elif algorithm.step().corrected or algorithm.places or type(algorithm).personal():
+        reason = "works on a client's whole vector"
+    if reason:
+        raise ConfigError(
+            f"[cluster] and algorithm {job.algorithm.name!r}: it {reason}, and a rank of the cluster may "
+            "hold only a part; leave out [cluster] for this job"
+        )

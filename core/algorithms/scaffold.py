@@ -1,0 +1,70 @@
+"""SCAFFOLD: control variates take out the drift of heterogeneous clients (Karimireddy et al. 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from roundtable.core.algorithms.contract import (
+    AlgorithmPlace,
+    ClientAlgorithm,
+    ClientRound,
+    Composition,
+    Moved,
+    Sent,
+    ServerAlgorithm,
+    ServerRound,
+)
+from roundtable.core.algorithms.step import LocalStep
+
+CONTROL = "control"
+
+
+class Scaffold(ClientAlgorithm):
+    """Algorithm 1 with option II: steps on g − c_i + c, then c_i⁺ = c_i − c + (x − y_i)/(η ‖a‖₁).
+
+    ‖a‖₁ is K for plain SGD; with momentum the division by K diverges. The place `control` holds c on the way
+    down and c_i⁺ − c_i on the way up; c_i stays at the client, and is 0 where no parameter is trained.
+    """
+
+    places = (AlgorithmPlace(CONTROL),)
+    composition = Composition(
+        weightings=frozenset({"uniform"}),
+        gradient_clipping=False,
+        reason="its control variate c is the mean of all clients' c_i, each of weight 1/N",
+    )
+
+    @override
+    def step(self) -> LocalStep:
+        return LocalStep.of(self.table, corrected=True)
+
+    @override
+    def server(self) -> ServerAlgorithm:
+        return ScaffoldServer()
+
+    @override
+    def begin(self, round: ClientRound) -> Tensor:
+        """The constant c − c_i (equation 3)."""
+        return round.on_trained(round.down[CONTROL] - _own(round))
+
+    @override
+    def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
+        """c_i⁺ − c_i = −c − Δ_i/(η ‖a‖₁) (equation 4, option II)."""
+        moved = round.rate * round.step.effective_steps(steps, round.rate)
+        change = round.on_trained(-round.down[CONTROL] - update / moved)
+        return Sent(update, {CONTROL: change}, {CONTROL: _own(round) + change})
+
+
+def _own(round: ClientRound) -> Tensor:
+    return round.kept.get(CONTROL, torch.zeros_like(round.vector))
+
+
+class ScaffoldServer(ServerAlgorithm):
+    """x ← x + η_g · mean Δ_i; c ← c + |S|/N · mean (c_i⁺ − c_i) (equation 5)."""
+
+    @override
+    def step(self, round: ServerRound) -> Moved:
+        share = round.present / round.population
+        control = torch.add(round.places[CONTROL], round.up[CONTROL], alpha=share)
+        return Moved(round.optimize(round.update), {CONTROL: control})

@@ -1,0 +1,57 @@
+"""What a job's algorithm does not go together with, by its declarations: refused before round 1."""
+
+from __future__ import annotations
+
+from roundtable.core.algorithms.contract import AlgorithmPlace, ClientAlgorithm
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.privacy_table import NoPrivacy, masking_of
+
+
+def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
+    """Raises ConfigError or PrivacyError, naming the algorithm, the key and the reason."""
+    said, composition = f"algorithm {job.algorithm.name!r}", algorithm.composition
+    why = f": {composition.reason}" if composition.reason else ""
+    if job.privacy.level not in composition.levels:
+        raise PrivacyError(
+            f"privacy.level = {job.privacy.level!r}: {said} is not shown to keep its guarantee{why}; "
+            f"it goes with {', '.join(sorted(composition.levels))}"
+        )
+    weightings = composition.weightings
+    if weightings is not None and job.aggregation.weighting not in weightings:
+        raise ConfigError(
+            f"aggregation.weighting = {job.aggregation.weighting!r} and {said}{why}; "
+            f"set weighting = {' or '.join(map(repr, sorted(weightings)))}"
+        )
+    if job.round.mode == "buffered" and not composition.buffered:
+        raise ConfigError(
+            f'round.mode = "buffered" and {said}: it keeps what the silos of a round agree upon, and in '
+            "buffered rounds they train from different models; use fedavg or fedprox"
+        )
+    if job.algorithm.momentum and not composition.momentum:
+        raise ConfigError(f"algorithm.momentum and {said}{why}; set momentum = 0")
+    if job.algorithm.max_gradient_norm is not None and not composition.gradient_clipping:
+        raise ConfigError(f"algorithm.max_gradient_norm and {said}{why}; leave it out")
+    if algorithm.places and algorithm.server() is None:
+        raise ConfigError(f"{said} declares places and no server() that says what becomes of them")
+    for place in algorithm.places:
+        _check_place(job, f"{said} sends {place.name!r} beside its update, and", place)
+
+
+def _check_place(job: JobConfig, said: str, place: AlgorithmPlace) -> None:
+    """Everything that this job would do to an update, it would do to this vector too."""
+    private, masked = not isinstance(job.privacy, NoPrivacy), masking_of(job.privacy) is not None
+    if (private or masked or job.aggregation.validation.max_norm is not None) and place.clipping is None:
+        raise PrivacyError(f"{said} it declares no rule for clipping it: leave out privacy and max_norm")
+    if private and place.noise is None:
+        raise PrivacyError(f"{said} it declares no rule for the noise on it: leave out privacy.level")
+    if masked and place.masks is None:
+        raise PrivacyError(f"{said} it declares no rule for masks: leave out privacy.secure_aggregation")
+    if job.transfer.encoding != "float32" and place.compression is None:
+        raise ConfigError(f'{said} it declares no rule for rounding it: set transfer.encoding = "float32"')
+    plain = job.aggregation.rule == "mean" and not job.aggregation.pre
+    if place.rules == "mean" and not plain:
+        raise ConfigError(
+            f"{said} that is meant to be averaged: aggregation.rule = {job.aggregation.rule!r} with "
+            f'{len(job.aggregation.pre)} pre-aggregations would not do so; set rule = "mean" without pre'
+        )
