@@ -219,17 +219,20 @@ class RoundEngine:
         step, failure = event.step, event.failure
         if self._context.works_on(failure.site, step):
             failure = replace(failure, round=step.round, attempt=step.attempt, phase=step.phase)
-            self._context.drop(failure, now)
-            self._phases.proceed(step.phase, now)
+            if step.phase == m.TRAIN:
+                self._phases.follow(self._policy.client_failed(failure, now), now)
+            else:
+                self._context.drop(failure, now)
+                self._phases.proceed(m.EVALUATE, now)
 
     def _on_troubled(self, event: m.Troubled, now: float) -> None:
         if self.state.attempt is not None and self._context.works_on(event.failure.site, event.step):
             self._context.trouble(event.failure, event.action)
 
     def _on_evaluated(self, event: m.Evaluated, now: float) -> None:
-        attempt = self.state.attempt
-        if attempt is None or event.step != attempt.step or event.client not in attempt.awaited:
+        if event.step.phase != m.EVALUATE or not self._context.works_on(event.client, event.step):
             return
+        attempt = self._context.attempt()
         attempt.evaluations[event.client] = dict(event.metrics)
         del attempt.awaited[event.client]
         self._context.mark(event.client, "done", now)

@@ -65,7 +65,8 @@ class Attempt:
     unmask its sum, None before; `lost` are updates that were accepted and damaged since, until they
     are sent again, `repeats` counts how often clients were asked to, and `troubles` what they have told
     of faults that they dealt with. `unmeasured` is the first error of the task in an evaluation, and "" until
-    there is one: where no client has measured anything, the job stops for it.
+    there is one: where no client has measured anything, the job stops for it. `replacements` names who was
+    asked in whose place: failed client → the one asked instead.
     """
 
     round: int
@@ -88,6 +89,7 @@ class Attempt:
     repeats: dict[str, int] = field(default_factory=dict)
     troubles: dict[str, int] = field(default_factory=dict)
     spent: dict[str, Any] | None = None
+    replacements: dict[str, str] = field(default_factory=dict)
     unmeasured: str = ""
 
     @property

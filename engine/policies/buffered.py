@@ -29,7 +29,7 @@ from roundtable.engine.policies.training_policy import (
     not_awaited,
     quorum_missed,
 )
-from roundtable.engine.selection import STRATEGIES, quorum
+from roundtable.engine.selection import draw_available, quorum
 from roundtable.engine.state import Assignment, Attempt
 
 WORK = "work"
@@ -80,6 +80,11 @@ class BufferedTraining:
         self._context.status("running", f"round {attempt.round} of {self._job.rounds}")
         attempt.deadline = None
         return None
+
+    def client_failed(self, failure: SiteFailure, now: float) -> Decision:
+        """Leaves the client's place to whoever is drawn next."""
+        self._context.drop(failure, now)
+        return self.proceed(now) if self._context.attempt().phase == m.TRAIN else None
 
     def timer_fired(self, timer: str, now: float) -> Decision:
         """Gives up on late clients; combines a quorum if nobody is at work at the end of the grace time."""
@@ -169,23 +174,17 @@ class BufferedTraining:
 
     def _draw(self, count: int) -> list[str]:
         """Up to `count` of those who are there and idle, by the job's strategy."""
-        cohort, known = self._job.cohort, self._population.known()
         self._state.draws += 1
         chance = numpy_generator(self._state.selection_seed, self._state.draws, "refill")
-        if cohort.strategy == "uniform" and len(known) > 8 * (count + len(self._state.at_work)):
-            # Where most are idle, drawing until it fits costs nothing that grows with the population.
-            drawn: dict[str, None] = {}
-            for _ in range(16 * count + 64):
-                name = known[int(chance.integers(len(known)))]
-                if self._population.is_online(name) and self._idle(name):
-                    drawn[name] = None
-                if len(drawn) == count:
-                    return sorted(drawn)
-        idle = [name for name in self._population.online() if self._idle(name)]
-        if not idle:
-            return []
-        wanted = min(count, len(idle))
-        return sorted(STRATEGIES[cohort.strategy](idle, wanted, chance, self._context.candidate, cohort))
+        return draw_available(
+            count=count,
+            population=self._population,
+            available=self._idle,
+            unavailable=len(self._state.at_work),
+            chance=chance,
+            lookup=self._context.candidate,
+            cohort=self._job.cohort,
+        )
 
     def _idle(self, name: str) -> bool:
         """Neither at work, nor done or failed in this attempt."""

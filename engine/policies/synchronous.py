@@ -1,4 +1,8 @@
-"""Synchronous rounds: one cohort for each attempt, whose updates are awaited until a common deadline."""
+"""Synchronous rounds: one cohort for each attempt, whose updates are awaited until a common deadline.
+
+Another client is asked in the place of one that fails before the deadline, where `replacement.why_never`
+names no reason against it. Nobody is replaced in an evaluation, which needs no certain number of clients.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from roundtable.core.privacy_table import ClientLevel
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import Context
+from roundtable.engine.policies.replacement import draw_replacement, is_short, why_never
 from roundtable.engine.policies.training_policy import (
     Combine,
     Decision,
@@ -40,13 +45,28 @@ class SynchronousTraining:
         return self._select(now)
 
     def client_joined(self, client: str, now: float) -> Decision:
-        """Draws the cohort if this client was all that lacked; asks a member of it again."""
+        """Draws the cohort, repeats what the client was asked, or asks it in the place of one that failed."""
         attempt = self._context.attempt()
         if attempt.phase == m.SELECT:
             return self._select(now)
         if attempt.phase == m.TRAIN and client in attempt.awaited:
             self._context.instruct([client], now)
+        elif attempt.phase == m.TRAIN:
+            self._replace_failed(now)
         return None
+
+    def client_failed(self, failure: SiteFailure, now: float) -> Decision:
+        """Asks another client in the place of one that has failed, where that is wanted and allowed."""
+        attempt, never = self._context.attempt(), why_never(self._job)
+        del attempt.awaited[failure.site]
+        replacement = self._replacement(now)
+        action = f"the round goes on without this silo: {never}" if never else ""
+        if replacement is not None:
+            action = f"asked {replacement} in its place"
+        self._context.drop(failure, now, action)
+        if replacement is not None:
+            self._replace(failure.site, replacement, now)
+        return self.proceed(now)
 
     def proceed(self, now: float) -> Decision:
         """Combines once the wanted updates, or all that can still come, are there.
@@ -94,6 +114,7 @@ class SynchronousTraining:
                 action = f"asked the silo {asked} times to send it again, then excluded the update"
                 self._context.drop(failure, now, action)
         self._context.instruct(attempt.awaited, now)
+        self._replace_failed(now)
         return self.proceed(now)
 
     def restore(self, now: float) -> Decision:
@@ -121,8 +142,13 @@ class SynchronousTraining:
         return round
 
     def refusal(self, client: str, step: m.Step) -> str:
-        """Every update that is not awaited is late."""
-        return not_awaited(client, step)
+        """Names who was asked in the client's place, where somebody was."""
+        attempt = self._state.attempt
+        if attempt is None or (attempt.round, attempt.number) != (step.round, step.attempt):
+            return not_awaited(client, step)
+        replacement = attempt.replacements.get(client)
+        instead = f": {replacement} was asked in its place" if replacement else ""
+        return not_awaited(client, step) + instead
 
     def _select(self, now: float) -> Decision:
         """Draws the cohort if enough clients are there; waits for more otherwise and notes that once."""
@@ -177,6 +203,29 @@ class SynchronousTraining:
         attempt.awaited = dict.fromkeys(attempt.cohort)
         self._context.instruct(attempt.cohort, now)
         return self.proceed(now)
+
+    def _replace_failed(self, now: float) -> None:
+        """Asks clients in the places of those that have failed and could not be replaced then."""
+        attempt = self._context.attempt()
+        for failed in [name for name in attempt.failures if name not in attempt.replacements]:
+            if (replacement := self._replacement(now)) is not None:
+                self._replace(failed, replacement, now)
+
+    def _replacement(self, now: float) -> str | None:
+        """The client to ask in the place of one that has failed; None if nobody is to be asked."""
+        if why_never(self._job) or not is_short(self._context):
+            return None
+        return draw_replacement(self._context, now)
+
+    def _replace(self, failed: str, replacement: str, now: float) -> None:
+        attempt = self._context.attempt()
+        attempt.replacements[failed] = replacement
+        attempt.cohort = tuple(sorted((*attempt.cohort, replacement)))
+        attempt.awaited[replacement] = None
+        self._context.count_selection(replacement)
+        message = f"asked {replacement} in the place of {failed}, which failed"
+        self._context.note("client_replaced", message, failed, {"replacement": replacement})
+        self._context.instruct([replacement], now)
 
     def _grace_over(self, now: float) -> Decision:
         attempt = self._context.attempt()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
 from roundtable.engine.state import Attempt
 
@@ -42,8 +43,11 @@ class TrainingPolicy(Protocol):
     def client_joined(self, client: str, now: float) -> Decision:
         """A client has come online: asks it again for what it owes, or for the first time."""
 
+    def client_failed(self, failure: SiteFailure, now: float) -> Decision:
+        """A client will not deliver the update that it was asked for."""
+
     def proceed(self, now: float) -> Decision:
-        """Called in training after every answer, failure and departure."""
+        """Called in training after every update and departure."""
 
     def timer_fired(self, timer: str, now: float) -> Decision:
         """A timer has run out that is not the evaluation's; stale ones are ignored."""

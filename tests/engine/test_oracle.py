@@ -209,13 +209,31 @@ class RoundMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         cohorts: dict[m.Step, tuple[str, ...]] = {}
+        failed: set[tuple[m.Step, str]] = set()
         for note in self.driver.notes:
             if note.kind == "round_started":
                 step = m.Step(note.round, note.attempt, "train")
                 assert step not in cohorts
                 cohorts[step] = tuple(note.detail["cohort"])
+            elif note.kind == "client_replaced":
+                step = m.Step(note.round, note.attempt, "train")
+                failed.remove((step, note.client))  # At most once each.
+                assert note.detail["replacement"] not in cohorts[step]
+                cohorts[step] += (note.detail["replacement"],)
+            elif note.kind == "client_failed" and note.detail["phase"] == "train":
+                failed.add((m.Step(note.round, note.attempt, "train"), note.client))
         trained = [i for i in self.driver.instructions if i.step.phase == "train"]
         assert all(i.client in cohorts[i.step] for i in trained)
+
+    @invariant()
+    def nobody_idles_whose_update_would_be_wanted(self) -> None:
+        """In the place of one that has failed, as long as there is time, and so many times in an attempt."""
+        attempt = getattr(self, "driver", None) and self.attempt
+        if attempt is None or attempt.phase != "train":
+            return
+        idle = set(self.driver.engine.population.online()) - set(attempt.cohort)
+        if idle and self.driver.now < attempt.deadline and len(attempt.replacements) < attempt.target:
+            assert len(attempt.updates) + len(attempt.awaited) >= attempt.target
 
     def teardown(self) -> None:
         """Whatever happened, a healthy fleet finishes the job from here."""

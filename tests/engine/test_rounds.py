@@ -132,6 +132,12 @@ def test_late_doubled_and_foreign_updates_change_nothing() -> None:
     assert driver.engine.wants("a", first) == "stale"
 
 
+def test_metrics_for_a_step_of_training_are_no_answer_to_it() -> None:
+    driver = started()
+    driver.send(m.Evaluated("a", driver.step(), {"accuracy": (1.0, 1)}))
+    assert list(driver.engine.state.attempt.awaited) == ["a", "b", "c"]
+
+
 def test_a_client_that_went_away_can_come_back_and_deliver() -> None:
     driver = started()
     driver.send(m.ClientLeft("c"))

@@ -129,6 +129,29 @@ def test_updates_are_summed_where_they_are() -> None:
     torch.testing.assert_close(total, torch.tensor([0.5, 0.25, 0, 0.25]) @ wanted, rtol=1e-4, atol=1e-6)
 
 
+class Unreadable(Perceptron):
+    def data(self, site: Site) -> tuple[Any, Any]:
+        if site.index == 3:
+            raise OSError("the disk is gone")
+        return super().data(site)
+
+
+def test_a_client_that_fails_leaves_its_row_to_the_one_asked_instead() -> None:
+    place = world(Unreadable())
+    backend = Stacked(place, device="cpu")
+    rows = backend.rows(3).unbind()
+    work = {index: Work(place.names[index], index) for index in (3, 0, 1, 2)}
+    with one_thread():
+        answers = list(backend.train(2, place.initial.vector, [work[3], work[0], work[1]], rows))
+        answers += backend.train(2, place.initial.vector, [work[2]], rows[:1])
+    assert [isinstance(answer, Failed) for answer in sorted(answers, key=lambda answer: answer.client)] == [
+        False, False, False, True
+    ]  # fmt: skip
+    wanted = run(Sequential(world(Perceptron())), world(Perceptron()))[1]
+    total = backend.total({0: 0.5, 1: 0.25, 2: 0.25})
+    torch.testing.assert_close(total, torch.tensor([0.5, 0.25, 0.25, 0]) @ wanted, rtol=1e-4, atol=1e-6)
+
+
 class BatchNorm(Base):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 4))

@@ -190,6 +190,25 @@ def test_nobody_ever_coming_back_is_an_error_not_a_hang(run, tmp_path):
         run(simulation__devices={"trace": str(tmp_path / "t.csv"), "speed": 1.0, "latency": 5.0})
 
 
+@pytest.mark.parametrize("backend", ["sequential", "stacked"])
+def test_clients_that_crash_are_replaced_within_the_attempt_and_deadline(run, backend):
+    """Unless the draw of the cohort rests on nobody being replaced."""
+    faults = {"crash_training": 0.3}
+    devices = {"speed": {"median": 10.0, "sigma": 1.2}, "latency": "1s"}
+    settings = {"simulation__faults": faults, "simulation__backend": backend, "simulation__devices": devices}
+    records = run(cohort__size=4, cohort__minimum=1, rounds=6, **settings).history.records
+    assert [len(record.contributors) for record in records] == [4] * 6
+    assert {record.attempt for record in records} == {1}
+    assert max(len(record.cohort) for record in records) > 4
+    assert all(len(record.cohort) == 4 + len(record.failures) for record in records)
+    assert records == run(cohort__size=4, cohort__minimum=1, rounds=6, **settings).history.records
+
+    cohort = {"strategy": "poisson", "probability": 0.5}
+    drawn = run(cohort=cohort, rounds=6, **settings).history.records
+    assert all(len(r.cohort) == len(r.contributors) + len(r.failures) for r in drawn)
+    assert any(record.failures for record in drawn)
+
+
 def test_crashes_in_each_phase_are_reported(run):
     training = run(simulation__faults={"crash_training": 0.3}, cohort__minimum=1, cohort__size=8)
     assert any("crashed in training" in why for r in training.history.records for why in r.failures.values())

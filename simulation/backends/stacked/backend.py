@@ -6,6 +6,7 @@ not. Who cannot be stacked, or all where the task cannot, runs by recorded steps
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -114,8 +115,7 @@ class Stacked:
         self, round: int, vector: Tensor, work: Sequence[Work], rows: Sequence[Tensor]
     ) -> Iterator[Trained | Failed]:
         if rows and not len(rows[0]):
-            slots = [self._slots.setdefault(item.index, len(self._slots)) for item in work]
-            rows = [self._kept[slot] for slot in slots]
+            rows = [self._kept[slot] for slot in self._place(work)]
         alone: list[tuple[Work, Tensor]] = []
         together: list[_Client] = []
         for item, row in zip(work, rows, strict=True):
@@ -126,11 +126,22 @@ class Stacked:
                 together.append(_Client(item, examples, row))
         if together and self._stack is None and self.refused is None:
             self._check(round, vector, together[:_CHECKED_CLIENTS])
-        if self.refused is None:
-            yield from self._train_together(round, vector, together)
-        else:
+        stacked = self._train_together(round, vector, together) if self.refused is None else ()
+        if self.refused is not None:
             alone = list(zip(work, rows, strict=True))
-        yield from self._train_alone(round, vector, alone)
+        for answer in itertools.chain(stacked, self._train_alone(round, vector, alone)):
+            if isinstance(answer, Failed):
+                self._slots.pop(self.world.names.index_of(answer.client), None)  # For its replacement.
+            yield answer
+
+    def _place(self, work: Sequence[Work]) -> list[int]:
+        """Where the clients' updates stay: for each that has no place yet the first that nobody has."""
+        taken = set(self._slots.values())
+        free = (slot for slot in itertools.count() if slot not in taken)
+        for item in work:
+            if item.index not in self._slots:
+                self._slots[item.index] = next(free)
+        return [self._slots[item.index] for item in work]
 
     def total(self, weights: Mapping[int, float]) -> Tensor:
         """Σ weight · update over clients by number that have trained since `rows`: float32 [layout.size]."""

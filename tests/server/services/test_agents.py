@@ -93,6 +93,35 @@ async def test_a_failure_is_told_and_the_round_goes_on(
         await operator.watch_until(job.id, "finished")
 
 
+async def test_another_silo_trains_in_the_place_of_one_that_fails(
+    coordinator: Coordinator, operator: Operator, certificates: Path
+) -> None:
+    async with (
+        ScriptedAgent(coordinator.port, certificates / "alder") as alder,
+        ScriptedAgent(coordinator.port, certificates / "birch") as birch,
+        ScriptedAgent(coordinator.port, certificates / "cedar") as cedar,
+    ):
+        table = '[cohort]\nsize = 2\nstrategy = "round_robin"\n[evaluation]\nevery = 0'
+        job = await operator.submit(table, rounds=1)
+        asked = await alder.expect("instruction")
+        await alder.say(failure=agent_pb2.Failure(step=asked.step, kind="task_error", detail="no column"))
+        replaced = await operator.watch_for(job.id, "client_replaced")
+        assert (replaced.client, json.loads(replaced.detail)) == ("alder", {"replacement": "cedar"})
+        instead = await cedar.expect("instruction")
+        assert (instead.step, instead.train) == (asked.step, asked.train)
+        assert instead.deadline_seconds <= asked.deadline_seconds, "it has what is left of the time"
+        late = await alder.answer(asked, ONE)
+        assert late.status == agent_pb2.UploadReceipt.STALE
+        assert late.reason.endswith("cedar was asked in its place")
+        await cedar.answer(instead, ONE)
+        await birch.answer(await birch.expect("instruction"), ONE)
+        await operator.watch_until(job.id, "finished")
+        (failed,) = (await operator.job(job.id)).incidents
+        assert json.loads(failed.detail)["incident"]["action"] == "asked cedar in its place"
+        record = json.loads((await operator.job(job.id)).history[0])
+        assert (record["attempt"], record["contributors"]) == (1, ["birch", "cedar"])
+
+
 async def test_an_agent_that_leaves_on_purpose_is_not_waited_for(
     coordinator: Coordinator, operator: Operator, certificates: Path
 ) -> None:
