@@ -67,7 +67,9 @@ class Coordinator:
         trusted: TrustedTraining | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        self.config, self.clock, self.trusted = config, clock, trusted
+        self.config = config
+        self.clock = clock
+        self.trusted = trusted
         self.observer = CoordinatorObserver(tracer or open_tracer(config.traces, "coordinator"), clock)
         self.port = self.metrics_port = 0
         self.jobs: JobRegistry
@@ -167,13 +169,13 @@ class Coordinator:
 
     async def _find_artifacts(self) -> ArtifactStore:
         """The folder; with a bucket, all that the database mentions is in that before anything is served."""
-        place = (Path(self.config.artifacts), self._database.identity)
+        folder, identity = Path(self.config.artifacts), self._database.identity
         if not self.config.bucket:
-            return ArtifactStore(*place)
+            return ArtifactStore(folder, identity)
         self._bucket = Bucket(self.config.bucket)
-        artifacts = await asyncio.to_thread(ArtifactStore, *place, self._bucket)
-        known = await self._database.read(all_digests)
-        if missing := await asyncio.to_thread(artifacts.settle, known):
+        artifacts = await asyncio.to_thread(ArtifactStore, folder, identity, self._bucket)
+        mentioned = await self._database.read(all_digests)
+        if missing := await asyncio.to_thread(artifacts.settle, mentioned):
             log.error("%d artifacts that the database mentions are nowhere: restore a backup", missing)
         return artifacts
 

@@ -46,11 +46,14 @@ class CoordinatorPage:
         observer: CoordinatorObserver,
         clock: Callable[[], float],
     ) -> None:
-        self._config, self._credentials = config, credentials
-        self._observer, self._clock = observer, clock
+        self._config = config
+        self._credentials = credentials
+        self._observer = observer
+        self._clock = clock
         self._parts: tuple[JobRegistry, Sessions, Database] | None = None
         self._refusals: Counter[tuple[str, str]] = Counter()
-        self._turn, self._interval = asyncio.Lock(), Interval(REFRESH_SECONDS)
+        self._turn = asyncio.Lock()
+        self._interval = Interval(REFRESH_SECONDS)
         self._silos: list[AgentRow] = []
         self._statuses: Counter[str] = Counter()
         self._accounts: dict[str, tuple[float, float, float]] = {}
@@ -61,7 +64,8 @@ class CoordinatorPage:
         self, jobs: JobRegistry, sessions: Sessions, database: Database, refusals: Counter[tuple[str, str]]
     ) -> None:
         """The coordinator is active. `refusals` counts the gate's, by call and status."""
-        self._parts, self._refusals = (jobs, sessions, database), refusals
+        self._parts = (jobs, sessions, database)
+        self._refusals = refusals
 
     def closed(self) -> None:
         """It is active no longer."""
@@ -107,8 +111,8 @@ class CoordinatorPage:
             ("incidents", "incidents in the histories of jobs", ("kind", "severity")),
         ):
             shown = "updates_refused" if name == "refused" else name
-            found = {key: float(count) for key, count in tally.of(name).items()}
-            page.counter(f"roundtable_{shown}", text, found, labels)
+            values = {key: float(count) for key, count in tally.of(name).items()}
+            page.counter(f"roundtable_{shown}", text, values, labels)
         text, labels = "calls that the gate or the service refused", ("call", "status")
         refused = {key: float(count) for key, count in self._refusals.items()}
         page.counter("roundtable_calls_refused", text, refused, labels)
@@ -122,8 +126,8 @@ class CoordinatorPage:
         live = {(runner.row.id, runner.row.name): runner for runner in jobs.runners()}
         statuses = Counter({status: self._statuses[status] for status in STATES})
         statuses.update(runner.row.status for runner in live.values())
-        found = {(status,): float(count) for status, count in statuses.items()}
-        page.gauge("roundtable_jobs", "jobs by status", found, ("status",))
+        values = {(status,): float(count) for status, count in statuses.items()}
+        page.gauge("roundtable_jobs", "jobs by status", values, ("status",))
         labels, online = ("job_id", "name"), sessions.clients()
 
         def each(name: str, text: str, value: Callable[[JobRunner], float]) -> None:
@@ -157,8 +161,8 @@ class CoordinatorPage:
             # A session is heard of by a clock without a date.
             silent = time.monotonic() - session.heard if session is not None else None
             seen[(silo.name,)] = self._clock() - silent if silent is not None else silo.last_seen
-        found = {(state,): float(count) for state, count in states.items()}
-        page.gauge("roundtable_silos", "silos by what they do", found, ("status",))
+        values = {(state,): float(count) for state, count in states.items()}
+        page.gauge("roundtable_silos", "silos by what they do", values, ("status",))
         text = "when the silo was heard of last"
         page.gauge("roundtable_silo_last_seen_timestamp_seconds", text, seen, ("silo",))
 
@@ -169,8 +173,8 @@ class CoordinatorPage:
             (1, "budget", "epsilon that may be spent; +Inf without a budget"),
             (2, "left", "epsilon that is neither spent nor reserved"),
         ):
-            found = {(population,): values[place] for population, values in self._accounts.items()}
-            page.gauge(f"roundtable_privacy_epsilon_{name}", text, found, label)
+            values = {(population,): values[place] for population, values in self._accounts.items()}
+            page.gauge(f"roundtable_privacy_epsilon_{name}", text, values, label)
 
     async def _refresh(self, jobs: JobRegistry, database: Database) -> None:
         """Asks the database, seldom: a page that is asked for often costs it nothing."""
@@ -180,7 +184,7 @@ class CoordinatorPage:
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     self._silos = await database.read(_expected)
-                    found, _ = await database.read(lambda connection: books(connection, ""))
+                    reports, _ = await database.read(lambda connection: books(connection, ""))
                     rows = await jobs.rows()
             except (StorageError, TimeoutError) as error:
                 self._answers = False
@@ -189,11 +193,11 @@ class CoordinatorPage:
             self._answers = True
             driven = {runner.row.id for runner in jobs.runners()}
             self._statuses = Counter(row.status for row in rows if row.id not in driven)
-            changed = [each for each in found if self._known.get(each.population) != each]
+            changed = [each for each in reports if self._known.get(each.population) != each]
             self._accounts.update(
                 await asyncio.to_thread(lambda: {b.population: _account(b) for b in changed})
             )
-            self._known = {each.population: each for each in found}
+            self._known = {each.population: each for each in reports}
 
 
 class DatabaseAway:
@@ -220,14 +224,14 @@ def _expected(connection: Connection) -> list[AgentRow]:
 
 def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:
     """The newest training step of each silo that tells of them."""
-    told = {
+    newest = {
         (job, silo): figures
         for (job, _), runner in live.items()
         for silo, figures in runner.instructions.figures().items()
     }
     for name, text in STEP_GAUGES.items():
-        found = {key: float(figures[name]) for key, figures in told.items() if name in figures}
-        page.gauge(f"roundtable_silo_step_{name}", text, found, ("job_id", "silo"))
+        values = {key: float(figures[name]) for key, figures in newest.items() if name in figures}
+        page.gauge(f"roundtable_silo_step_{name}", text, values, ("job_id", "silo"))
 
 
 def _offering(runner: JobRunner, silos: list[AgentRow]) -> float:

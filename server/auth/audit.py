@@ -31,7 +31,9 @@ class AuditLog:
     """Writes, signs and reads the log. Without an identity it is chained, but not signed."""
 
     def __init__(self, database: Database, identity: SiloIdentity | None, clock: Callable[[], float]) -> None:
-        self._database, self._identity, self._clock = database, identity, clock
+        self._database = database
+        self._identity = identity
+        self._clock = clock
         self._waiting: list[Entry] = []
         self._unwritten = 0
         self.refusals = 0

@@ -70,7 +70,9 @@ class Principals:
         clock: Callable[[], float],
         provider: Provider | None = None,
     ) -> None:
-        self._database, self._clock, self._provider = database, clock, provider
+        self._database = database
+        self._clock = clock
+        self._provider = provider
         self._roots = x.certificates_in(authority, "ca.crt")
         self._crl = folder / CRL
         self._crl_read = 0.0
@@ -95,8 +97,8 @@ class Principals:
         self._revoked = await self._database.read(store.revoked_parties)
         modified = self._crl.stat().st_mtime if self._crl.exists() else 0.0
         if modified not in (0.0, self._crl_read):
-            found = parse_list(x.read(self._crl), self._roots, self._crl)
-            self._listed = newer(found, self._listed, self._crl)
+            fresh = parse_list(x.read(self._crl), self._roots, self._crl)
+            self._listed = newer(fresh, self._listed, self._crl)
             self._crl_read = modified
 
     def of_certificate(self, pem: bytes) -> Principal:

@@ -31,7 +31,10 @@ class Provenance:
     def __init__(
         self, database: Database, identity: SiloIdentity | None, version: str, clock: Callable[[], float]
     ) -> None:
-        self._database, self._identity, self._version, self._clock = database, identity, version, clock
+        self._database = database
+        self._identity = identity
+        self._version = version
+        self._clock = clock
 
     async def statement(self, wanted: str, round_number: int = 0) -> str:
         """The statement of a job's model after a round (0: the newest), as signed JSON."""
@@ -44,8 +47,8 @@ class Provenance:
             row = await self._database.read(lambda connection: find_job(connection, wanted))
         except UnknownJob as error:
             raise Refusal(grpc.StatusCode.NOT_FOUND, str(error)) from error
-        found = await self._database.read(lambda connection: history(connection, row.id))
-        records = [json.loads(record) for record in found]
+        lines = await self._database.read(lambda connection: history(connection, row.id))
+        records = [json.loads(record) for record in lines]
         last = round_number or (records[-1]["round"] if records else 0)
         records = [record for record in records if record["round"] <= last]
         if not records or records[-1]["round"] != last:
@@ -84,5 +87,5 @@ class Provenance:
         key = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=b"roundtable pseudonyms").derive(
             secret
         )
-        found = hmac.new(key, f"{job}\0{name}".encode(), hashlib.sha256)
-        return found.hexdigest()[:_PSEUDONYM_DIGITS]
+        mac = hmac.new(key, f"{job}\0{name}".encode(), hashlib.sha256)
+        return mac.hexdigest()[:_PSEUDONYM_DIGITS]

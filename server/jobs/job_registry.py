@@ -113,16 +113,16 @@ class JobRegistry:
         if not 0 < len(wish.request_id) <= 200:
             raise ConfigError("request_id: between 1 and 200 characters that name this submission")
         async with self._submitting:
-            known = await self._services.database.read(
+            stored = await self._services.database.read(
                 lambda connection: store.job_of_request(connection, wish.request_id)
             )
-            if known is not None:
-                if known.submitter != wish.submitter:
+            if stored is not None:
+                if stored.submitter != wish.submitter:
                     raise ConfigError(f"request_id {wish.request_id!r} is taken by another operator's job")
-                if known.status not in FINAL and known.id not in self._runners:
+                if stored.status not in FINAL and stored.id not in self._runners:
                     # It was stored, and the answer to that was lost: nobody drives it yet.
-                    await self._take_up(known)
-                return self._newest(known)
+                    await self._take_up(stored)
+                return self._newest(stored)
             job = _parse(wish.config)
             population, spent = await self._population(job), await self._spent(job)
             row, artifact = await asyncio.to_thread(self._prepare, wish, job, population, spent)
@@ -176,8 +176,8 @@ class JobRegistry:
         return runner.row if runner else row
 
     async def _population(self, job: JobConfig) -> int:
-        known = await self._services.database.read(all_clients)
-        return max(1, sum(offers(client, job.task) for client in known))
+        agents = await self._services.database.read(all_clients)
+        return max(1, sum(offers(client, job.task) for client in agents))
 
     async def _spent(self, job: JobConfig) -> list[Total]:
         """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
@@ -244,8 +244,8 @@ class JobRegistry:
         database = self._services.database
         sequence = await database.read(lambda connection: store.last_sequence(connection, row.id))
         records = await database.read(lambda connection: store.history(connection, row.id))
-        known = await database.read(all_clients)
-        runner = await asyncio.to_thread(self._restore, row, records, known, sequence)
+        agents = await database.read(all_clients)
+        runner = await asyncio.to_thread(self._restore, row, records, agents, sequence)
         self._runners[row.id] = runner
         task = asyncio.get_running_loop().create_task(runner.run(), name=f"job {row.id}")
         self._tasks[row.id] = task

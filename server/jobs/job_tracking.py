@@ -23,7 +23,9 @@ class JobTracking:
     """
 
     def __init__(self, job: str, config: JobConfig, folder: Path, history: Sequence[RoundRecord]) -> None:
-        self._job, self._config, self._folder = job, config, folder
+        self._job = job
+        self._config = config
+        self._folder = folder
         self._began = history[0].started if history else None
         self._thread: ThreadPoolExecutor | None = None
         self._trackers: Trackers | None = None

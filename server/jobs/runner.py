@@ -205,18 +205,19 @@ class JobRunner:
     def _add_event(self, batch: PendingTransition, note: m.Note) -> None:
         self._sequence += 1
         now = self._services.clock()
-        where = (note.round, note.attempt, note.client)
         detail = dict(note.detail)
         incident = incident_of(note)
         self._services.observer.noted(note, incident)
         if incident is not None:
             detail["incident"] = incident.plain()
             self._services.alerts.tell(incident, note.message, now, self.row.id, self.row.name)
-        batch.events.append(EventRow(self._sequence, now, note.kind, note.message, *where, detail))
-        extra = dict(zip(("round", "attempt", "site"), where, strict=True))
-        log.info(
-            "%s: %s", self.row.name, note.message, extra={"job": self.row.id, "kind": note.kind, **extra}
+        batch.events.append(
+            EventRow(
+                self._sequence, now, note.kind, note.message, note.round, note.attempt, note.client, detail
+            )
         )
+        place = {"job": self.row.id, "round": note.round, "attempt": note.attempt, "site": note.client}
+        log.info("%s: %s", self.row.name, note.message, extra={"kind": note.kind, **place})
 
     async def _finish(self, batch: PendingTransition) -> None:
         """Durable, then visible."""
@@ -279,8 +280,9 @@ class JobRunner:
                 raise
             except StorageError as error:
                 if not self._trouble:
-                    told = (str(error), step.time, self.row.id, self.row.name)
-                    self._services.alerts.tell(storage_incident(str(error)), *told)
+                    self._services.alerts.tell(
+                        storage_incident(str(error)), str(error), step.time, self.row.id, self.row.name
+                    )
                 self._trouble = f"the job's state cannot be stored: {error}; trying again"
                 log.error("%s: %s", self.row.name, self._trouble, extra={"job": self.row.id})
                 self.inbox.notify()

@@ -59,8 +59,10 @@ class Sessions:
         joined: Callable[[AgentRow], None],
         left: Callable[[AgentRow], None],
     ) -> None:
-        self._clock, self.heartbeat = clock, heartbeat
-        self._joined, self._left = joined, left
+        self._clock = clock
+        self.heartbeat = heartbeat
+        self._joined = joined
+        self._left = left
         self.identities: dict[str, Identity] = {}
         self._sessions: dict[str, AgentSession] = {}
 

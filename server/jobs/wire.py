@@ -30,12 +30,12 @@ def step_to(job: str, step: m.Step) -> common_pb2.Step:
 
 def metrics_of(messages: Iterable[common_pb2.Metric]) -> dict[str, tuple[float, int]]:
     """Named sums; entries that are not finite, too many or oddly named are left out."""
-    found: dict[str, tuple[float, int]] = {}
+    metrics: dict[str, tuple[float, int]] = {}
     for metric in messages:
         sound = math.isfinite(metric.sum) and metric.count <= MAX_COUNT
-        if sound and 0 < len(metric.name) <= _MAX_NAME and len(found) < MAX_METRICS:
-            found[metric.name] = (metric.sum, metric.count)
-    return found
+        if sound and 0 < len(metric.name) <= _MAX_NAME and len(metrics) < MAX_METRICS:
+            metrics[metric.name] = (metric.sum, metric.count)
+    return metrics
 
 
 def failure_of(site: str, message: agent_pb2.Failure) -> SiteFailure:

@@ -34,7 +34,8 @@ class Leadership:
     """
 
     def __init__(self, config: ServerConfig, credentials: Credentials) -> None:
-        self._config, self._credentials = config, credentials
+        self._config = config
+        self._credentials = credentials
         self.listen = config.listen
         self._locks: list[int] = []
         self._database: Database | None = None

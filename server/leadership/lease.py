@@ -37,7 +37,9 @@ class Lease:
     """One coordinator's hold on a database. All methods block: call them in a thread."""
 
     def __init__(self, database: Database, holder: str, address: str, seconds: float) -> None:
-        self._database, self._holder, self._address = database, holder, address
+        self._database = database
+        self._holder = holder
+        self._address = address
         self.seconds = seconds
         self.token = 0
         self._renewed = 0.0

@@ -70,8 +70,8 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
 
 def incident_of(note: m.Note) -> Incident | None:
     """The incident that an event of a job tells of; None for events that are none."""
-    found = _kind_of_incident(note)
-    return found and replace(found, site=note.client, round=note.round, attempt=note.attempt)
+    incident = _kind_of_incident(note)
+    return incident and replace(incident, site=note.client, round=note.round, attempt=note.attempt)
 
 
 def _kind_of_incident(note: m.Note) -> Incident | None:

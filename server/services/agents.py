@@ -58,8 +58,12 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         authority: bytes,
         security: Security,
     ) -> None:
-        self._jobs, self._uploads, self._services = jobs, uploads, services
-        self._threads, self._version, self._authority = threads, version, authority
+        self._jobs = jobs
+        self._uploads = uploads
+        self._services = services
+        self._threads = threads
+        self._version = version
+        self._authority = authority
         self._security = security
         self._messages = RateLimit(MESSAGES_A_SECOND, MESSAGES_AT_ONCE, time.monotonic)
 

@@ -55,7 +55,8 @@ class Security:
         credentials: Credentials,
         clock: Callable[[], float],
     ) -> None:
-        self._config, self._credentials = config, credentials
+        self._config = config
+        self._credentials = credentials
         self._folder = Path(config.credentials)
         self.identity = _identity(self._folder)
         provider = Provider(config.oidc) if config.oidc else None
@@ -139,13 +140,14 @@ class _Files:
     """The credentials' files, watched: gRPC asks before each handshake."""
 
     def __init__(self, folder: Path, credentials: Credentials) -> None:
-        self._folder, self._credentials = folder, credentials
+        self._folder = folder
+        self._credentials = credentials
         self._seen = self._times()
 
     def current(self) -> grpc.ServerCertificateConfiguration:
         """What is shown and trusted now."""
-        held = self._credentials
-        return grpc.ssl_server_certificate_configuration([(held.key, held.certificate)], held.ca)
+        shown = self._credentials
+        return grpc.ssl_server_certificate_configuration([(shown.key, shown.certificate)], shown.ca)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """New credentials, if whole ones have come; half copied ones are looked at again next time."""

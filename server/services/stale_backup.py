@@ -13,9 +13,9 @@ async def forgotten(jobs: JobRegistry, database: Database, hello: agent_pb2.Hell
     if hello.coordinator != database.identity:
         return ""
     for step in hello.seen:
-        known = await _position(jobs, step.job)
-        if known is None or (step.round, step.attempt) > known:
-            at = f"round {known[0]}, attempt {known[1]}" if known else "nothing"
+        position = await _position(jobs, step.job)
+        if position is None or (step.round, step.attempt) > position:
+            at = f"round {position[0]}, attempt {position[1]}" if position else "nothing"
             return (
                 f"the coordinator's database is older than what this silo has seen: of job {step.job} the "
                 f"silo knows round {step.round}, attempt {step.attempt}, the database {at}. It was restored "

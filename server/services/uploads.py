@@ -58,7 +58,9 @@ class Uploads:
     """Receives updates for all jobs."""
 
     def __init__(self, jobs: JobRegistry, services: JobServices, threads: ThreadPoolExecutor) -> None:
-        self._jobs, self._services, self._threads = jobs, services, threads
+        self._jobs = jobs
+        self._services = services
+        self._threads = threads
         self._active: dict[str, asyncio.Task[Receipt]] = {}
         self._corrupted: Counter[str] = Counter()
 
@@ -109,25 +111,25 @@ class Uploads:
             return await self._reject(offer, "invalid_update", problem)
         first = runner.lost(client, step)
         if first and header.content.digest != first:
-            said = (
+            problem = (
                 f"the update {first[:12]} was accepted and damaged since, and another one came in its place, "
                 f"{header.content.digest[:12]}: what was acknowledged is not replaced"
             )
-            return await self._reject(offer, "data_corruption", said)
+            return await self._reject(offer, "data_corruption", problem)
         return offer
 
     async def _settled(self, client: str, job: str, step: m.Step, verdict: str) -> Receipt:
         """The answer for a step that is not waited for: what was decided about it before, if anything."""
         if verdict == "duplicate":
             return Receipt(status=Receipt.DUPLICATE)
-        known = await self._services.database.read(
+        decided = await self._services.database.read(
             lambda connection: receipt_of(connection, job, step.round, step.attempt, client)
         )
-        if known is None:
+        if decided is None:
             runner = self._jobs.runner(job)
             reason = runner.refusal(client, step) if runner else f"the job {job} is not running"
             return Receipt(status=Receipt.STALE, reason=reason)
-        receipt, reason = known
+        receipt, reason = decided
         status = Receipt.DUPLICATE if receipt == "accepted" else Receipt.REJECTED
         return Receipt(status=status, reason=reason)
 

@@ -50,8 +50,10 @@ class ArtifactStore:
     """
 
     def __init__(self, folder: Path, identity: str, bucket: Bucket | None = None) -> None:
-        self.folder, self.bucket = folder, bucket
-        self._objects, self._partial = folder / "objects", folder / "partial"
+        self.folder = folder
+        self.bucket = bucket
+        self._objects = folder / "objects"
+        self._partial = folder / "partial"
         self.refetch: Callable[[str, Path], bool] | None = None
         # As it was when its hash was right: a file that was changed since is hashed anew.
         self._verified: dict[str, tuple[int, ...] | None] = {}
@@ -158,9 +160,9 @@ class ArtifactStore:
 
     def digests(self) -> list[str]:
         """Every blob, here or in the bucket. Unreachable if that is away."""
-        there = [] if self.bucket is None else self.bucket.digests()
+        in_bucket = [] if self.bucket is None else self.bucket.digests()
         here = (path.name for path in self._objects.glob("*/*"))
-        return sorted(name for name in {*here, *there} if DIGEST.fullmatch(name))
+        return sorted(name for name in {*here, *in_bucket} if DIGEST.fullmatch(name))
 
     def unpin(self, digests: Iterable[str]) -> None:
         """The database mentions these now, or nobody will: they may be deleted again."""
@@ -219,18 +221,18 @@ class ArtifactStore:
         """From the bucket, or from where else it may be; False if it is nowhere whole."""
         partial = self._own_partial()
         try:
-            found = self.bucket is not None and self.bucket.get(digest, partial)
-            if not found and self.refetch is not None and self.refetch(digest, partial):
-                found = True
+            fetched = self.bucket is not None and self.bucket.get(digest, partial)
+            if not fetched and self.refetch is not None and self.refetch(digest, partial):
+                fetched = True
                 if self.bucket is not None:
                     self.bucket.put(partial, digest)
-            if found:
+            if fetched:
                 self._name(partial, digest)
         except OSError as error:
             raise os_error(error, partial) from error
         finally:
             partial.unlink(missing_ok=True)
-        return found
+        return fetched
 
     @property
     def _where(self) -> str:
@@ -241,22 +243,22 @@ class ArtifactStore:
 
     def _verify(self, path: Path, digest: str) -> None:
         """Hashes a blob that this process has not written itself, once, before anything reads it."""
-        found = blake3()
+        hasher = blake3()
         try:
             with path.open("rb", buffering=0) as file:
                 while data := file.read(READ_BYTES):
-                    found.update(data)
+                    hasher.update(data)
         except FileNotFoundError:
             raise DamagedArtifact(
                 digest, f"artifact {digest} is missing from {self._where}: restore it from a backup"
             ) from None
         except OSError as error:
             raise os_error(error, path) from error
-        if found.hexdigest() != digest:
+        if hasher.hexdigest() != digest:
             raise DamagedArtifact(
                 digest,
                 f"artifact {digest} in {self._where} is damaged: its bytes have the digest "
-                f"{found.hexdigest()}; restore it from a backup and check the disk",
+                f"{hasher.hexdigest()}; restore it from a backup and check the disk",
             )
 
     def _check_folder(self, identity: str) -> None:
@@ -269,31 +271,31 @@ class ArtifactStore:
             if not owner.exists():
                 owner.write_text(identity, encoding="ascii")
                 sync_folder(self.folder)
-            found = owner.read_text(encoding="ascii")
+            owned_by = owner.read_text(encoding="ascii")
         except OSError as error:
             raise ResourceError(
                 f"the artifact folder {self.folder} cannot be used: {error.strerror}; it must be writable "
                 "by the user who runs the coordinator"
             ) from error
-        _compare(self.folder, found, identity)
+        _compare(self.folder, owned_by, identity)
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
     """Changes with every write to the file that software makes; None where there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def check_owner(folder: Path, identity: str) -> None:
     """StorageError where the folder belongs to another database than that one (empty: a new one)."""
     try:
-        found = (folder / "coordinator").read_text(encoding="ascii")
+        owned_by = (folder / "coordinator").read_text(encoding="ascii")
     except OSError:
         return
-    _compare(folder, found, identity)
+    _compare(folder, owned_by, identity)
 
 
 def _compare(folder: Path, found: str, identity: str) -> None:

@@ -60,9 +60,13 @@ class BlobWriter:
         offset: int | None = None,
         direct: bool = False,
     ) -> None:
-        self._path, self._size, self._digest = partial, size, digest
-        self._adopt, self._observe = adopt, observe
-        self._from, self._direct = offset, direct
+        self._path = partial
+        self._size = size
+        self._digest = digest
+        self._adopt = adopt
+        self._observe = observe
+        self._from = offset
+        self._direct = direct
         self._file = -1
         self._hash = blake3()
         self.offset = 0

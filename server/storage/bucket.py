@@ -44,10 +44,10 @@ class Bucket:
     def check_owner(self, identity: str) -> bool:
         """Whether it is claimed. StorageError if by another database than that one (empty: a new one)."""
         data = self._place.read(OWNER)
-        found = data.decode(errors="replace") if data is not None else identity
-        if found != identity:
+        owner = data.decode(errors="replace") if data is not None else identity
+        if owner != identity:
             raise StorageError(
-                f"the bucket {self.address} belongs to coordinator {found[:12]}, the database to "
+                f"the bucket {self.address} belongs to coordinator {owner[:12]}, the database to "
                 f"{identity[:12] or 'none yet'}: use the database and the bucket that belong together"
             )
         return data is not None
@@ -57,9 +57,9 @@ class Bucket:
         if not self.check_owner(identity):
             self._place.write(OWNER, identity.encode())
             self.check_owner(identity)
-        found = self._place.contents()
-        self._doomed.update(name for name in found if name.endswith(PARTIAL))
-        self._sizes = {name[3:]: size for name, size in found.items() if name == blob_name(name[3:])}
+        contents = self._place.contents()
+        self._doomed.update(name for name in contents if name.endswith(PARTIAL))
+        self._sizes = {name[3:]: size for name, size in contents.items() if name == blob_name(name[3:])}
 
     def is_empty(self) -> bool:
         """Whether nothing lies there."""

@@ -54,20 +54,20 @@ class Location:
 
     def get(self, digest: str, target: Path) -> bool:
         """Fetches a blob into a file, synced; False if it is not there, or damaged there."""
-        found = blake3()
+        hasher = blake3()
         opened = self._opened(blob_name(digest))
         if opened is None:
             return False
         try:
             with target.open("wb") as file:
                 for data in self._pieces(opened):
-                    found.update(data)
+                    hasher.update(data)
                     file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise os_error(error, target) from error
-        if found.hexdigest() != digest:
+        if hasher.hexdigest() != digest:
             target.unlink()
             return False
         return True
@@ -90,20 +90,20 @@ class Location:
     def contents(self) -> dict[str, int]:
         """Everything that lies there: name → bytes."""
         with self._asking():
-            found = self._files.find(self._root, detail=True)
+            files = self._files.find(self._root, detail=True)
         start = len(self._root) + 1
-        return {name[start:]: int(about["size"]) for name, about in found.items()}
+        return {name[start:]: int(about["size"]) for name, about in files.items()}
 
     def _store(self, name: str, pieces: Iterable[bytes], digest: str) -> None:
         place = self._place(name)
         written = f"{place}.{secrets.token_hex(4)}{PARTIAL}" if self._renames else place
         with self._asking():
             self._write(written, pieces)
-            found = self._digest_of(written)
-            if found != digest:
+            stored = self._digest_of(written)
+            if stored != digest:
                 self._files.rm_file(written)
-        if found != digest:
-            raise Unreachable(f"{name} came back from {self.address} with the digest {found[:12]}")
+        if stored != digest:
+            raise Unreachable(f"{name} came back from {self.address} with the digest {stored[:12]}")
         if self._renames:
             with self._asking():
                 self._files.mv(written, place)
@@ -121,10 +121,10 @@ class Location:
                 os.fsync(file.fileno())
 
     def _digest_of(self, place: str) -> str:
-        found = blake3()
+        hasher = blake3()
         for data in self._pieces(self._files.open(place, "rb", block_size=BLOCK)):
-            found.update(data)
-        return found.hexdigest()
+            hasher.update(data)
+        return hasher.hexdigest()
 
     def _opened(self, name: str) -> Any | None:
         with self._asking():
@@ -157,9 +157,9 @@ class Location:
             raise
         except Exception as error:
             # Each kind of place has a library of its own, and most raise errors that are no OSError.
-            said = str(error).strip().split("\n")[0] or type(error).__name__
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise Unreachable(
-                f"{self.address} does not do what it is asked to: {said}; "
+                f"{self.address} does not do what it is asked to: {reason}; "
                 "check its address, its keys, and the network between"
             ) from error
 

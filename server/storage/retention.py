@@ -38,7 +38,10 @@ class Retention:
     """The rules, applied after each commit and when the coordinator starts."""
 
     def __init__(self, database: Database, artifacts: ArtifactStore, keep: Keep, replicas: Replicas) -> None:
-        self._database, self._artifacts, self._keep, self.replicas = database, artifacts, keep, replicas
+        self._database = database
+        self._artifacts = artifacts
+        self._keep = keep
+        self.replicas = replicas
 
     async def after_commit(self, job: str, record: RoundRecord, settled: int) -> list[str]:
         """Deletes updates of committed rounds and models that are too old; their digests.
@@ -49,22 +52,22 @@ class Retention:
         self.replicas.offer(record.optimizer)
 
         def forget(connection: Connection) -> list[str]:
-            found = [
+            unneeded = [
                 *spent_updates(connection, job, record.round),
                 *old_models(connection, job, self._keep),
             ]
-            return forget_unused(connection, found, self._keep)
+            return forget_unused(connection, unneeded, self._keep)
 
         try:
-            gone = await self._database.write(forget)
+            deleted = await self._database.write(forget)
             failpoint("retired")
-            await self._delete(gone)
+            await self._delete(deleted)
             self._artifacts.discard(f"{job}.{settled}.")
         except StorageError as error:
             log.warning("old artifacts stay for now: %s", error, extra={"job": job})
             return []
-        self.replicas.forget(gone)
-        return gone
+        self.replicas.forget(deleted)
+        return deleted
 
     async def copy_newest(self) -> None:
         """After a start: copies what was committed while nothing could be copied."""
@@ -85,10 +88,10 @@ class Retention:
 
         try:
             forgotten = await self._database.write(forget)
-            gone = [*forgotten, *await asyncio.to_thread(self._artifacts.digests)]
+            candidates = [*forgotten, *await asyncio.to_thread(self._artifacts.digests)]
             count = 0
-            for start in range(0, len(gone), AT_ONCE):
-                count += await self._delete(gone[start : start + AT_ONCE])
+            for start in range(0, len(candidates), AT_ONCE):
+                count += await self._delete(candidates[start : start + AT_ONCE])
             over = await self._database.read(
                 lambda connection: [row.id for row in jobs_in_order(connection) if row.status in FINAL]
             )
@@ -106,7 +109,7 @@ class Retention:
         wanted: Sequence[str] = list(digests)
 
         def delete(connection: Connection) -> int:
-            known = mentioned(connection, wanted)
-            return self._artifacts.delete(digest for digest in wanted if digest not in known)
+            still_mentioned = mentioned(connection, wanted)
+            return self._artifacts.delete(digest for digest in wanted if digest not in still_mentioned)
 
         return await self._database.write(delete) if wanted else 0

@@ -13,16 +13,22 @@ from roundtable.server.store.rows import AgentRow
 
 def remember(connection: Connection, client: AgentRow) -> None:
     """Stores what the agent says of itself; its counters stay as they are."""
-    said = {
+    values = {
         "version": client.version,
         "tasks": json.dumps(list(client.tasks)),
         "metadata": json.dumps(dict(client.metadata), sort_keys=True),
         "devices": json.dumps(list(client.devices)),
         "last_seen": client.last_seen,
     }
-    change = sa.update(tables.clients).where(tables.clients.c.name == client.name).values(said)
+    change = sa.update(tables.clients).where(tables.clients.c.name == client.name).values(values)
     if connection.execute(change).rowcount == 0:
-        fresh = {"name": client.name, "first_seen": client.first_seen, "selected": 0, "completed": 0, **said}
+        fresh = {
+            "name": client.name,
+            "first_seen": client.first_seen,
+            "selected": 0,
+            "completed": 0,
+            **values,
+        }
         connection.execute(sa.insert(tables.clients).values(fresh))
 
 

@@ -55,11 +55,11 @@ def old_models(connection: Connection, job: str, keep: Keep) -> list[str]:
     table = tables.rounds.c
     newest = connection.execute(sa.select(sa.func.max(table.round)).where(table.job == job)).scalar() or 0
     known = sa.select(tables.artifacts.c.digest)
-    found: set[str] = set()
+    digests_left: set[str] = set()
     for column, kept in ((table.model, keep.newest), (table.optimizer, 1)):
         query = sa.select(column).where(table.job == job, table.round <= newest - kept, column.in_(known))
-        found.update(connection.execute(query).scalars())
-    return sorted(found)
+        digests_left.update(connection.execute(query).scalars())
+    return sorted(digests_left)
 
 
 def left_over(connection: Connection, before: float) -> list[str]:

@@ -41,16 +41,16 @@ def append_rounds(
 
     A round's entry holds the versions of the software that committed it.
     """
-    found = [
+    entries = [
         entry(now, event.client, "silo_refused", job, {"round": event.round, "reason": event.message[:500]})
         for event in events
         if event.kind == "client_failed" and event.detail.get("kind") == "refused"
     ]
     for record in records:
         detail = _evidence(connection, job, record) | {"versions": versions()}
-        found.append(entry(now, COORDINATOR, "round_committed", job, detail))
-    if found:
-        append(connection, *found)
+        entries.append(entry(now, COORDINATOR, "round_committed", job, detail))
+    if entries:
+        append(connection, *entries)
 
 
 def lines(connection: Connection, first: int, limit: int) -> tuple[list[str], int]:

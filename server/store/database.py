@@ -48,7 +48,8 @@ class Database:
         self.identity = ""
         self.waiting = 0
         self.fence: Callable[[Connection], None] | None = None
-        self._writer, self._reader = writer, reader
+        self._writer = writer
+        self._reader = reader
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="database")
         self._read_threads = ThreadPoolExecutor(2, thread_name_prefix="database-read")
 
@@ -93,8 +94,8 @@ class Database:
             inspector = sa.inspect(connection)
             if not inspector.has_table("coordinator"):
                 return "", False
-            found = connection.execute(sa.select(tables.coordinator.c.identity)).scalar_one_or_none()
-            return str(found or ""), inspector.has_table("lease")
+            identity = connection.execute(sa.select(tables.coordinator.c.identity)).scalar_one_or_none()
+            return str(identity or ""), inspector.has_table("lease")
 
     @contextmanager
     def snapshot(self) -> Iterator[Connection]:
@@ -226,9 +227,9 @@ def _make_folder(folder: Path) -> None:
 
 def _identity(connection: Connection) -> str:
     """The coordinator's identity: made once, the same for the life of the database."""
-    found = connection.execute(sa.select(tables.coordinator.c.identity)).scalar_one_or_none()
-    if found is not None:
-        return str(found)
+    identity = connection.execute(sa.select(tables.coordinator.c.identity)).scalar_one_or_none()
+    if identity is not None:
+        return str(identity)
     identity = secrets.token_hex(16)
     connection.execute(sa.insert(tables.coordinator).values(id=1, identity=identity, created=time.time()))
     return identity

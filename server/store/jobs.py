@@ -100,8 +100,8 @@ def _check_already_made(connection: Connection, step: Transition) -> None:
     """The answer to an earlier attempt may have been lost on its way: then all is well."""
     table = tables.jobs.c
     query = sa.select(table.version, table.writer).where(table.id == step.job)
-    found = connection.execute(query).first()
-    if found is None or (found.version, found.writer) != (step.version, step.writer):
+    stored = connection.execute(query).first()
+    if stored is None or (stored.version, stored.writer) != (step.version, step.writer):
         raise LeaseLost(
             f"job {step.job} was taken further by another coordinator; this one must not go on with it"
         )

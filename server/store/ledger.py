@@ -120,8 +120,8 @@ def add(connection: Connection, rows: Sequence[LedgerRow]) -> None:
 
 def budget_of(connection: Connection, population: str) -> Budget | None:
     """The most that an operator lets all jobs together spend on a population."""
-    found = limits(connection).get(population)
-    return found.budget if found else None
+    limit = limits(connection).get(population)
+    return limit.budget if limit else None
 
 
 def limits(connection: Connection) -> dict[str, Limit]:
@@ -148,6 +148,6 @@ def set_budget(connection: Connection, budget: Budget, author: str, now: float) 
 
 def remove_budget(connection: Connection, population: str) -> Limit | None:
     """Takes the limit of a population away; gives the one that there was."""
-    found = limits(connection).get(population)
+    limit = limits(connection).get(population)
     connection.execute(sa.delete(tables.budgets).where(tables.budgets.c.population == population))
-    return found
+    return limit

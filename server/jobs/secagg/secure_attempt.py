@@ -46,9 +46,12 @@ class SecureAttempt:
         identities: Mapping[str, Identity],
         journal: Journal,
     ) -> None:
-        self.round, self.server, self.identities, self.journal = round, server, identities, journal
+        self.round = round
+        self.server = server
+        self.identities = identities
+        self.journal = journal
         self.inside = frozenset(identities)
-        self.told: dict[str, bytes] = {}
+        self.outgoing: dict[str, bytes] = {}
         self._adverts: dict[str, bytes] = {}
         self._heard: set[bytes] = set()
         self._announced: dict[str, bytes] = {}
@@ -131,7 +134,7 @@ class SecureAttempt:
 
     def problem(self, client: str, digest: str, announcement: bytes) -> str:
         """What is wrong with an upload's announcement; empty if nothing is. May raise ProtocolError."""
-        if client not in self.told or self.phase is not ServerPhase.MASKED:
+        if client not in self.outgoing or self.phase is not ServerPhase.MASKED:
             return f"{client} has no part in this attempt's secure aggregation"
         if self.server.announced(announcement) != (client, digest):
             return "the masked update is not the one that the silo signed"
@@ -189,14 +192,14 @@ class SecureAttempt:
         for number, group in server.alive.items():
             members = group.cohort.names
             path = self.journal.path.with_name(f"{self.journal.path.name}.row{number}")
-            told: SecureMean | str
+            outcome: SecureMean | str
             try:
                 mean = self.round.decode(group.total, len(group.survivors), len(members))
-                row, told = mean.vector, replace(mean, vector=torch.empty(0))
+                row, outcome = mean.vector, replace(mean, vector=torch.empty(0))
             except AggregationError as error:
-                row, told = torch.full((self.round.columns,), torch.nan), str(error)
+                row, outcome = torch.full((self.round.columns,), torch.nan), str(error)
             row.numpy().astype("<f4", copy=False).tofile(path)
-            decoded.append((members, told))
+            decoded.append((members, outcome))
             paths.append(path)
         lost = {name: f"its group was lost: {why}" for name in delivered if (why := server.why_lost(name))}
         return GroupMeans.of(FileMatrix(paths, self.round.columns), decoded, lost)
@@ -205,10 +208,10 @@ class SecureAttempt:
         """Where the protocol is, in words."""
         if self.phase not in WORDS:
             return ""
-        there = len(self.told) or len(self.identities)
+        members = len(self.outgoing) or len(self.identities)
         groups = self.server.alive if isinstance(self.server, GroupedServer) else {}
         where = f" in {len(groups)} groups" if groups else ""
-        return f"{WORDS[self.phase]}: {there - len(self.server.missing)} of {there}{where}"
+        return f"{WORDS[self.phase]}: {members - len(self.server.missing)} of {members}{where}"
 
     def _take(self, message: bytes) -> str:
         first = self.phase is ServerPhase.ADVERTISE
@@ -220,10 +223,10 @@ class SecureAttempt:
 
     def _advance(self) -> dict[str, str]:
         word = WORDS.get(self.phase, "")
-        self.told = self.server.advance()
-        gone = sorted(self.inside - self.told.keys()) if self.phase is not ServerPhase.DONE else []
-        self.inside = frozenset(self.told)
-        return {name: self._why_out(name) or f"no answer in time while {word}" for name in gone}
+        self.outgoing = self.server.advance()
+        out = sorted(self.inside - self.outgoing.keys()) if self.phase is not ServerPhase.DONE else []
+        self.inside = frozenset(self.outgoing)
+        return {name: self._why_out(name) or f"no answer in time while {word}" for name in out}
 
     def _why_out(self, client: str) -> str:
         server = self.server

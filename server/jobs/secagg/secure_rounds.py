@@ -116,7 +116,7 @@ class SecureRounds:
 
     def rejoined(self, client: str) -> None:
         """Sends again what may have been lost with the silo's connection."""
-        if self._attempt is not None and client in self._attempt.told:
+        if self._attempt is not None and client in self._attempt.outgoing:
             self._send(self._attempt, client)
 
     def problem(self, client: str, header: agent_pb2.UploadHeader) -> str:
@@ -202,7 +202,9 @@ class SecureRounds:
             self._exchange.cancel()
         if self._attempt is not None:
             self._attempt.close(forget=forget)
-        self._attempt, self._exchange, self._key = None, None, (0, 0)
+        self._attempt = None
+        self._exchange = None
+        self._key = (0, 0)
         self._permitted = False
         self._changed.set()
 
@@ -220,16 +222,16 @@ class SecureRounds:
         self.close(forget=True)
         self._key = (step.round, step.attempt)
         path = self._path(step)
-        known = self._services.sessions.identities
-        for name in [name for name in cohort if name not in known]:
-            said = "it has no signing identity, which secure aggregation needs: issue its credentials anew"
-            self._fail(step, name, "refused", said)
+        identities_shown = self._services.sessions.identities
+        for name in [name for name in cohort if name not in identities_shown]:
+            reason = "it has no signing identity, which secure aggregation needs: issue its credentials anew"
+            self._fail(step, name, "refused", reason)
         where = (self._id, self._job, self._columns, step)
         try:
             if path.exists():
                 self._attempt = SecureAttempt.resume(*where, path, self._services.artifacts.path)
             elif cohort:
-                identities = {name: known[name] for name in cohort if name in known}
+                identities = {name: identities_shown[name] for name in cohort if name in identities_shown}
                 self._attempt = SecureAttempt.begin(*where, path, identities)
         except RoundtableError as error:
             path.unlink(missing_ok=True)
@@ -237,8 +239,8 @@ class SecureRounds:
         self._forget_others(path)
         if self._attempt is None:
             return
-        told = self._attempt.round.parameters.summary()
-        log.info("round %d, attempt %d: %s", step.round, step.attempt, told, extra={"job": self._id})
+        parameters = self._attempt.round.parameters.summary()
+        log.info("round %d, attempt %d: %s", step.round, step.attempt, parameters, extra={"job": self._id})
         if self._attempt.phase in (*KEYS, ServerPhase.MASKED):
             self._exchange = asyncio.get_running_loop().create_task(self._exchange_keys(self._attempt, step))
 
@@ -298,7 +300,7 @@ class SecureRounds:
         return {update.client: self._services.artifacts.path(update.digest) for update in action.updates}
 
     def _tell(self, attempt: SecureAttempt) -> None:
-        for client in attempt.told:
+        for client in attempt.outgoing:
             self._send(attempt, client)
         self._inbox.notify()
 
@@ -306,7 +308,7 @@ class SecureRounds:
         if attempt.irrevocable and not self._permitted:
             return  # What is asked for now unmasks the sum: it is paid for first.
         session = attempt.server.session
-        message = wire.exchange(self._id, session.round, session.attempt, attempt.told[client])
+        message = wire.exchange(self._id, session.round, session.attempt, attempt.outgoing[client])
         self._services.sessions.send(client, message)
 
     def _fail(self, step: m.Step, client: str, kind: str, detail: str) -> None:
@@ -319,5 +321,5 @@ class SecureRounds:
 
 def _reasons(attempt: SecureAttempt) -> str:
     """What silos said that gave up."""
-    said = "; ".join(f"{name}: {reason}" for name, reason in sorted(attempt.server.aborted.items()))
-    return f" ({said})" if said else ""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(attempt.server.aborted.items()))
+    return f" ({reasons})" if reasons else ""

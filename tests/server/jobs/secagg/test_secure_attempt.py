@@ -71,7 +71,7 @@ def go_on(attempt: SecureAttempt, silos: Silos) -> bool:
     if attempt.phase is ServerPhase.DONE:
         return False
     if attempt.phase is ServerPhase.MASKED:
-        for name, message in attempt.told.items():
+        for name, message in attempt.outgoing.items():
             silos.clients[name].handle(message) if name not in silos.uploads else None
         bodies = silos.mask()
         for name in bodies:
@@ -81,7 +81,7 @@ def go_on(attempt: SecureAttempt, silos: Silos) -> bool:
         for advert in silos.adverts.values():
             attempt.receive(advert)
     else:
-        for name, message in attempt.told.items():
+        for name, message in attempt.outgoing.items():
             answer = silos.clients[name].handle(message)
             assert answer is not None
             attempt.receive(answer)
@@ -102,10 +102,10 @@ def test_an_attempt_can_be_taken_up_in_every_phase(tmp_path: Path, lost: str) ->
     silos = Silos(tmp_path, lost)
     attempt = begin(tmp_path, silos)
     while True:
-        phase, told = attempt.phase, attempt.told
+        phase, told = attempt.phase, attempt.outgoing
         attempt.journal.close(forget=False)
         attempt = resume(tmp_path, silos)
-        assert (attempt.phase, attempt.told) == (phase, told)
+        assert (attempt.phase, attempt.outgoing) == (phase, told)
         if not go_on(attempt, silos):
             break
     survivors = [place for place, name in enumerate(NAMES) if name != lost]
@@ -121,11 +121,11 @@ def test_groups_can_be_taken_up_in_every_phase(tmp_path: Path, lost: str) -> Non
     attempt = begin(tmp_path, silos)
     phases = []
     while True:
-        phase, told = attempt.phase, attempt.told
+        phase, told = attempt.phase, attempt.outgoing
         phases.append(phase)
         attempt.journal.close(forget=False)
         attempt = resume(tmp_path, silos)
-        assert (attempt.phase, attempt.told) == (phase, told)
+        assert (attempt.phase, attempt.outgoing) == (phase, told)
         if not go_on(attempt, silos):
             break
     assert ServerPhase.REVEAL in phases
@@ -160,7 +160,7 @@ def test_folding_again_after_a_crash_counts_nobody_twice(tmp_path: Path) -> None
     attempt = begin(tmp_path, silos)
     while attempt.phase is not ServerPhase.MASKED:
         go_on(attempt, silos)
-    for name, message in attempt.told.items():
+    for name, message in attempt.outgoing.items():
         silos.clients[name].handle(message)
     bodies = silos.mask()
     for name in bodies:
@@ -186,7 +186,7 @@ def test_a_false_upload_is_not_added(tmp_path: Path) -> None:
     attempt = begin(tmp_path, silos)
     while attempt.phase is not ServerPhase.MASKED:
         go_on(attempt, silos)
-    for name, message in attempt.told.items():
+    for name, message in attempt.outgoing.items():
         silos.clients[name].handle(message)
     bodies = silos.mask()
     announcement = silos.clients["alder"].masked()
@@ -217,7 +217,7 @@ def test_what_is_said_again_in_a_later_phase_changes_nothing(tmp_path: Path) -> 
     while attempt.phase is not ServerPhase.CONSENT:
         go_on(attempt, silos)
     consents = {}
-    for name, message in attempt.told.items():
+    for name, message in attempt.outgoing.items():
         consents[name] = silos.clients[name].handle(message)
         attempt.receive(consents[name])
     attempt.advance()
