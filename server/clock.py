@@ -23,7 +23,7 @@ def steady_time() -> float:
 
 
 async def watch_clock() -> None:
-    """Says in the log when the machine's clock was set; runs until cancelled."""
+    """Logs when the machine's clock was set; runs until cancelled."""
     known = time.time() - steady_time()
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -31,7 +31,7 @@ async def watch_clock() -> None:
 
 
 def note_jump(known: float) -> float:
-    """How far the machine's clock is from ours, which is logged if it was `known` to be elsewhere."""
+    """Returns the machine's clock minus ours in seconds; logs it if it has changed from `known`."""
     now = time.time() - steady_time()
     if abs(now - known) > NOTED_SECONDS:
         log.warning(

@@ -147,7 +147,7 @@ def load_server_config(path: Path | None = None, overrides: Mapping[str, Any] | 
 
 
 def _below(base: Path, table: RootTable) -> RootTable:
-    """With the path of the task's file made absolute."""
+    """The table with the path of the task's file made absolute."""
     place, colon, name = table.task.partition(":")
     if not place.endswith(".py"):
         return table

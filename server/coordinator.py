@@ -168,7 +168,10 @@ class Coordinator:
         self._tasks.extend(loop.create_task(part) for part in work)
 
     async def _find_artifacts(self) -> ArtifactStore:
-        """The folder; with a bucket, all that the database mentions is in that before anything is served."""
+        """Opens the store.
+
+        With a bucket, everything that the database mentions is put there before anything is served.
+        """
         folder, identity = Path(self.config.artifacts), self._database.identity
         if not self.config.bucket:
             return ArtifactStore(folder, identity)
@@ -238,7 +241,7 @@ class Coordinator:
 
 
 def run_server(config: ServerConfig, trusted: TrustedTraining | None = None) -> None:
-    """Runs until SIGTERM or SIGINT. Raises RoundtableError for what a person must mend.
+    """Runs a coordinator until SIGTERM or SIGINT. Raises RoundtableError for what a person must mend.
 
     `trusted` trains on data of the coordinator's own, for rules that measure updates by them.
     """
@@ -287,7 +290,7 @@ def _answers(address: str) -> bool:
 async def _one_term(
     config: ServerConfig, stopping: asyncio.Task[bool], trusted: TrustedTraining | None
 ) -> bool:
-    """From standing by, over being active, to the signal to stop or another coordinator's turn."""
+    """Stands by, is active, and returns at the signal to stop or when another coordinator takes over."""
     coordinator = Coordinator(config, trusted=trusted)
     starting = asyncio.get_running_loop().create_task(coordinator.start())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -318,7 +321,7 @@ def _coordinator_credentials(folder: Path) -> Credentials:
 
 
 def _check_port(listen: str) -> None:
-    """gRPC tells little when a port cannot be had; the system tells more."""
+    """Raises ResourceError with the system's reason where a port cannot be had; gRPC gives none."""
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     try:

@@ -37,7 +37,7 @@ STATES = ("waiting", "running", "paused", "finished", "cancelled", "failed")
 
 
 class CoordinatorPage:
-    """What is watched of a coordinator. Until `opened` it stands by, or waits for its database."""
+    """The page of one coordinator. Until `opened` it shows one that stands by or waits for its database."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class CoordinatorPage:
     def opened(
         self, jobs: JobRegistry, sessions: Sessions, database: Database, refusals: Counter[tuple[str, str]]
     ) -> None:
-        """The coordinator is active. `refusals` counts the gate's, by call and status."""
+        """Shows an active coordinator from now on. `refusals` are counted by call and status."""
         self._parts = (jobs, sessions, database)
         self._refusals = refusals
 
     def closed(self) -> None:
-        """It is active no longer."""
+        """Shows a coordinator that is no longer active."""
         self._parts = None
 
     async def ready(self) -> tuple[bool, str]:
@@ -201,7 +201,7 @@ class CoordinatorPage:
 
 
 class DatabaseAway:
-    """What is told of a coordinator that was active and waits for its database."""
+    """The page of a coordinator that was active and waits for its database."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -223,7 +223,7 @@ def _expected(connection: Connection) -> list[AgentRow]:
 
 
 def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:
-    """The newest training step of each silo that tells of them."""
+    """Adds the newest training step of each silo that reports figures."""
     newest = {
         (job, silo): figures
         for (job, _), runner in live.items()

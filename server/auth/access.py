@@ -58,23 +58,23 @@ class Refusal(errors.RoundtableError):
 
 
 def principal() -> Principal:
-    """Who makes the call that runs."""
+    """The party that makes the current call."""
     return _principal.get()
 
 
 def caller(context: Context) -> str:
-    """The name of who makes the call that runs."""
+    """The name of the party that makes the current call."""
     return _principal.get().name
 
 
 def address_of(context: Context) -> str:
-    """Where the call comes from, without the port."""
+    """The address that the call comes from, without the port."""
     peer = str(context.peer())
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
 class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """The gate before every method of every service."""
+    """Intercepts every call: identifies the caller, checks the permission, limits the rate."""
 
     def __init__(
         self, principals: Principals, audit: AuditLog, lockouts: Lockouts, clock: Callable[[], float]
@@ -152,7 +152,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return call
 
     def _admit(self, who: Principal, address: str, name: str, permission: Permission) -> None:
-        """Whether they may call this now; IdentityError or Refusal otherwise."""
+        """Lets the call pass. Raises IdentityError for a wrong role, Refusal for too many calls."""
         if who.role not in permission.callers:
             raise errors.IdentityError(_wrong_role(who, name, permission))
         fits = self._strangers.allows(address) if who is NOBODY else self._known.allows(who.party)
@@ -195,7 +195,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             self._audit.refused(who.label, name, str(error), address)
 
     async def _cancelled(self, context: Context, who: Principal) -> None:
-        """Cut off by `cut`, or ended by the caller, whom nobody needs to tell."""
+        """Tells a caller that `cut` has ended the call; one that the caller ended itself needs no answer."""
         task = asyncio.current_task()
         if task not in self._cut:
             raise asyncio.CancelledError
@@ -247,7 +247,7 @@ class _Malformed:
 def _careful(
     reader: Callable[[bytes], Any] | None, name: str, *, streams: bool
 ) -> Callable[[bytes], Any] | None:
-    """The same reader of messages, whose failures are refusals. In a stream they can be raised at once."""
+    """Wraps a deserializer so that its failures become refusals. In a stream they are raised at once."""
     if reader is None:
         return None
 

@@ -52,7 +52,7 @@ class AuditLog:
         await self.seal()
 
     async def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:
-        """Durable when this returns."""
+        """Appends an entry; it is durable when this returns."""
         item = entry(self._clock(), actor, action, target, detail)
         await self._database.write(lambda connection: store.append(connection, item))
 
@@ -85,7 +85,7 @@ class AuditLog:
         self.sealed = made or self.sealed
 
     async def lines(self, first: int) -> AsyncIterator[list[str]]:
-        """The log from an entry on, in pages, signed up to its end."""
+        """Yields the log from an entry on, in pages, signed up to its end."""
         await self.seal()
         place = min(max(1, first), LAST)
         while True:

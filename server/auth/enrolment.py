@@ -39,7 +39,7 @@ _WRONG = "this invitation does not hold: it was used, has expired or was withdra
 
 @dataclass(frozen=True)
 class _Keys:
-    """What is to be certified: the key of the connection, and the one to sign with."""
+    """The keys to certify: the connection's, and the one to sign with."""
 
     node: x.PublicKey
     identity: x.PublicKey

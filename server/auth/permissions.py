@@ -24,7 +24,7 @@ class Permission:
 
 
 def _from(role: Role, *, noted: bool = False) -> Permission:
-    """This operators' role and those above it."""
+    """Permits this operators' role and those above it."""
     return Permission(frozenset(OPERATOR_ROLES[OPERATOR_ROLES.index(role) :]), noted)
 
 

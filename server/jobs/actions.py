@@ -69,13 +69,13 @@ class JobActions:
                 raise AssertionError(f"{action} is for the transaction, not to be performed")
 
     def close(self) -> None:
-        """The job has ended."""
+        """Ends what runs for a job that is over."""
         self._timers.clear()
         self._tracking.close(finished=True)
         self._collection.close(forget=True)
 
     def stop(self) -> None:
-        """The process ends: what is under way is dropped, because the engine asks for it again."""
+        """Drops what is under way when the process ends; the engine asks for it again after a start."""
         self._timers.clear()
         self._tracking.close(finished=False)
         self._collection.close(forget=False)

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 async def despite_outages(job: str, work: Callable[[], Awaitable[Result]]) -> Result:
-    """What the privacy ledger answers; a database that is away is waited for."""
+    """Returns what the privacy ledger answers; waits while the database is away."""
     while True:
         try:
             return await work()
@@ -86,7 +86,7 @@ class AggregateAction:
                 return
 
     async def _patiently(self, action: m.Aggregate) -> NewModel:
-        """The new model; a bucket that is away is waited for, and people are told."""
+        """Makes the new model; while a bucket is away, waits and alerts."""
         pause = FIRST_PAUSE
         try:
             while True:
@@ -100,7 +100,7 @@ class AggregateAction:
             self.trouble = ""
 
     async def _new_model(self, action: m.Aggregate) -> NewModel:
-        """One try. What was received is collected anew for each: combining it uses it up."""
+        """Tries once. Collects anew each time, because combining uses up what was received."""
         step, account = action.step, self._account
         guarantee = await despite_outages(self._job, lambda: account.guarantee(step))
 
@@ -129,7 +129,7 @@ class AggregateAction:
 
 
 def _failure(action: m.Aggregate, error: RoundtableError) -> m.Event:
-    """What the engine is told: another cohort would change nothing where the model itself is gone."""
+    """The event for a failure. Where the model itself is gone, another cohort would change nothing."""
     if isinstance(error, DamagedArtifact) and error.digest in (action.model, action.optimizer):
         return m.Pause(str(error))
     damaged = error.damaged if isinstance(error, DamagedUpdates) else {}

@@ -27,7 +27,7 @@ class JobAccount(Protocol):
 
 
 class NoAccount:
-    """Of a job without privacy: nothing is charged and nothing promised."""
+    """The account of a job without privacy: charges nothing and promises nothing."""
 
     async def reserve(self, step: m.Step) -> None:
         return

@@ -25,7 +25,7 @@ class Arrival:
 
 
 class JobInbox:
-    """What everybody sends to a job's driver. Only the driver reads it."""
+    """The queue of events for a job's driver. Everybody writes to it, only the driver reads it."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Arrival] = asyncio.Queue()
@@ -62,7 +62,7 @@ class JobInbox:
                 arrival.done.set_result(arrival.verdict)
 
     def close(self) -> None:
-        """The job is over: whoever still waits, or sends something later, is told that it is stale."""
+        """Ends the queue of a job that is over: who still waits, or sends later, gets the verdict stale."""
         self._closed = True
         rest = self._rest()
         for arrival in rest:
@@ -70,7 +70,7 @@ class JobInbox:
         self.answer(rest)
 
     def notify(self) -> None:
-        """Something has changed that people can see."""
+        """Wakes those who follow the job: something has changed that they can see."""
         self._changed.set()
         self._changed = asyncio.Event()
 

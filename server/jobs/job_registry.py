@@ -50,7 +50,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Submission:
-    """What an operator asks for: the job as JSON, its initial model, and a name for the request itself."""
+    """A job as an operator submits it: its JSON, its initial model, and an identifier of the request."""
 
     request_id: str
     config: str
@@ -61,7 +61,7 @@ class Submission:
 
 
 class JobRegistry:
-    """Starts, finds and ends jobs, and passes on to each what concerns it."""
+    """Starts, finds and ends jobs, and routes events to their drivers."""
 
     def __init__(self, services: JobServices) -> None:
         self._services = services
@@ -95,7 +95,7 @@ class JobRegistry:
                 await self._stand_still(row.id, f"it could not be taken up after a restart: {error}")
 
     def say_stopping(self) -> None:
-        """Lets those go who follow a job."""
+        """Ends the streams of those who follow a job: the coordinator is about to stop."""
         self.stopping = True
         for runner in self._runners.values():
             runner.inbox.notify()
@@ -109,7 +109,10 @@ class JobRegistry:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def submit(self, wish: Submission) -> JobRow:
-        """The job of this request, new or from before. ConfigError for one that cannot work."""
+        """Returns the job of this request, made now or by an earlier call.
+
+        ConfigError for one that cannot work.
+        """
         if not 0 < len(wish.request_id) <= 200:
             raise ConfigError("request_id: between 1 and 200 characters that name this submission")
         async with self._submitting:
@@ -135,7 +138,7 @@ class JobRegistry:
             return row
 
     async def find(self, wanted: str) -> JobRow:
-        """By identifier, unique prefix, or name; UnknownJob otherwise."""
+        """Finds a job by identifier, unique prefix, or name; UnknownJob otherwise."""
         return self._newest(await self._services.database.read(lambda c: store.find_job(c, wanted)))
 
     async def rows(self) -> list[JobRow]:
@@ -149,14 +152,14 @@ class JobRegistry:
         return runner.row
 
     def joined(self, client: AgentRow) -> None:
-        """An agent has connected."""
+        """Tells every job whose task the agent has that it is connected."""
         for runner in self._runners.values():
             if offers(client, runner.job.task):
                 runner.inbox.post(m.ClientJoined(_info(client)))
                 runner.collection.rejoined(client.name)
 
     def left(self, client: AgentRow) -> None:
-        """An agent's connection has ended."""
+        """Tells every job whose task the agent has that its connection has ended."""
         for runner in self._runners.values():
             if offers(client, runner.job.task):
                 runner.inbox.post(m.ClientLeft(client.name))
@@ -166,7 +169,7 @@ class JobRegistry:
         return any(runner.may_read(client, digest) for runner in self._runners.values())
 
     def damaged(self, error: DamagedArtifact) -> None:
-        """An artifact is lost: jobs that need it wait for somebody to bring it back."""
+        """Pauses the jobs that need an artifact which is lost, until somebody brings it back."""
         for runner in self._runners.values():
             if runner.needs(error.digest):
                 runner.inbox.post(m.Pause(str(error)))
@@ -297,7 +300,7 @@ class JobRegistry:
         )
 
     def _ended(self, job: str, task: asyncio.Task[None]) -> None:
-        """Over, or broken: then the job stands still as it is stored, and can be resumed."""
+        """Forgets the driver of a job that is over; pauses a job whose driver has failed."""
         runner = self._runners.pop(job)
         del self._tasks[job]
         if task.cancelled():
@@ -316,7 +319,7 @@ class JobRegistry:
             self._background.add_done_callback(lambda _: runner.inbox.notify())
 
     def _tell_agents(self, runner: JobRunner) -> None:
-        """Agents forget a job that is over."""
+        """Tells agents to forget a job that is over."""
         message = wire.job_over(runner.row.id, f"the job is {runner.row.status}: {runner.row.reason}")
         for client in self._services.sessions.clients():
             if offers(client, runner.job.task):
@@ -349,14 +352,14 @@ def _parse(text: str) -> JobConfig:
 
 
 def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
-    """The job with the noise that was solved for it when it came: its own charges change nothing of it."""
+    """The job with the noise that was solved for it at its submission: its own charges do not change it."""
     if noise is None:
         return job
     return job.model_copy(update={"privacy": job.privacy.model_copy(update={"noise_multiplier": noise})})
 
 
 def _submission(row: JobRow) -> common_pb2.Submission:
-    """What silos are told of who asked for the job; jobs of older versions have no signature."""
+    """The submitter's signature as silos get it; jobs of older versions have none."""
     return common_pb2.Submission(
         submitter=row.submitter,
         request_id=row.request_id,

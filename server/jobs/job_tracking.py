@@ -36,14 +36,14 @@ class JobTracking:
                 self.committed(record)
 
     def committed(self, record: RoundRecord) -> None:
-        """A round is durable. Returns at once."""
+        """Logs a round that is durable. Returns at once."""
         if self._thread is not None:
             self._began = record.started if self._began is None else self._began
             passed = {"time": record.ended - self._began, "seconds": record.ended - record.started}
             self._thread.submit(self._log, record.round, {**figures(record), **passed})
 
     def close(self, finished: bool) -> None:
-        """The job has ended, or the coordinator stops. Returns at once; what was told is still written."""
+        """Ends tracking. Returns at once; what was logged before is still written."""
         if self._thread is not None:
             self._thread.submit(self._close, finished)
             self._thread.shutdown(wait=False)

@@ -29,7 +29,7 @@ class DamagedUpdates(StorageError):
 
 
 class PlainRounds:
-    """Needs no messages and no memory beside the uploads: most of what a protocol would do is nothing."""
+    """The collection without a protocol: it needs no messages and no state beside the uploads."""
 
     def __init__(self, job: JobConfig, columns: int, services: JobServices) -> None:
         self._encoding = job.transfer.encoding
@@ -95,7 +95,7 @@ class PlainRounds:
         return
 
     def _paths(self, action: m.Aggregate) -> list[Path]:
-        """Blocks: with a bucket, files that are not here are fetched."""
+        """The files of the updates. Blocks: with a bucket, those that are not here are fetched."""
         paths, damaged = [], {}
         for update in action.updates:
             try:

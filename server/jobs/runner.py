@@ -105,7 +105,7 @@ class JobRunner:
         self._actions.stop()
 
     def wants(self, client: str, step: m.Step) -> Verdict:
-        """What an upload would be: asked before a byte of it is accepted."""
+        """The verdict on an upload, before a byte of it is accepted."""
         return self._engine.wants(client, step)
 
     def lost(self, client: str, step: m.Step) -> str:
@@ -114,7 +114,7 @@ class JobRunner:
         return update.digest if update is not None else ""
 
     def refusal(self, client: str, step: m.Step) -> str:
-        """Why an update is stale."""
+        """The reason why an update for this step is stale."""
         return self._engine.refusal(client, step)
 
     def may_read(self, client: str, digest: str) -> bool:
@@ -133,13 +133,13 @@ class JobRunner:
         return digest == (attempt.aggregated.model if attempt and attempt.aggregated else state.model)
 
     def view(self) -> EngineView:
-        """Where the job stands; a database or bucket that is away shows as what the job waits for."""
+        """The job's current state; a database or bucket that is away shows as what the job waits for."""
         view = self._engine.view()
         waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for)))
         return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
 
     def where(self) -> dict[str, Any]:
-        """The place that log lines of this job carry."""
+        """The fields that log lines of this job carry."""
         attempt = self._engine.state.attempt
         place: dict[str, Any] = {"job": self.row.id}
         if attempt is not None:
@@ -220,7 +220,7 @@ class JobRunner:
         log.info("%s: %s", self.row.name, note.message, extra={"kind": note.kind, **place})
 
     async def _finish(self, batch: PendingTransition) -> None:
-        """Durable, then visible."""
+        """Makes a batch durable, then performs its actions."""
         began = time.monotonic()
         if batch.worth_writing:
             await self._persist(batch)
@@ -233,7 +233,7 @@ class JobRunner:
         self.inbox.notify()
 
     def _place(self, batch: PendingTransition) -> tuple[int, str]:
-        """Where this batch leads, for failpoints: the commit of a round, or a phase."""
+        """(round, phase) that this batch leads to, for failpoints; a commit counts as a phase."""
         if batch.records:
             return batch.records[-1]["round"], m.COMMIT
         attempt = self._engine.state.attempt

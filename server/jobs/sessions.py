@@ -15,7 +15,7 @@ log = logging.getLogger("roundtable.server.jobs.sessions")
 
 @dataclass(frozen=True)
 class Identity:
-    """What an agent signs with in secure aggregation: its certificate (PEM), and the public key in it."""
+    """An agent's signing identity in secure aggregation: its certificate (PEM) and the public key in it."""
 
     certificate: bytes
     key: bytes
@@ -36,7 +36,7 @@ class AgentSession:
         return self.client.name
 
     def send(self, message: agent_pb2.ToAgent) -> None:
-        """Puts a message on its way."""
+        """Queues a message for the agent."""
         self.outbox.put_nowait(message)
 
     def end(self, reason: str = "") -> None:
@@ -47,7 +47,7 @@ class AgentSession:
 
 
 class Sessions:
-    """Who is here. `joined` and `left` are called as agents come and go.
+    """The connected agents. `joined` and `left` are called as agents connect and disconnect.
 
     `identities` are those that agents have shown, checked; they outlast a connection.
     """
@@ -94,7 +94,7 @@ class Sessions:
         return session
 
     def close(self, session: AgentSession) -> None:
-        """The stream is over; of no effect for one that was replaced."""
+        """Removes a session whose stream is over; one that was replaced is left alone."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
             log.info("%s is gone", session.name, extra={"site": session.name})

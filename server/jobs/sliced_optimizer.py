@@ -20,7 +20,7 @@ SLICE = 1 << 22
 
 
 def give_back_free_memory() -> None:
-    """What was freed in small blocks goes back to the system, too; takes about a millisecond."""
+    """Returns memory that was freed in small blocks to the system; takes about a millisecond."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -28,7 +28,7 @@ def give_back_free_memory() -> None:
 
 
 def drop_pages(mapped: Tensor) -> None:
-    """The pages that this tensor has touched of a mapped, unchanged file may go; they can be read again."""
+    """Lets the system drop the pages of a mapped, unchanged file; they can be read again."""
     if sys.platform == "linux" and mapped.numel():
         page = mmap.PAGESIZE
         start = -(-mapped.data_ptr() // page) * page

@@ -29,7 +29,7 @@ def step_to(job: str, step: m.Step) -> common_pb2.Step:
 
 
 def metrics_of(messages: Iterable[common_pb2.Metric]) -> dict[str, tuple[float, int]]:
-    """Named sums; entries that are not finite, too many or oddly named are left out."""
+    """Decodes named sums; leaves out what is not finite, too many, or has an empty or overlong name."""
     metrics: dict[str, tuple[float, int]] = {}
     for metric in messages:
         sound = math.isfinite(metric.sum) and metric.count <= MAX_COUNT
@@ -39,7 +39,7 @@ def metrics_of(messages: Iterable[common_pb2.Metric]) -> dict[str, tuple[float, 
 
 
 def failure_of(site: str, message: agent_pb2.Failure) -> SiteFailure:
-    """A failure as the silo tells it; unknown kinds become `task_error`, long texts are cut."""
+    """Decodes a silo's failure; unknown kinds become `task_error`, long texts are cut."""
     kind = message.kind if message.kind in FAILURE_KINDS else "task_error"
     detail = " ".join(message.detail.split())[:_MAX_TEXT] or "no reason given"
     step = message.step
@@ -47,14 +47,14 @@ def failure_of(site: str, message: agent_pb2.Failure) -> SiteFailure:
 
 
 def trouble_of(site: str, message: agent_pb2.Trouble) -> m.Troubled:
-    """An incident that the silo deals with, as it tells it."""
+    """Decodes an incident that the silo deals with itself."""
     step = message.step
     failure = failure_of(site, agent_pb2.Failure(step=step, kind=message.kind, detail=message.detail))
     return m.Troubled(step_of(step), failure, " ".join(message.action.split())[:_MAX_TEXT])
 
 
 def client_of(name: str, hello: agent_pb2.Hello, now: float) -> AgentRow:
-    """What an agent says of itself, within bounds."""
+    """Decodes an agent's introduction; names, texts and lists are cut to their bounds."""
     return AgentRow(
         name=name,
         version=hello.version[:50],
@@ -92,7 +92,7 @@ def instruction(
 
 
 def exchange(job: str, round: int, attempt: int, payload: bytes) -> agent_pb2.ToAgent:
-    """The message that carries one of secure aggregation's."""
+    """The message that carries a message of secure aggregation."""
     step = common_pb2.Step(job=job, round=round, attempt=attempt, phase=SECURE)
     work = agent_pb2.Exchange(payload=payload)
     return agent_pb2.ToAgent(instruction=agent_pb2.Instruction(step=step, exchange=work))

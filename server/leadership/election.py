@@ -88,7 +88,7 @@ class Leadership:
                     return f"the lease could not be renewed for {lease.seconds:g} s: {error}"
 
     async def left(self) -> None:
-        """Lets another take over; the database is closed."""
+        """Gives up the hold, so that another can take over, and closes the database."""
         if self._database is not None:
             if self._lease is not None and self._lease.token and not self._database.embedded:
                 await asyncio.to_thread(self._lease.release)
@@ -99,7 +99,7 @@ class Leadership:
         self._locks = []
 
     async def _stand_by(self, lease: Lease) -> None:
-        """Answers that another is active, until it is no longer; a database that is away is waited for."""
+        """Refuses calls while another coordinator is active; also waits while the database is away."""
         active = ""
         async with standing_by(self.listen, self._credentials, lambda: active) as port:
             self.listen = f"{self.listen.rpartition(':')[0]}:{port}"
@@ -114,7 +114,7 @@ class Leadership:
 
 
 def _lock(folder: Path, name: str, what: str) -> int:
-    """Holds a lock file: two coordinators on the same files would undo each other's work."""
+    """Locks a file, so that no two coordinators work on the same folder; returns its descriptor."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)

@@ -67,7 +67,7 @@ class Lease:
         return True
 
     def renew(self) -> None:
-        """Holds it for longer. LeaseLost if another has it, StorageError if the database is away."""
+        """Extends the lease. LeaseLost if another has it, StorageError if the database is away."""
         began = time.monotonic()
         with self._database.transaction() as connection:
             table = tables.lease.c
@@ -78,7 +78,7 @@ class Lease:
         self._renewed = began
 
     def release(self) -> None:
-        """Lets another have it at once."""
+        """Gives the lease up, so that another can have it at once."""
         try:
             with self._database.transaction() as connection:
                 table = tables.lease.c
@@ -95,7 +95,7 @@ class Lease:
             raise self._lost()
 
     def holder(self) -> Holder:
-        """Who has it now."""
+        """Reads who holds the lease now."""
         with self._database.transaction() as connection:
             row = connection.execute(sa.select(tables.lease)).one()
             return Holder(row.holder, row.token, row.address, row.expires - self._now(connection))

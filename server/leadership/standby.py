@@ -36,7 +36,7 @@ class _Everything(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
 @asynccontextmanager
 async def standing_by(listen: str, credentials: Credentials, active: Callable[[], str]) -> AsyncIterator[int]:
-    """Listens and refuses while the block lasts; gives the port."""
+    """Listens and refuses every call while the block lasts; yields the port."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((_Everything(active),))
     secure = grpc.ssl_server_credentials(

@@ -47,7 +47,7 @@ class Alerts:
         self._waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue(WAITING)
 
     def tell(self, incident: Incident, message: str, time: float, job: str = "", name: str = "") -> None:
-        """An incident has happened; returns at once."""
+        """Queues an alert if the incident is severe enough; returns at once."""
         table = self._table
         worth = SEVERITIES.index(incident.severity) >= SEVERITIES.index(table.severity)
         if not worth or not (table.webhook or table.command):

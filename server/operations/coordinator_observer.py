@@ -32,7 +32,7 @@ class _Place:
 
 
 class CoordinatorObserver:
-    """One for the life of a coordinator. Keeps nothing up: everything here is arithmetic in memory."""
+    """Counts and times for the life of a coordinator. Never blocks: all of it is arithmetic in memory."""
 
     def __init__(self, tracer: Tracer | None = None, clock: Callable[[], float] = time.time) -> None:
         self.tally = Tally()
@@ -41,7 +41,7 @@ class CoordinatorObserver:
         self._places: dict[str, _Place] = {}
 
     def noted(self, note: m.Note, incident: Incident | None) -> None:
-        """An event of a job's history."""
+        """Counts an event of a job's history."""
         tally = self.tally
         tally.count("events", note.kind)
         if incident is not None:
@@ -54,14 +54,14 @@ class CoordinatorObserver:
             tally.count("rounds", "failed")
 
     def answered(self, receipt: agent_pb2.UploadReceipt) -> None:
-        """An upload has been answered."""
+        """Counts the answer to an upload."""
         result = _RECEIPTS.get(receipt.status, "unknown")
         self.tally.count("updates", result)
         if result in ("stale", "duplicate"):
             self.tally.count("refused", result)
 
     def moved(self, job: str, step: m.Step | None, records: Sequence[dict[str, Any]], stored: float) -> None:
-        """A job's transition is durable: rounds in `records` are committed, and it is at `step` now.
+        """Times a job's durable transition: rounds in `records` are committed, and the job is at `step` now.
 
         `stored` is how long the transaction took, in seconds.
         """
@@ -78,24 +78,25 @@ class CoordinatorObserver:
             self._places[job] = _Place(step, now, place.round_began if again and place else now)
 
     def close(self) -> None:
-        """Passes on what waits."""
+        """Passes on the spans that wait."""
         self._tracer.close()
 
     def _committed(self, job: str, record: dict[str, Any], now: float, stored: float) -> None:
         self.tally.count("rounds", "failed" if record.get("closed") else "committed")
         self.tally.took("round", "", record["ended"] - record["started"])
         self.tally.took("phase", m.COMMIT, stored)
-        at = (job, record["round"], record["attempt"])
+        round, attempt = record["round"], record["attempt"]
+        commit = Span(job, round, attempt, (m.COMMIT,), now - stored, now, values={"model": record["model"]})
+        self._tracer.tell(commit)
         values = {"cohort": len(record["cohort"]), "contributors": len(record["contributors"])}
-        self._tracer.tell(Span(*at, (m.COMMIT,), now - stored, now, "", {"model": record["model"]}))
-        self._tracer.tell(Span(*at, (), record["started"], now, "", values))
+        self._tracer.tell(Span(job, round, attempt, (), record["started"], now, values=values))
 
     def _left(self, job: str, place: _Place, step: m.Step | None, now: float, committed: bool) -> None:
-        """A phase is over; without a commit the attempt may be over with it."""
+        """Times a phase that is over; without a commit the attempt may be over with it."""
         old = place.step
         self.tally.took("phase", old.phase, now - place.since)
-        at = (job, old.round, old.attempt)
-        self._tracer.tell(Span(*at, (old.phase,), place.since, now))
+        self._tracer.tell(Span(job, old.round, old.attempt, (old.phase,), place.since, now))
         over = step is None or (step.round, step.attempt) != (old.round, old.attempt)
         if over and not committed:
-            self._tracer.tell(Span(*at, (), place.round_began, now, "the attempt was given up"))
+            given_up = "the attempt was given up"
+            self._tracer.tell(Span(job, old.round, old.attempt, (), place.round_began, now, given_up))

@@ -25,7 +25,7 @@ class Incident:
     phase: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """For an event's detail and for alerts."""
+        """As a JSON object, for an event's detail and for alerts."""
         return {name: value for name, value in asdict(self).items() if value not in ("", 0)}
 
 
@@ -69,7 +69,7 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
 
 
 def incident_of(note: m.Note) -> Incident | None:
-    """The incident that an event of a job tells of; None for events that are none."""
+    """The incident that an event of a job reports; None for events that report none."""
     incident = _kind_of_incident(note)
     return incident and replace(incident, site=note.client, round=note.round, attempt=note.attempt)
 
@@ -107,14 +107,14 @@ def _kind_of_incident(note: m.Note) -> Incident | None:
 
 
 def _why(reason: str) -> str:
-    """The kind of what paused a job."""
+    """The kind of incident that paused a job."""
     if "is damaged" in reason or "is missing from" in reason:
         return "data_corruption"
     return "storage" if "is full" in reason else "quorum_missed"
 
 
 def storage_incident(detail: str) -> Incident:
-    """The database or the disk is away."""
+    """The incident of a database or a store that is away."""
     return Incident(
         "storage",
         "critical",

@@ -58,7 +58,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
 
     @override
     async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeReply:
-        """Also of an unknown name: its certificates may have been issued offline."""
+        """Revokes a name, also one that is unknown here: its certificates may have been issued offline."""
         check_name(request.name)
         role, who = _role(request.role), principal()
         if role == who.role == "admin":
@@ -211,7 +211,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
 
 
 def _parts(lines: list[str]) -> Iterator[list[str]]:
-    """As many lines at a time as a message holds."""
+    """Splits lines into parts that each fit into one message."""
     part: list[str] = []
     size = 0
     for line in lines:

@@ -134,7 +134,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     def _signed(
         self, name: str, header: agent_pb2.UploadHeader, receipt: agent_pb2.UploadReceipt
     ) -> agent_pb2.UploadReceipt:
-        """The receipt as the silo can show it to others."""
+        """The receipt with time and signature, so that the silo can show it to others."""
         receipt.time = self._services.clock()
         receipt.sealed, receipt.sealed_hash = self._security.audit.sealed
         if self._security.identity is not None:
@@ -144,7 +144,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         return receipt
 
     async def _greet(self, name: str, requests: AsyncIterator[agent_pb2.FromAgent]) -> tuple[AgentRow, str]:
-        """The agent as it introduces itself, and why it cannot stay, if so."""
+        """Reads the agent's introduction; returns it with the reason why it is refused, or an empty one."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 first = await anext(aiter(requests))
@@ -172,7 +172,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         return client, self._identify(name, hello.identity)
 
     def _identify(self, name: str, certificate: bytes) -> str:
-        """Keeps what the agent signs with; returns what is wrong with it. Having none is no mistake."""
+        """Keeps the agent's signing identity; returns what is wrong with it. Having none is allowed."""
         identities = self._services.sessions.identities
         identities.pop(name, None)
         if not certificate:
@@ -198,7 +198,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         )
 
     async def _listen(self, session: AgentSession, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
-        """Passes on what the agent says until its stream ends; then the session ends too."""
+        """Handles the agent's messages until its stream ends; then ends the session."""
         try:
             async for message in requests:
                 session.heard = time.monotonic()
@@ -250,7 +250,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 )
 
     def _hand_on_the_list(self, session: AgentSession) -> None:
-        """What the root has revoked since the agent was told last."""
+        """Sends the root's revocation list if the agent has an older one."""
         newest = self._security.principals.list_for_agents
         if newest != session.revocations:
             session.revocations = newest
@@ -268,7 +268,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             runner.inbox.notify()
 
     def _goodbye(self, session: AgentSession, reason: str) -> None:
-        """It leaves on purpose: nobody needs to wait for what it was asked."""
+        """Gives up on what an agent was asked that leaves on purpose."""
         detail = f"the agent has left: {' '.join(reason.split())[:500] or 'no reason given'}"
         for runner in self._jobs.runners():
             step = runner.instructions.step_of(session.name)
@@ -297,6 +297,6 @@ class _Seen:
         return part
 
     def place(self) -> dict[str, object]:
-        """The place that log lines about this upload carry."""
+        """The fields that log lines about this upload carry."""
         step = self.header.step
         return {"job": step.job, "round": step.round, "attempt": step.attempt, "phase": step.phase}

@@ -224,7 +224,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         return wire.job_to(row, self._services.artifacts.size(row.model) or 0)
 
     def _proof(self, request: operator_pb2.SubmitJobRequest, who: str) -> tuple[bytes, bytes]:
-        """Signature and certificate that show silos who asked; for one with a token the coordinator's."""
+        """The signature and certificate of the submitter; of one with a token the coordinator's own."""
         values = job_values(request.job_config, request.model.digest, request.request_id)
         if request.signature:
             check_submission(request.certificate, self._authority, values, request.signature, who)

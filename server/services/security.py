@@ -104,7 +104,10 @@ class Security:
         administration_pb2_grpc.add_AdministrationServicer_to_server(self._administration, server)
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """Opens the doors; the port of the one with client certificates. ResourceError if a port is taken."""
+        """Opens both addresses; returns the port of the one for client certificates.
+
+        ResourceError if one is taken.
+        """
         port = self._open(server, address, "listen", True)
         if self._config.enrolment:
             self.enrolment_port = self._open(server, self._config.enrolment, "enrolment", False)
@@ -145,12 +148,12 @@ class _Files:
         self._seen = self._times()
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """What is shown and trusted now."""
+        """The certificate that is shown and the authority that is trusted now."""
         shown = self._credentials
         return grpc.ssl_server_certificate_configuration([(shown.key, shown.certificate)], shown.ca)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """New credentials, if whole ones have come; half copied ones are looked at again next time."""
+        """New credentials, if complete ones have come; half copied ones are read again next time."""
         times = self._times()
         if times == self._seen:
             return None
@@ -169,7 +172,7 @@ class _Files:
 
 
 def _identity(folder: Path) -> SiloIdentity | None:
-    """What the coordinator signs with; older credentials have nothing."""
+    """The coordinator's signing identity; older credentials have none."""
     if not (folder / IDENTITY_KEY).exists():
         log.warning("receipts and the audit log are not signed: %s has no %s", folder, IDENTITY_KEY)
         return None

@@ -9,7 +9,7 @@ from roundtable.server.store.jobs import UnknownJob
 
 
 async def forgotten(jobs: JobRegistry, database: Database, hello: agent_pb2.Hello) -> str:
-    """What the agent has seen and the database does not know, in words with the remedy; empty if nothing."""
+    """Names what the agent has seen and the database does not know, with the remedy; empty if nothing."""
     if hello.coordinator != database.identity:
         return ""
     for step in hello.seen:

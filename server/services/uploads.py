@@ -37,7 +37,7 @@ Part = Piece | agent_pb2.UploadHeader | None
 
 @dataclass(frozen=True)
 class Offer:
-    """An update that is wanted: by whom it is offered and for what."""
+    """An upload that is wanted: who offers it, and for which step of which job."""
 
     client: str
     header: agent_pb2.UploadHeader
@@ -49,7 +49,7 @@ class Offer:
 
     @property
     def owner(self) -> str:
-        """Names the partial file: the job's come first, so that a round's can be found by prefix."""
+        """Names the partial file; job, round and attempt come first, as a prefix for all of a round."""
         step = self.step
         return f"{self.header.step.job}.{step.round}.{step.attempt}.{self.client}"
 
@@ -99,7 +99,7 @@ class Uploads:
                 del self._active[offer.owner]
 
     async def _consider(self, client: str, header: agent_pb2.UploadHeader) -> Offer | Receipt:
-        """The offer if its bytes are wanted; otherwise the answer."""
+        """Returns the offer if its bytes are wanted; otherwise the receipt that answers it."""
         step = wire.step_of(header.step)
         runner = self._jobs.runner(header.step.job)
         verdict = runner.wants(client, step) if runner else "stale"
@@ -119,7 +119,7 @@ class Uploads:
         return offer
 
     async def _settled(self, client: str, job: str, step: m.Step, verdict: str) -> Receipt:
-        """The answer for a step that is not waited for: what was decided about it before, if anything."""
+        """Answers for a step that is not waited for, with what was decided about it before, if anything."""
         if verdict == "duplicate":
             return Receipt(status=Receipt.DUPLICATE)
         decided = await self._services.database.read(
@@ -148,7 +148,7 @@ class Uploads:
             writer.close()
 
     async def _complete(self, offer: Offer, writer: BlobWriter, check: ContentCheck) -> Receipt:
-        """All bytes that came are written: are they all, the right ones, and numbers? Then they stay."""
+        """Checks that the written bytes are complete, match the digest and are finite; then keeps them."""
         size = offer.header.content.size
         if writer.offset != size:
             raise Refusal(
@@ -186,7 +186,7 @@ class Uploads:
         return await self._settled(client, header.step.job, offer.step, verdict)
 
     async def _corrupted_upload(self, offer: Offer, error: TransferError) -> Receipt:
-        """Asks for the bytes again, from the first; after a few times the round does without."""
+        """Asks for the bytes again, from the first; after a few times rejects the update."""
         self._corrupted[offer.owner] += 1
         problem = f"the update arrived damaged and was discarded: {error}"
         if self._corrupted[offer.owner] < MOST_CORRUPTIONS:
@@ -197,7 +197,7 @@ class Uploads:
         return await self._reject(offer, "data_corruption", f"{problem}; it was sent {count} times")
 
     async def _reject(self, offer: Offer, kind: str, problem: str) -> Receipt:
-        """The round is told why this silo's update is missing, and the silo not to send it again."""
+        """Tells the round why this silo's update is missing, and the silo not to send it again."""
         step, client = offer.step, offer.client
         log.warning("update refused: %s", problem, extra={"job": offer.header.step.job, "site": client})
         failure = _failure(offer, kind, problem)

@@ -21,7 +21,7 @@ MOST_EVENTS = 500
 
 
 def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> operator_pb2.JobDetail:
-    """Where a job stands, without its configuration and history."""
+    """A job's current state, without its configuration and history."""
     if runner is None:
         return operator_pb2.JobDetail(job=job, round=row.rounds_done, waiting_for="")
     view = runner.view()
@@ -39,7 +39,7 @@ def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> o
 async def updates(
     jobs: JobRegistry, services: JobServices, job: str, first: int, show: Callable[[JobRow], operator_pb2.Job]
 ) -> AsyncIterator[operator_pb2.JobUpdate]:
-    """Events from `first` onwards with the job as it stands, until it is over and all are told."""
+    """Yields events from `first` onwards with the job's current state, until it is over and all are sent."""
     while True:
         runner = jobs.runner(job)
         change = runner.inbox.next_change() if runner else None

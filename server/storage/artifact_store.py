@@ -44,7 +44,7 @@ class DamagedArtifact(StorageError):
 
 
 class ArtifactStore:
-    """The store in a folder of this machine; with a bucket, that is the home and the folder a cache of it.
+    """Artifacts in a folder of this machine; with a bucket, that is their home and the folder a cache of it.
 
     `refetch` looks elsewhere for what is missing or damaged, and writes it into the file it is given.
     """
@@ -66,7 +66,7 @@ class ArtifactStore:
             bucket.open(identity)
 
     def threads(self, usual: ThreadPoolExecutor) -> ThreadPoolExecutor:
-        """Where blobs are finished and looked up: a bucket's own, so that nothing else waits for it."""
+        """The threads that finish and look up blobs: a bucket's own, so that nothing else waits for it."""
         return usual if self.bucket is None else self.bucket.threads
 
     def path(self, digest: str) -> Path:
@@ -124,7 +124,7 @@ class ArtifactStore:
             partial.unlink(missing_ok=True)
 
     def settle(self, digests: Iterable[str]) -> int:
-        """Puts into the bucket what the database mentions and the folder alone has; how many are nowhere."""
+        """Puts into the bucket what only the folder has of these; returns how many are nowhere."""
         missing = 0
         for digest in digests:
             if self.bucket is None or self.bucket.size(digest) is not None:
@@ -138,13 +138,13 @@ class ArtifactStore:
         return missing
 
     def discard(self, prefix: str) -> None:
-        """Forgets unfinished uploads whose owner begins so."""
+        """Deletes unfinished uploads whose owner begins with a prefix."""
         for path in self._partial.iterdir():
             if path.name.startswith(prefix):
                 path.unlink(missing_ok=True)
 
     def delete(self, digests: Iterable[str]) -> int:
-        """Deletes blobs, except those that are pinned; how many. Those in the bucket go soon afterwards."""
+        """Deletes blobs that are not pinned; returns how many. Those in the bucket go soon afterwards."""
         count = 0
         for digest in digests:
             with self._lock:
@@ -165,7 +165,7 @@ class ArtifactStore:
         return sorted(name for name in {*here, *in_bucket} if DIGEST.fullmatch(name))
 
     def unpin(self, digests: Iterable[str]) -> None:
-        """The database mentions these now, or nobody will: they may be deleted again."""
+        """Lets these be deleted again: the database mentions them now, or nobody will."""
         with self._lock:
             self._pins.subtract(digests)
             self._pins += Counter()
@@ -180,7 +180,10 @@ class ArtifactStore:
         return self._objects / digest[:2] / digest
 
     def _adopt(self, partial: Path, digest: str) -> None:
-        """Pinned first: what is in the bucket and not mentioned yet is not deleted there."""
+        """Takes in a finished file.
+
+        Pins it first: what the database does not mention yet must not be deleted.
+        """
         failpoint("blob_synced")
         with self._lock:
             self._pins[digest] += 1
@@ -218,7 +221,7 @@ class ArtifactStore:
             self._verified[digest] = _stamp(path)
 
     def _bring(self, digest: str) -> bool:
-        """From the bucket, or from where else it may be; False if it is nowhere whole."""
+        """Fetches a blob from the bucket or a replica; False if no place has it whole."""
         partial = self._own_partial()
         try:
             fetched = self.bucket is not None and self.bucket.get(digest, partial)
@@ -281,7 +284,7 @@ class ArtifactStore:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Changes with every write to the file that software makes; None where there is none."""
+    """A value that changes with every write to the file; None if there is no file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -290,7 +293,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def check_owner(folder: Path, identity: str) -> None:
-    """StorageError where the folder belongs to another database than that one (empty: a new one)."""
+    """Raises StorageError if the folder belongs to another database than this one (empty: a new one)."""
     try:
         owned_by = (folder / "coordinator").read_text(encoding="ascii")
     except OSError:

@@ -157,7 +157,7 @@ def _note(
 
 
 def _make_folders(*folders: Path) -> None:
-    """For this user's eyes alone, where they are not there yet."""
+    """Makes missing folders, readable by this user alone."""
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -227,7 +227,7 @@ def _load(connection: Connection, folder: Path, manifest: dict[str, Any], embedd
 
 
 def _count_on(connection: Connection, table: sa.Table) -> None:
-    """Numbers that PostgreSQL gives go on after the greatest that was restored."""
+    """Lets PostgreSQL's sequences go on after the greatest number that was restored."""
     for column in table.primary_key.columns:
         if isinstance(column.type, sa.Integer):
             sequence = sa.func.pg_get_serial_sequence(table.name, column.name)
@@ -256,7 +256,7 @@ def _copy(source: Path, target: Path, digest: str) -> None:
 
 
 def _fetch(bucket: Bucket, place: Path) -> None:
-    """From the bucket, which is what a coordinator on another machine would have."""
+    """Fetches an artifact from the bucket, as a coordinator on another machine would."""
     if place.exists():
         return
     place.parent.mkdir(parents=True, exist_ok=True)

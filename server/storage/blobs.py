@@ -32,7 +32,7 @@ def os_error(error: OSError, path: Path) -> ResourceError | StorageError:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Syncs a folder, so that the names in it are durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,7 +83,7 @@ class BlobWriter:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends."""
+        """Appends data, hashing it."""
         try:
             view = memoryview(data)
             if self._direct:

@@ -27,7 +27,7 @@ PURGE_SECONDS, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Bucket:
-    """The home. All methods but those that say so block: call them in one of its `threads`.
+    """The artifacts' home. All methods but those that say so block: call them in one of its `threads`.
 
     They raise Unreachable where the store does not answer: nothing that was asked for then counts.
     """
@@ -42,7 +42,7 @@ class Bucket:
         self._deleting = Lock()
 
     def check_owner(self, identity: str) -> bool:
-        """Whether it is claimed. StorageError if by another database than that one (empty: a new one)."""
+        """Returns whether the bucket is claimed. StorageError if by another database (empty: a new one)."""
         data = self._place.read(OWNER)
         owner = data.decode(errors="replace") if data is not None else identity
         if owner != identity:
@@ -53,7 +53,7 @@ class Bucket:
         return data is not None
 
     def open(self, identity: str) -> None:
-        """Claims it for this database, and learns what is there."""
+        """Claims the bucket for this database, and lists what is there."""
         if not self.check_owner(identity):
             self._place.write(OWNER, identity.encode())
             self.check_owner(identity)
@@ -91,7 +91,7 @@ class Bucket:
         return [name[3:] for name in self._place.contents() if name == blob_name(name[3:])]
 
     def forget(self, digest: str) -> None:
-        """This blob is not needed any more: it goes soon. Does not block."""
+        """Queues a blob for deletion. Does not block."""
         self._sizes.pop(digest, None)
         self._doomed.add(blob_name(digest))
 
@@ -102,7 +102,7 @@ class Bucket:
         self._place.forget(name)
 
     async def run(self) -> None:
-        """Deletes what is not needed; tries again where that fails; runs until cancelled."""
+        """Deletes what `forget` has queued; tries again where that fails; runs until cancelled."""
         pause = PURGE_SECONDS
         while True:
             await asyncio.sleep(pause)
@@ -114,7 +114,7 @@ class Bucket:
                 log.error("what is not needed any more stays for now: %s; trying again", error)
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for what is under way, and ends the threads."""
         self.threads.shutdown(wait=True, cancel_futures=True)
 
     def _purge(self) -> None:

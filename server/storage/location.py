@@ -25,11 +25,11 @@ PARTIAL = ".partial"
 
 
 class Unreachable(StorageError):
-    """A place that does not answer, refuses, or gives back other bytes: later it may do better."""
+    """A place does not answer, refuses, or returned other bytes than were stored; trying later may help."""
 
 
 class Location:
-    """One place. Its methods block, and raise Unreachable where it does not do what it is asked to."""
+    """One place outside this machine. Its methods block, and raise Unreachable where an operation fails."""
 
     def __init__(self, address: str, setting: str) -> None:
         self.address = address
@@ -43,7 +43,7 @@ class Location:
         self._renames = type(self._files).mv is not fsspec.AbstractFileSystem.mv
 
     def has(self, name: str) -> bool:
-        """Whether something lies there under this name."""
+        """Whether something is stored under this name."""
         with self._asking():
             return bool(self._files.exists(self._place(name)))
 
@@ -82,13 +82,13 @@ class Location:
         return None if opened is None else b"".join(self._pieces(opened))
 
     def forget(self, name: str) -> None:
-        """Deletes it, if it is there."""
+        """Deletes what is stored under this name, if anything."""
         if self.has(name):
             with self._asking():
                 self._files.rm_file(self._place(name))
 
     def contents(self) -> dict[str, int]:
-        """Everything that lies there: name → bytes."""
+        """Lists everything that is stored: name → size in bytes."""
         with self._asking():
             files = self._files.find(self._root, detail=True)
         start = len(self._root) + 1
@@ -165,5 +165,5 @@ class Location:
 
 
 def blob_name(digest: str) -> str:
-    """Where a blob lies."""
+    """The name under which a blob is stored."""
     return f"{digest[:2]}/{digest}"

@@ -20,7 +20,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 
 
 class Replicas:
-    """All locations. What is offered is copied in the background, however long that takes."""
+    """Copies artifacts to all locations in the background, however long that takes."""
 
     def __init__(self, addresses: Sequence[str], artifacts: ArtifactStore) -> None:
         self._locations = [Location(address, "copies") for address in addresses]
@@ -30,12 +30,12 @@ class Replicas:
             artifacts.refetch = self.fetch
 
     def offer(self, digest: str) -> None:
-        """This model is to be copied."""
+        """Queues a model to be copied."""
         if digest and self._locations:
             self._wanted.put_nowait((digest, True))
 
     def forget(self, digests: Sequence[str]) -> None:
-        """These are not kept any more, here or there."""
+        """Queues the copies of these artifacts to be deleted."""
         if self._locations:
             for digest in digests:
                 self._wanted.put_nowait((digest, False))
@@ -52,7 +52,7 @@ class Replicas:
         return False
 
     async def run(self) -> None:
-        """Does what is wanted, in order; tries again where that fails; runs until cancelled."""
+        """Works off the queue in order; tries again where that fails; runs until cancelled."""
         while True:
             digest, keep = await self._wanted.get()
             for location in self._locations:

@@ -35,7 +35,7 @@ AT_ONCE = 500
 
 
 class Retention:
-    """The rules, applied after each commit and when the coordinator starts."""
+    """Deletes what is not needed any more, after each commit and when the coordinator starts."""
 
     def __init__(self, database: Database, artifacts: ArtifactStore, keep: Keep, replicas: Replicas) -> None:
         self._database = database
@@ -44,7 +44,7 @@ class Retention:
         self.replicas = replicas
 
     async def after_commit(self, job: str, record: RoundRecord, settled: int) -> list[str]:
-        """Deletes updates of committed rounds and models that are too old; their digests.
+        """Deletes updates of committed rounds and models that are too old; returns their digests.
 
         Half an upload for round `settled` is of no use any more; for later rounds it may be.
         """
@@ -70,7 +70,7 @@ class Retention:
         return deleted
 
     async def copy_newest(self) -> None:
-        """After a start: copies what was committed while nothing could be copied."""
+        """Queues for copying, after a start, what was committed while nothing could be copied."""
         try:
             rows = await self._database.read(unfinished_jobs)
         except StorageError as error:
@@ -81,7 +81,7 @@ class Retention:
                 self.replicas.offer(digest)
 
     async def sweep(self, now: float) -> int:
-        """Deletes what crashes, attempts that failed and jobs that are over have left behind; how much."""
+        """Deletes what crashes, failed attempts and finished jobs have left; returns how many artifacts."""
 
         def forget(connection: Connection) -> list[str]:
             return forget_unused(connection, left_over(connection, now - UNUSED_SECONDS), self._keep)

@@ -33,7 +33,7 @@ def remember(connection: Connection, client: AgentRow) -> None:
 
 
 def seen(connection: Connection, name: str, time: float) -> None:
-    """Its connection ended at this time."""
+    """Stores when the agent's connection ended."""
     connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(last_seen=time))
 
 

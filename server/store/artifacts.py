@@ -24,7 +24,7 @@ class Keep:
 
 
 def note_artifact(connection: Connection, artifact: ArtifactRow) -> None:
-    """Mentions an artifact, once."""
+    """Inserts an artifact's row unless there is one."""
     known = sa.select(sa.literal(1)).where(tables.artifacts.c.digest == artifact.digest)
     if connection.execute(known).first() is None:
         connection.execute(sa.insert(tables.artifacts).values(asdict(artifact)))
@@ -73,7 +73,7 @@ def left_over(connection: Connection, before: float) -> list[str]:
 
 
 def mentioned(connection: Connection, digests: Sequence[str]) -> set[str]:
-    """Those of them that the database knows."""
+    """The subset of these that the database mentions."""
     query = sa.select(tables.artifacts.c.digest).where(tables.artifacts.c.digest.in_(digests))
     return set(connection.execute(query).scalars())
 

@@ -37,7 +37,7 @@ def append_rounds(
     records: list[dict[str, Any]],
     events: list[EventRow],
 ) -> None:
-    """What a transition of a job tells the audit log: rounds that are committed, and refusals of silos.
+    """Appends what a job's transition adds to the audit log: committed rounds, and refusals of silos.
 
     A round's entry holds the versions of the software that committed it.
     """

@@ -29,7 +29,7 @@ UPGRADE_LOCK = 7443
 
 
 class LeaseLost(StorageError):
-    """Another coordinator has taken over: what this one wants to write is refused, now and later."""
+    """Another coordinator has taken over: every write of this one is refused from now on."""
 
 
 class Database:
@@ -150,7 +150,7 @@ class Database:
 
 
 def explain(error: SQLAlchemyError, url: str) -> StorageError:
-    """What a driver's error means and what to do about it."""
+    """Translates a database driver's error into one that says what to do about it."""
     text = str(error.orig if isinstance(error, DBAPIError) else error).strip().split("\n")[0]
     lowered = text.lower()
     if "disk is full" in lowered or "no space left" in lowered or "disk full" in lowered:

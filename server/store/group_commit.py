@@ -16,7 +16,7 @@ Work = Callable[[Connection], Any]
 
 
 class GroupedWrites:
-    """What is written while a transaction is under way shares the next one: all of it is durable, or none."""
+    """Lets writes that come during a transaction share the next one: all of them are durable, or none."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -24,7 +24,7 @@ class GroupedWrites:
         self._flushing: asyncio.Task[None] | None = None
 
     async def write(self, work: Work) -> None:
-        """Durable when this returns; StorageError where the transaction that it shared failed."""
+        """Writes; durable when this returns. StorageError if the shared transaction failed."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((work, done))
         if self._flushing is None or self._flushing.done():

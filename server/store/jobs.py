@@ -97,7 +97,7 @@ def apply(connection: Connection, step: Transition) -> None:
 
 
 def _check_already_made(connection: Connection, step: Transition) -> None:
-    """The answer to an earlier attempt may have been lost on its way: then all is well."""
+    """Raises LeaseLost unless this very transition is already stored: its first answer may have been lost."""
     table = tables.jobs.c
     query = sa.select(table.version, table.writer).where(table.id == step.job)
     stored = connection.execute(query).first()
@@ -108,7 +108,7 @@ def _check_already_made(connection: Connection, step: Transition) -> None:
 
 
 def mark(connection: Connection, job: str, status: str, reason: str, now: float) -> None:
-    """Says why a job stands still whose engine could not go on; its snapshot stays as it is."""
+    """Stores status and reason of a job whose engine could not go on; its snapshot stays as it is."""
     values = {"status": status, "reason": reason, "updated": now}
     connection.execute(sa.update(tables.jobs).where(tables.jobs.c.id == job).values(values))
 
@@ -126,17 +126,17 @@ def unfinished_jobs(connection: Connection) -> list[JobRow]:
 
 
 class UnknownJob(ConfigError):
-    """No job is called so."""
+    """No job has this identifier, prefix or name."""
 
 
 def job_of_request(connection: Connection, request_id: str) -> JobRow | None:
-    """The job that this request has made, if it has."""
+    """The job that this request has made, if any."""
     row = connection.execute(sa.select(tables.jobs).where(tables.jobs.c.request_id == request_id)).first()
     return JobRow.of(row) if row else None
 
 
 def find_job(connection: Connection, wanted: str) -> JobRow:
-    """By identifier, by a unique prefix of one, or the newest job of that name; UnknownJob if none."""
+    """Finds a job by identifier or a unique prefix of one, or the newest of that name; UnknownJob if none."""
     ids = sa.select(tables.jobs).where(tables.jobs.c.id.startswith(wanted, autoescape=True)).limit(2)
     rows = connection.execute(ids).all() if wanted else []
     if len(rows) == 1:
@@ -159,7 +159,7 @@ def history(connection: Connection, job: str) -> list[str]:
 
 
 def newest_history(connection: Connection, job: str, most: int) -> list[str]:
-    """Of these records as many of the newest as have at most so many characters together, oldest first."""
+    """The newest of these records that have at most `most` characters together, oldest first."""
     table, kept, size, before = tables.rounds.c, list[str](), 0, MOST_ROUNDS
     while True:
         query = sa.select(table.round, table.record).where(table.job == job, table.round < before)

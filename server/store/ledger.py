@@ -113,7 +113,7 @@ def release(connection: Connection, job: str, round: int, attempt: int) -> bool:
 
 
 def add(connection: Connection, rows: Sequence[LedgerRow]) -> None:
-    """Charges that are released as they are written."""
+    """Inserts charges that are released as they are written."""
     if rows:
         connection.execute(sa.insert(tables.ledger), [asdict(row) for row in rows])
 
@@ -147,7 +147,7 @@ def set_budget(connection: Connection, budget: Budget, author: str, now: float) 
 
 
 def remove_budget(connection: Connection, population: str) -> Limit | None:
-    """Takes the limit of a population away; gives the one that there was."""
+    """Removes the limit of a population; returns the one that there was."""
     limit = limits(connection).get(population)
     connection.execute(sa.delete(tables.budgets).where(tables.budgets.c.population == population))
     return limit

@@ -20,7 +20,7 @@ def alembic_config(connection: Connection) -> Config:
 
 
 def upgrade(connection: Connection, url: str) -> None:
-    """Applies what is missing; StorageError, before anything is written, for a newer database."""
+    """Applies missing migrations; StorageError, before anything is written, for a newer database."""
     if not is_current(connection, url):
         command.upgrade(alembic_config(connection), "head")
 

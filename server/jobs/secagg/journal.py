@@ -27,7 +27,7 @@ class Journal:
             raise os_error(error, path) from error
 
     def add(self, kind: str, data: bytes) -> None:
-        """Appends, unless it is closed: then nobody goes on with it. ResourceError: the disk is full."""
+        """Appends an entry, unless the journal is closed. ResourceError if the disk is full."""
         if self._file.closed:
             return
         try:
@@ -46,7 +46,7 @@ class Journal:
             raise os_error(error, self.path) from error
 
     def close(self, *, forget: bool) -> None:
-        """No more entries; with `forget` there never were any."""
+        """Closes the file; with `forget` deletes it."""
         self._file.close()
         if forget:
             self.path.unlink(missing_ok=True)

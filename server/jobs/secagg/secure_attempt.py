@@ -37,7 +37,10 @@ WORDS = {
 
 
 class SecureAttempt:
-    """What the coordinator knows of an attempt. `told` is the last message to each silo that is still in."""
+    """The coordinator's state of one attempt.
+
+    `outgoing` is the last message to each silo that still takes part.
+    """
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class SecureAttempt:
             self.journal.add("announcement", announcement)
 
     def lose(self, client: str, reason: str) -> None:
-        """The silo will not answer any more."""
+        """Goes on without a silo that will not answer any more."""
         if self.server.lose(client, reason):
             self.journal.add("lost", json.dumps([client, reason]).encode())
 
@@ -158,7 +161,7 @@ class SecureAttempt:
             self.journal.add("fold", self._announced[client])
 
     def advance(self) -> dict[str, str]:
-        """Closes the phase; returns who is out by that, and why. Nothing may follow before a sync.
+        """Closes the phase; returns the silos that it drops, with reasons. Sync before anything follows.
 
         ProtocolError: too few are left, and the attempt is over.
         """
@@ -179,14 +182,14 @@ class SecureAttempt:
         return Mean.of_secure_sum(replace(mean, account={**mean.account, "protocol": protocol}))
 
     def close(self, *, forget: bool) -> None:
-        """Nothing more is written down; with `forget` nothing of the attempt is left."""
+        """Closes the journal; with `forget` deletes everything of the attempt."""
         self.journal.close(forget=forget)
         if forget:
             for path in self.journal.path.parent.glob(f"{self.journal.path.name}.row*"):
                 path.unlink()
 
     def _decode_groups(self, server: GroupedServer, delivered: Collection[str]) -> GroupMeans:
-        """Each mean goes to a file of its own: all of them together may be larger than memory."""
+        """Decodes each group's mean into a file of its own: all together may be larger than memory."""
         decoded: list[tuple[tuple[str, ...], SecureMean | str]] = []
         paths = []
         for number, group in server.alive.items():
@@ -205,7 +208,7 @@ class SecureAttempt:
         return GroupMeans.of(FileMatrix(paths, self.round.columns), decoded, lost)
 
     def progress(self) -> str:
-        """Where the protocol is, in words."""
+        """The phase of the protocol and how many have answered, in words."""
         if self.phase not in WORDS:
             return ""
         members = len(self.outgoing) or len(self.identities)
@@ -262,7 +265,7 @@ def _server(
         return SecAggServer(session, round.parameters, directory)
 
     def workspace(number: int) -> Ring:
-        """On disk, without a name: one sum for each group may be more than memory holds."""
+        """An unnamed file for a group's sum: all of them may be more than memory holds."""
         with tempfile.TemporaryFile(dir=path.parent) as file:
             return np.memmap(file, ring_dtype(round.parameters.ring_bits), "w+", shape=(round.length,))
 

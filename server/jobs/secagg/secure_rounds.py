@@ -136,7 +136,7 @@ class SecureRounds:
             return str(error)
 
     def content_check(self) -> AnyContent:
-        """None: a masked vector looks like noise."""
+        """A check that accepts everything: masked values are uniform."""
         return AnyContent()
 
     def arrived(self, client: str, header: agent_pb2.UploadHeader) -> None:
@@ -209,7 +209,7 @@ class SecureRounds:
         self._changed.set()
 
     def _expect(self, attempt: SecureAttempt) -> None:
-        """AggregationError where the attempt was given up meanwhile: nobody must be asked for anything."""
+        """Raises AggregationError if the attempt was given up meanwhile: nobody may be asked then."""
         unasked = attempt.irrevocable and not self._permitted
         if self._attempt is not attempt or unasked:
             raise AggregationError("secure aggregation: the attempt was given up before its sum was unmasked")
@@ -226,13 +226,16 @@ class SecureRounds:
         for name in [name for name in cohort if name not in identities_shown]:
             reason = "it has no signing identity, which secure aggregation needs: issue its credentials anew"
             self._fail(step, name, "refused", reason)
-        where = (self._id, self._job, self._columns, step)
         try:
             if path.exists():
-                self._attempt = SecureAttempt.resume(*where, path, self._services.artifacts.path)
+                self._attempt = SecureAttempt.resume(
+                    self._id, self._job, self._columns, step, path, self._services.artifacts.path
+                )
             elif cohort:
                 identities = {name: identities_shown[name] for name in cohort if name in identities_shown}
-                self._attempt = SecureAttempt.begin(*where, path, identities)
+                self._attempt = SecureAttempt.begin(
+                    self._id, self._job, self._columns, step, path, identities
+                )
         except RoundtableError as error:
             path.unlink(missing_ok=True)
             self._tasks.spawn(self._give_up(step, error))
@@ -253,7 +256,7 @@ class SecureRounds:
                 other.unlink(missing_ok=True)
 
     async def _exchange_keys(self, attempt: SecureAttempt, step: m.Step) -> None:
-        """From the advertisements to the shares: then each silo can mask what it has trained."""
+        """Exchanges keys and shares; afterwards each silo can mask what it has trained."""
         try:
             self._tell(attempt)
             while attempt.phase in KEYS:
@@ -270,7 +273,7 @@ class SecureRounds:
         await self._inbox.tell(m.AggregationFailed(train, f"secure aggregation: {error}{reasons}"))
 
     async def _hear(self, attempt: SecureAttempt, seconds: float) -> None:
-        """Until everybody who is awaited has answered, the attempt is given up, or for so long."""
+        """Waits until every silo has answered or the attempt is given up, at most for so many seconds."""
         end = asyncio.get_running_loop().time() + seconds
         while self._attempt is attempt and not attempt.server.ready:
             self._changed.clear()
@@ -281,14 +284,14 @@ class SecureRounds:
                 return
 
     async def _advance(self, attempt: SecureAttempt) -> dict[str, str]:
-        """Closes the phase, durably; who is out, and why."""
+        """Closes the phase, durably; returns the silos that it drops, with reasons."""
         heavy = attempt.phase in (ServerPhase.MASKED, ServerPhase.UNMASK)
         out: dict[str, str] = await self._blocking(attempt.advance) if heavy else attempt.advance()
         await asyncio.to_thread(attempt.journal.sync)
         return out
 
     async def _blocking(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """In the thread for computing. No answer is awaited then, so that messages can be left unheard."""
+        """Runs work in the compute thread. No answer is awaited meanwhile, so messages are dropped."""
         self._busy = True
         try:
             loop = asyncio.get_running_loop()
@@ -312,7 +315,7 @@ class SecureRounds:
         self._services.sessions.send(client, message)
 
     def _fail(self, step: m.Step, client: str, kind: str, detail: str) -> None:
-        """The engine does without the silo, and the silo is told to stop."""
+        """Drops a silo from the attempt: tells the engine and the silo."""
         train = m.Step(step.round, step.attempt, m.TRAIN)
         failure = SiteFailure(client, step.round, step.attempt, m.TRAIN, kind, detail)
         self._tasks.spawn(self._inbox.tell(m.ClientFailed(train, failure)))
@@ -320,6 +323,6 @@ class SecureRounds:
 
 
 def _reasons(attempt: SecureAttempt) -> str:
-    """What silos said that gave up."""
+    """The reasons of silos that gave up, for an error message."""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(attempt.server.aborted.items()))
     return f" ({reasons})" if reasons else ""
