@@ -79,7 +79,9 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(
         self, principals: Principals, audit: AuditLog, lockouts: Lockouts, clock: Callable[[], float]
     ) -> None:
-        self._principals, self._audit, self._lockouts = principals, audit, lockouts
+        self._principals = principals
+        self._audit = audit
+        self._lockouts = lockouts
         self._known = RateLimit(CALLS_A_SECOND, CALLS_AT_ONCE, clock)
         self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
         self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, clock)

@@ -61,8 +61,12 @@ class Enrolment:
         clock: Callable[[], float],
         days: float,
     ) -> None:
-        self._database, self._folder, self._authority = database, folder, authority
-        self._principals, self._clock, self._days = principals, clock, days
+        self._database = database
+        self._folder = folder
+        self._authority = authority
+        self._principals = principals
+        self._clock = clock
+        self._days = days
 
     async def invite(self, silo: str, seconds: float, uses: int, author: str) -> tuple[Invitation, float]:
         """A new invitation and when it ends; IdentityError for what cannot name a silo."""
@@ -146,7 +150,9 @@ class EnrolmentService(administration_pb2_grpc.EnrolmentServicer):
     """`roundtable.v1.Enrolment`, for those who have no certificate yet."""
 
     def __init__(self, enrolment: Enrolment, lockouts: Lockouts, authority: bytes) -> None:
-        self._enrolment, self._lockouts, self._authority = enrolment, lockouts, authority
+        self._enrolment = enrolment
+        self._lockouts = lockouts
+        self._authority = authority
 
     @override
     async def Authority(

@@ -55,7 +55,8 @@ class Provider:
             raise ConfigError(
                 "[oidc] needs PyJWT: pip install 'roundtable[oidc]', or leave the table out"
             ) from error
-        self._jwt, self._config = jwt, config
+        self._jwt = jwt
+        self._config = config
         self._remote = (
             jwt.PyJWKClient(config.jwks, lifespan=KEYS_SECONDS, timeout=5)
             if config.jwks.startswith(("https://", "http://"))
@@ -106,6 +107,6 @@ class Provider:
 
 
 def _unusable(jwt: Any) -> tuple[type[Exception], ...]:
-    """What the library and JSON raise for tokens and keys that are none."""
+    """The errors that the library and JSON raise for malformed tokens and keys."""
     shapes = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
     return (jwt.PyJWTError, OSError, *shapes)

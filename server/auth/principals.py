@@ -60,7 +60,7 @@ NOBODY = Principal("nobody", "nobody", "none")
 
 
 class Principals:
-    """Decides who somebody is. What was revoked is kept in memory, read from the database and `crl.pem`."""
+    """Identifies callers. What is revoked is kept in memory, read from the database and `crl.pem`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Principals:
             self._crl_read = modified
 
     def of_certificate(self, pem: bytes) -> Principal:
-        """Whom TLS has verified; IdentityError for a certificate that is void, or too weak for its role.
+        """The holder of a certificate that TLS has verified; IdentityError if void or too weak for the role.
 
         `pem` begins with the certificate; what it builds upon follows, and may be revoked as well.
         """
@@ -125,7 +125,7 @@ class Principals:
         return Principal(name, role, "certificate", expires)
 
     async def of_bearer(self, text: str) -> Principal:
-        """Whose token this is; WrongSecret for one that does not hold, without saying why."""
+        """The holder of a token; WrongSecret for one that is not valid, without saying why."""
         if not is_token(text):
             if self._provider is None:
                 raise WrongSecret(UNKNOWN_TOKEN)

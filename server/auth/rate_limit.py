@@ -25,11 +25,13 @@ class RateLimit:
     """`burst` calls at once and `rate` a second after that, for each key. The oldest keys are forgotten."""
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
-        self._rate, self._burst, self._clock = rate, burst, clock
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
         self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
 
     def allows(self, key: Hashable) -> bool:
-        """Whether one more call fits; if so, it is counted."""
+        """Counts one more call if the limit allows it; returns whether it does."""
         now = self._clock()
         bucket = self._buckets.pop(key, None) or _Bucket(self._burst, now)
         bucket.level = min(self._burst, bucket.level + (now - bucket.seen) * self._rate)
@@ -54,7 +56,10 @@ class Lockout:
     """After `allowed` wrong secrets for one key it waits, twice as long after each further one."""
 
     def __init__(self, clock: Callable[[], float], allowed: int, first: float, longest: float) -> None:
-        self._clock, self._allowed, self._first, self._longest = clock, allowed, first, longest
+        self._clock = clock
+        self._allowed = allowed
+        self._first = first
+        self._longest = longest
         self._records: OrderedDict[Hashable, _WrongTries] = OrderedDict()
 
     def seconds(self, key: Hashable) -> float:
@@ -77,7 +82,7 @@ class Lockout:
             self._records.popitem(last=False)
 
     def right(self, key: Hashable) -> None:
-        """A right one came: the count begins anew."""
+        """Resets the count of an address that has shown a right secret."""
         self._records.pop(key, None)
 
 

@@ -45,9 +45,14 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         second_person: SecondPerson,
         clock: Callable[[], float],
     ) -> None:
-        self._database, self._enrolment, self._principals = database, enrolment, principals
-        self._access, self._audit = access, audit
-        self._provenance, self._second_person, self._clock = provenance, second_person, clock
+        self._database = database
+        self._enrolment = enrolment
+        self._principals = principals
+        self._access = access
+        self._audit = audit
+        self._provenance = provenance
+        self._second_person = second_person
+        self._clock = clock
 
     @override
     async def Invite(self, request: pb.InviteRequest, context: Context) -> pb.InviteReply:

@@ -57,9 +57,13 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         authority: bytes,
         identity: SiloIdentity | None,
     ) -> None:
-        self._jobs, self._services, self._threads = jobs, services, threads
-        self._version, self._max_bytes = version, max_artifact_bytes
-        self._authority, self._identity = authority, identity
+        self._jobs = jobs
+        self._services = services
+        self._threads = threads
+        self._version = version
+        self._max_bytes = max_artifact_bytes
+        self._authority = authority
+        self._identity = identity
         self._started = time.monotonic()
 
     @override

@@ -78,7 +78,7 @@ class Revoked:
 
 
 def add_invitation(connection: Connection, row: InvitationRow) -> None:
-    """Keeps an invitation."""
+    """Inserts an invitation."""
     connection.execute(sa.insert(tables.invitations).values(asdict(row)))
 
 
@@ -99,7 +99,7 @@ def use_invitation(connection: Connection, identifier: str, now: float) -> bool:
 
 
 def void_invitations(connection: Connection, silo: str, now: float) -> None:
-    """No open invitation of this silo holds any more."""
+    """Voids all open invitations of a silo."""
     table = tables.invitations.c
     connection.execute(
         sa.update(tables.invitations).where(table.silo == silo, table.expires > now).values(expires=now)
@@ -107,7 +107,7 @@ def void_invitations(connection: Connection, silo: str, now: float) -> None:
 
 
 def add_certificates(connection: Connection, *rows: CertificateRow) -> None:
-    """Remembers certificates that were issued."""
+    """Inserts certificates that were issued."""
     connection.execute(sa.insert(tables.certificates), [asdict(row) for row in rows])
 
 
@@ -165,7 +165,7 @@ def remove_pending(connection: Connection, identifier: str) -> None:
 
 
 def add_token(connection: Connection, row: TokenRow) -> None:
-    """Keeps a token; a revoked one of the same name gives way."""
+    """Inserts a token in the place of a revoked one of the same name, if any."""
     table = tables.tokens
     connection.execute(sa.delete(table).where(table.c.name == row.name, table.c.revoked.is_(True)))
     connection.execute(sa.insert(table).values(asdict(row)))
