@@ -13,15 +13,15 @@ from roundtable.aggregation.diagnosis import Diagnosis
 from roundtable.aggregation.optimizers import (
     FedAdagrad,
     FedAdam,
-    FedAvg,
     FedAvgM,
     FedLion,
     FedYogi,
     OptimizerState,
     ServerOptimizer,
+    ServerSGD,
     make_optimizer,
 )
-from roundtable.aggregation.pipeline import Aggregate, AggregationConfig, aggregate
+from roundtable.aggregation.pipeline import AggregationConfig, AggregationResult, aggregate
 from roundtable.aggregation.preaggregation import PRE_AGGREGATIONS
 from roundtable.aggregation.registry import ENTRY_POINT_GROUP, RULES, RuleResult, find_rule, rule_names
 from roundtable.aggregation.rows.file_matrix import FileMatrix
@@ -29,31 +29,31 @@ from roundtable.aggregation.rows.gram import combine, gram, squared_distances, s
 from roundtable.aggregation.rows.matrix import MixedRows, TensorMatrix, UpdateMatrix
 from roundtable.aggregation.rules.mean import StreamingMean
 from roundtable.aggregation.schedules import Schedule
-from roundtable.aggregation.stages import Context
+from roundtable.aggregation.stages import RuleContext
 from roundtable.aggregation.validation import ClientRow, Exclusion, check_update
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "PRE_AGGREGATIONS",
     "RULES",
-    "Aggregate",
     "AggregationConfig",
+    "AggregationResult",
     "ClientRow",
-    "Context",
     "Diagnosis",
     "Exclusion",
     "FedAdagrad",
     "FedAdam",
-    "FedAvg",
     "FedAvgM",
     "FedLion",
     "FedYogi",
     "FileMatrix",
     "MixedRows",
     "OptimizerState",
+    "RuleContext",
     "RuleResult",
     "Schedule",
     "ServerOptimizer",
+    "ServerSGD",
     "StreamingMean",
     "TensorMatrix",
     "UpdateMatrix",

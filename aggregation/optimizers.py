@@ -75,7 +75,7 @@ def _initial(columns: int, *names: str) -> OptimizerState:
 
 
 @dataclass(frozen=True)
-class FedAvg:
+class ServerSGD:
     """x ← x + η Δ (McMahan et al. 2017; η = 1 is plain averaging)."""
 
     learning_rate: float = 1.0
@@ -216,7 +216,7 @@ class FedLion:
 
 
 _KINDS: dict[str, type[ServerOptimizer]] = {
-    "fedavg": FedAvg,
+    "fedavg": ServerSGD,
     "fedavgm": FedAvgM,
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,

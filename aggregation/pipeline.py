@@ -20,7 +20,7 @@ from roundtable.aggregation.registry import Rule, RuleResult, find_rule
 from roundtable.aggregation.rows.gram import gram
 from roundtable.aggregation.rows.matrix import UpdateMatrix
 from roundtable.aggregation.rows.reductions import is_finite
-from roundtable.aggregation.stages import Context, Stages
+from roundtable.aggregation.stages import RuleContext, Stages
 from roundtable.aggregation.validation import (
     ClientRow,
     Exclusion,
@@ -96,7 +96,7 @@ class AggregationConfig:
 
 
 @dataclass(frozen=True)
-class Aggregate:
+class AggregationResult:
     """The outcome of a round.
 
     vector: [d]. weights: share of each client's update in it, where the rule is a mean of rows or the
@@ -116,9 +116,9 @@ def aggregate(
     seed: int = 0,
     out: torch.Tensor | None = None,
     *,
-    context: Context | None = None,
+    context: RuleContext | None = None,
     diagnose: bool = False,
-) -> Aggregate:
+) -> AggregationResult:
     """Aggregates a round's updates; row i of `matrix` is the update of `clients[i]`.
 
     Rows are taken in the order of the clients' names, so the order of arrival changes nothing. Updates that
@@ -130,7 +130,7 @@ def aggregate(
         raise AggregationError(
             f"{matrix.rows} rows of updates and {len(clients)} clients: they must be one to one"
         )
-    context = context or Context()
+    context = context or RuleContext()
     order = sorted(range(len(clients)), key=lambda index: clients[index].name)
     if order != list(range(len(clients))):
         matrix, clients, context = _select(matrix, clients, context, order)
@@ -157,10 +157,10 @@ def _aggregate(
     config: AggregationConfig,
     seed: int,
     out: torch.Tensor | None,
-    context: Context,
+    context: RuleContext,
     diagnose: bool,
     trusting: bool,
-) -> Aggregate:
+) -> AggregationResult:
     pairs = config.needs_gram or diagnose
     weighted = config.definition.weighted
     by_loss = weighted and config.weighting == "inverse_loss"
@@ -190,12 +190,12 @@ def _aggregate(
         **(pairwise(gram(matrix)) if pairs else {}),
     )
     weights = dict(zip(names, shares["influence"].tolist(), strict=True)) if shares else {}
-    return Aggregate(vector, weights, screening.excluded, diagnosis)
+    return AggregationResult(vector, weights, screening.excluded, diagnosis)
 
 
 def _select(
-    matrix: UpdateMatrix, clients: Sequence[ClientRow], context: Context, indices: Sequence[int]
-) -> tuple[UpdateMatrix, Sequence[ClientRow], Context]:
+    matrix: UpdateMatrix, clients: Sequence[ClientRow], context: RuleContext, indices: Sequence[int]
+) -> tuple[UpdateMatrix, Sequence[ClientRow], RuleContext]:
     return matrix.select(indices), [clients[index] for index in indices], context.select(indices)
 
 

@@ -18,7 +18,7 @@ from roundtable.core.seeds import derive_seed
 
 
 @dataclass(frozen=True)
-class Context:
+class RuleContext:
     """What some rules know beside the round's updates.
 
     previous: the last round's aggregate [d] (centred clipping). root_update: the update of the server's own
@@ -30,10 +30,10 @@ class Context:
     root_update: torch.Tensor | None = None
     history: UpdateMatrix | None = None
 
-    def select(self, indices: Sequence[int]) -> Context:
+    def select(self, indices: Sequence[int]) -> RuleContext:
         """The context of some of the round's clients."""
         history = None if self.history is None else self.history.select(indices)
-        return Context(self.previous, self.root_update, history)
+        return RuleContext(self.previous, self.root_update, history)
 
 
 class Stages:
@@ -44,7 +44,7 @@ class Stages:
         matrix: UpdateMatrix,
         weights: np.ndarray,
         seed: int,
-        context: Context,
+        context: RuleContext,
         names: tuple[str, ...],
         faults: tuple[Exclusion, ...],
     ) -> None:

@@ -54,10 +54,10 @@ from attacks_cases import (
 
 import roundtable as rt
 from roundtable.aggregation import (
-    Aggregate,
     AggregationConfig,
+    AggregationResult,
     ClientRow,
-    Context,
+    RuleContext,
     TensorMatrix,
     aggregate,
     attacks,
@@ -151,7 +151,7 @@ def accuracy(model: torch.Tensor, data: Data) -> float:
     return float((scores.argmax(dim=1) == data.test_labels).float().mean())
 
 
-Server = Callable[..., Aggregate]
+Server = Callable[..., AggregationResult]
 
 
 def run(rule: str, attack: str, data: Data, seed: int, server: Server = aggregate) -> float:
@@ -187,7 +187,7 @@ def run(rule: str, attack: str, data: Data, seed: int, server: Server = aggregat
             if rule == "mean_nofilter":
                 return rows.mean(dim=0)
             history = TensorMatrix(past + rows) if rule == "foolsgold" else None
-            context = Context(previous, root, history)
+            context = RuleContext(previous, root, history)
             return server(TensorMatrix(rows), clients, config, seed + round, context=context).vector
 
         if hostile is not None:

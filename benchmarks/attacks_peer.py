@@ -22,7 +22,7 @@ from attacks import load, run
 from attacks_cases import ATTACKS, HOSTILE, SILOS
 from byzfl import Krum
 
-from roundtable.aggregation import Aggregate, ClientRow, Diagnosis, TensorMatrix, aggregate
+from roundtable.aggregation import AggregationResult, ClientRow, Diagnosis, TensorMatrix, aggregate
 
 
 def peer(matrix: TensorMatrix, extra: int = 0) -> torch.Tensor:
@@ -40,17 +40,17 @@ class Compared:
         self.calls = 0
         self.equal = 0
 
-    def __call__(self, matrix: TensorMatrix, *arguments: Any, **options: Any) -> Aggregate:
+    def __call__(self, matrix: TensorMatrix, *arguments: Any, **options: Any) -> AggregationResult:
         found = aggregate(matrix, *arguments, **options)
         self.calls += 1
         self.equal += torch.equal(found.vector, peer(matrix, extra=1))
         return found
 
 
-def as_it_is(matrix: TensorMatrix, clients: Sequence[ClientRow], *_: Any, **__: Any) -> Aggregate:
+def as_it_is(matrix: TensorMatrix, clients: Sequence[ClientRow], *_: Any, **__: Any) -> AggregationResult:
     """ByzFL's Krum in the place of the whole pipeline."""
     names = tuple(client.name for client in clients)
-    return Aggregate(peer(matrix), {}, (), Diagnosis("krum", names))
+    return AggregationResult(peer(matrix), {}, (), Diagnosis("krum", names))
 
 
 def main() -> None:

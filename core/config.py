@@ -22,8 +22,8 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.layout import LayoutRules, Rule
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import NoPrivacy, Privacy
-from roundtable.core.tables import Finite, Name, Names, Open, Seconds, Table, as_tuple
 from roundtable.core.toml import TomlDocument, read_toml, validate
+from roundtable.core.toml_tables import Finite, Name, Names, Open, Seconds, Table, as_tuple
 
 
 class ModelTable(Table):

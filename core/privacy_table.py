@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from roundtable.core.tables import Finite, Table
 from roundtable.core.toml import TomlDocument, validate
+from roundtable.core.toml_tables import Finite, Table
 
 Accountant = Literal["pld", "rdp", "prv"]
 ACCOUNTANTS: tuple[str, ...] = get_args(Accountant)

@@ -10,8 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.observability.logs import LogFormat
-from roundtable.core.tables import Seconds, Table
 from roundtable.core.toml import TomlDocument, read_toml, validate
+from roundtable.core.toml_tables import Seconds, Table
 from roundtable.server.auth.oidc import OidcTable
 from roundtable.server.operations.alerts import AlertTable
 

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
 from roundtable.core.identity.credentials import Credentials
-from roundtable.core.observability.histograms import Tally
+from roundtable.core.observability.histograms import ProcessMetrics
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Interval
 from roundtable.core.observability.tracing import Span, Tracer
@@ -47,7 +47,7 @@ class AgentObserver:
 
     def __init__(self, silo: str, tracer: Tracer | None = None) -> None:
         self.silo = silo
-        self.tally = Tally()
+        self.tally = ProcessMetrics()
         self._tracer = tracer or Tracer(silo)
         self.figures: dict[str, float] = {}
         self._doing: dict[StepKey, _Doing] = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roundtable.core.errors import IdentityError, ResourceError
-from roundtable.core.evidence.audit_log import Entry, entry
+from roundtable.core.evidence.audit_log import AuditEntry, entry
 from roundtable.core.identity.credentials import load_silo_identity
 from roundtable.core.identity.signing import envelope
 
@@ -67,7 +67,7 @@ class SiloLog:
             ) from error
 
 
-def _tail(path: Path) -> tuple[Entry | None, int]:
+def _tail(path: Path) -> tuple[AuditEntry | None, int]:
     """The last entry of a log and the number of the last one that is sealed.
 
     A last line that a power cut left half written is cut off; the chain itself is for `audit verify`.
@@ -83,7 +83,7 @@ def _tail(path: Path) -> tuple[Entry | None, int]:
         try:
             document = json.loads(line)
             if "entry" in document:
-                last = Entry(**document["entry"])
+                last = AuditEntry(**document["entry"])
             else:
                 sealed = int(document["seal"]["statement"]["sequence"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:

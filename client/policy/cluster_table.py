@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from roundtable.core.errors import ConfigError
-from roundtable.core.tables import Names, Seconds, Table
+from roundtable.core.toml_tables import Names, Seconds, Table
 
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?)B?\s*$")
 _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -38,8 +38,8 @@ from roundtable.client.policy.rules import PolicyTable, Rules, TaskTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.identity.handshake import split_address
 from roundtable.core.observability.logs import LogFormat
-from roundtable.core.tables import Table
 from roundtable.core.toml import TomlDocument, read_toml, validate
+from roundtable.core.toml_tables import Table
 
 
 class LimitsTable(Table):

@@ -21,7 +21,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import TaskError
 from roundtable.core.identity.signing import VOUCHED_FOR
 from roundtable.core.privacy_table import Accounted, NoPrivacy, hides_figures, levels_of, masking_of
-from roundtable.core.tables import Seconds, Table
+from roundtable.core.toml_tables import Seconds, Table
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB)")

@@ -9,7 +9,7 @@ from roundtable.core.algorithms.contract import ClientAlgorithm, Composition
 from roundtable.core.algorithms.fedavg import ANY_LEVEL
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.algorithms.table import AlgorithmTable
-from roundtable.core.tables import Finite
+from roundtable.core.toml_tables import Finite
 
 
 class FedProxTable(AlgorithmTable):

@@ -25,7 +25,7 @@ from roundtable.core.algorithms.scaffold import Scaffold
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.plugins import is_file, resolve
-from roundtable.core.tables import Open
+from roundtable.core.toml_tables import Open
 
 ENTRY_POINTS = "roundtable.algorithms"
 FOLDER = "folder"

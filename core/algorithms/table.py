@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from roundtable.core.tables import Finite, Table
+from roundtable.core.toml_tables import Finite, Table
 
 
 class AlgorithmTable(Table):

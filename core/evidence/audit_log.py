@@ -30,7 +30,7 @@ _MAX_NAME = 200
 
 
 @dataclass(frozen=True)
-class Entry:
+class AuditEntry:
     """Who did what to which object; `detail` holds digests and figures, never data or secrets."""
 
     sequence: int
@@ -42,7 +42,7 @@ class Entry:
     previous: str = FIRST
     hash: str = ""
 
-    def after(self, previous: Entry | None) -> Entry:
+    def after(self, previous: AuditEntry | None) -> AuditEntry:
         """The same entry in its place in the chain."""
         sequence, before = (previous.sequence + 1, previous.hash) if previous else (1, FIRST)
         placed = replace(self, sequence=sequence, previous=before)
@@ -61,16 +61,16 @@ class Entry:
 
 def entry(
     time: float, actor: str, action: str, target: str = "", detail: Mapping[str, Any] | None = None
-) -> Entry:
+) -> AuditEntry:
     """An entry that has no place yet."""
-    return Entry(0, time, actor[:_MAX_NAME], action, target[:_MAX_NAME], dict(detail or {}))
+    return AuditEntry(0, time, actor[:_MAX_NAME], action, target[:_MAX_NAME], dict(detail or {}))
 
 
 @dataclass
 class Log:
     """A log that was read and found sound: `sealed` is the last entry that a signature covers, 0 for none."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[AuditEntry] = field(default_factory=list)
     seals: dict[int, Signed] = field(default_factory=dict)
 
     @property
@@ -144,7 +144,7 @@ def _parse(line: str, number: int) -> tuple[str, Any]:
         document = json.loads(line)
         kind, value = next(iter(document.items()))
         if kind == "entry":
-            made = Entry(**value)
+            made = AuditEntry(**value)
             if not isinstance(made.detail, dict) or not isinstance(made.sequence, int):
                 raise TypeError("an entry's detail is an object and its sequence a number")
             return kind, made
@@ -155,7 +155,7 @@ def _parse(line: str, number: int) -> tuple[str, Any]:
     raise AuditError(f"line {number} is no entry of an audit log: it begins with {kind[:40]!r}")
 
 
-def _check(found: Entry, before: Entry | None, number: int) -> None:
+def _check(found: AuditEntry, before: AuditEntry | None, number: int) -> None:
     expected = before.sequence + 1 if before else 1
     if found.sequence != expected:
         said = "is missing" if found.sequence > expected else "is out of its place"

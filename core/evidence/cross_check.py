@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundtable.core.errors import AuditError, IdentityError
-from roundtable.core.evidence.audit_log import Entry, Log
+from roundtable.core.evidence.audit_log import AuditEntry, Log
 from roundtable.core.identity.signing import verify
 
 RECEIPT = ("client", "job", "round", "attempt", "update", "size", "status", "time", "sealed", "sealed_hash")
@@ -49,11 +49,11 @@ def witnessed(coordinator: Log, silo: Log, ca: bytes) -> list[int]:
     return [int(entry.detail["sealed"]) for entry in receipts]
 
 
-def _step(entry: Entry) -> tuple[str, int, int]:
+def _step(entry: AuditEntry) -> tuple[str, int, int]:
     return str(entry.detail["job"]), int(entry.detail["round"]), int(entry.detail["attempt"])
 
 
-def _unsigned(entry: Entry, ca: bytes) -> str:
+def _unsigned(entry: AuditEntry, ca: bytes) -> str:
     """Why a silo's receipt proves nothing; empty for one that the coordinator had signed at its time."""
     detail = entry.detail
     try:
@@ -68,7 +68,7 @@ def _unsigned(entry: Entry, ca: bytes) -> str:
     return ""
 
 
-def _rewritten(coordinator: Log, sent: Mapping[tuple[str, int, int], Entry]) -> list[str]:
+def _rewritten(coordinator: Log, sent: Mapping[tuple[str, int, int], AuditEntry]) -> list[str]:
     """Receipts that name an entry of the coordinator's log which it does not hold, or holds another one."""
     return [
         f"{_words(step)}: when the coordinator gave this receipt it had signed its entry "
@@ -82,7 +82,7 @@ def _rewritten(coordinator: Log, sent: Mapping[tuple[str, int, int], Entry]) -> 
 
 def _unacknowledged(
     rounds: Mapping[tuple[str, int], Mapping[str, Any]],
-    sent: Mapping[tuple[str, int, int], Entry],
+    sent: Mapping[tuple[str, int, int], AuditEntry],
     name: str,
 ) -> list[str]:
     """Rounds that count an update of the silo which it has no receipt for."""
@@ -96,7 +96,7 @@ def _unacknowledged(
 
 def _contradicted(
     rounds: Mapping[tuple[str, int], Mapping[str, Any]],
-    sent: Mapping[tuple[str, int, int], Entry],
+    sent: Mapping[tuple[str, int, int], AuditEntry],
     name: str,
 ) -> list[str]:
     """Receipts for updates that the committed attempt does not know, or knows with another digest."""

@@ -11,7 +11,7 @@ LAG_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 LAG_SECONDS = 0.5
 
 
-class Spread:
+class Histogram:
     """How many values lay at or below each bound, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...] = BOUNDS) -> None:
@@ -33,13 +33,13 @@ class Spread:
         return found
 
 
-class Tally:
+class ProcessMetrics:
     """Counters by name and labels, and spreads by name and one label."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, ...]] = Counter()
-        self.spreads: dict[tuple[str, str], Spread] = {}
-        self.lag = Spread(LAG_BOUNDS)
+        self.spreads: dict[tuple[str, str], Histogram] = {}
+        self.lag = Histogram(LAG_BOUNDS)
 
     def count(self, name: str, *labels: str) -> None:
         """One more of these."""
@@ -47,13 +47,13 @@ class Tally:
 
     def took(self, name: str, label: str, seconds: float) -> None:
         """Something of this kind took so long."""
-        self.spreads.setdefault((name, label), Spread()).add(max(0.0, seconds))
+        self.spreads.setdefault((name, label), Histogram()).add(max(0.0, seconds))
 
     def of(self, name: str) -> dict[tuple[str, ...], int]:
         """The counts under a name, by their labels."""
         return {key[1:]: count for key, count in self.counts.items() if key[0] == name}
 
-    def spreads_of(self, name: str) -> dict[str, Spread]:
+    def spreads_of(self, name: str) -> dict[str, Histogram]:
         """The spreads under a name, by their label."""
         return {label: spread for (found, label), spread in self.spreads.items() if found == name}
 

@@ -21,7 +21,7 @@ from prometheus_client import core
 
 from roundtable.core.errors import ResourceError
 from roundtable.core.identity.handshake import split_address
-from roundtable.core.observability.histograms import Spread, Tally
+from roundtable.core.observability.histograms import Histogram, ProcessMetrics
 
 log = logging.getLogger("roundtable.monitoring")
 
@@ -80,14 +80,14 @@ class Families:
             family.add_metric(key, value)
         self.made.append(family)
 
-    def histogram(self, name: str, text: str, spreads: Mapping[str, Spread], label: str = "") -> None:
+    def histogram(self, name: str, text: str, spreads: Mapping[str, Histogram], label: str = "") -> None:
         """How long things took, by one label or none."""
         family = core.HistogramMetricFamily(name, text, labels=[label] if label else [])
         for value, spread in spreads.items():
             family.add_metric([value] if label else [], spread.buckets(), spread.total)
         self.made.append(family)
 
-    def process(self, tally: Tally, sent: int, received: int) -> None:
+    def process(self, tally: ProcessMetrics, sent: int, received: int) -> None:
         """What every process of ours tells: bytes of artifacts and the lag of its event loop."""
         name = "roundtable_transfer_bytes"
         values = {("out",): float(sent), ("in",): float(received)}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundtable.aggregation import Aggregate, ClientRow, Context, TensorMatrix, aggregate
+from roundtable.aggregation import AggregationResult, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.core.errors import AggregationError
 from roundtable.core.privacy_table import OwnNoise
@@ -185,7 +185,7 @@ def _of_groups(
     rows = [ClientRow(label, max(1, g.weight), None) for label, g in zip(labels, means.groups, strict=True)]
     by_weight = replace(plan.aggregation, weighting="examples")
     chance = derive_seed(seed, round, "aggregation")
-    context = Context(previous=state.previous)
+    context = RuleContext(previous=state.previous)
     result = aggregate(means.matrix, rows, by_weight, chance, context=context, diagnose=diagnose)
     broken = {exclusion.client: exclusion.message for exclusion in result.excluded}
     excluded, groups = dict(means.lost), []
@@ -209,7 +209,7 @@ def _sums(plan: Plan, rows: Rows, state: ServerState) -> Tensor | None:
     return sums_with(state.past, rows) if plan.aggregation.takes("history") else None
 
 
-def _previous(plan: Plan, result: Aggregate) -> Tensor | None:
+def _previous(plan: Plan, result: AggregationResult) -> Tensor | None:
     """The aggregate, for rules that start from it in the next round."""
     return result.vector if plan.aggregation.takes("previous") else None
 
@@ -223,9 +223,9 @@ def _aggregated(
     seed: int,
     diagnose: bool,
     root_update: Tensor | None,
-) -> Aggregate:
+) -> AggregationResult:
     clients = [ClientRow(update.client, update.examples, update.loss) for update in rows.updates]
-    context = Context(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
+    context = RuleContext(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
     chance = derive_seed(seed, round, "aggregation")
     return aggregate(rows.matrix, clients, plan.aggregation, chance, context=context, diagnose=diagnose)
 

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError
-from roundtable.core.evidence.audit_log import Entry, entry
+from roundtable.core.evidence.audit_log import AuditEntry, entry
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.server.store import Database
 from roundtable.server.store import audit as store
@@ -34,7 +34,7 @@ class AuditLog:
         self._database = database
         self._identity = identity
         self._clock = clock
-        self._waiting: list[Entry] = []
+        self._waiting: list[AuditEntry] = []
         self._unwritten = 0
         self.refusals = 0
         self.sealed = (0, "")
@@ -97,7 +97,7 @@ class AuditLog:
                 return
             yield page
 
-    def _seal(self, connection: Connection, items: list[Entry], now: float) -> tuple[int, str] | None:
+    def _seal(self, connection: Connection, items: list[AuditEntry], now: float) -> tuple[int, str] | None:
         if items:
             store.append(connection, *items)
         return store.seal(connection, self._identity, now) if self._identity is not None else None

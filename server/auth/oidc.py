@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.core.identity.credentials import OPERATOR_ROLES, Role
-from roundtable.core.tables import Table
+from roundtable.core.toml_tables import Table
 from roundtable.server.auth.rate_limit import WrongSecret
 
 ALGORITHMS = ("EdDSA", "ES256", "ES384", "PS256", "RS256", "RS384", "RS512")

@@ -11,7 +11,7 @@ from urllib.error import URLError
 
 from pydantic import Field, field_validator
 
-from roundtable.core.tables import Table
+from roundtable.core.toml_tables import Table
 from roundtable.server.operations.incidents import SEVERITIES, Incident, Severity
 
 log = logging.getLogger("roundtable.server.operations.alerts")

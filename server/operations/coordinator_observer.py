@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundtable.core.observability.histograms import Tally
+from roundtable.core.observability.histograms import ProcessMetrics
 from roundtable.core.observability.tracing import Span, Tracer
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
@@ -35,7 +35,7 @@ class CoordinatorObserver:
     """Counts and times for the life of a coordinator. Never blocks: all of it is arithmetic in memory."""
 
     def __init__(self, tracer: Tracer | None = None, clock: Callable[[], float] = time.time) -> None:
-        self.tally = Tally()
+        self.tally = ProcessMetrics()
         self._tracer = tracer or Tracer("coordinator")
         self._clock = clock
         self._places: dict[str, _Place] = {}

@@ -16,7 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from roundtable.core.errors import AuditError, IdentityError, StorageError
-from roundtable.core.evidence.audit_log import Entry, Log, read_log
+from roundtable.core.evidence.audit_log import AuditEntry, Log, read_log
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import Signed, envelope, open_envelope
 
@@ -109,7 +109,7 @@ def _rows(folder: Path, table: str) -> Rows:
 
 def _lines(folder: Path) -> Iterator[str]:
     for row in _rows(folder, "audit"):
-        yield Entry(**{**row, "detail": json.loads(row["detail"])}).to_line()
+        yield AuditEntry(**{**row, "detail": json.loads(row["detail"])}).to_line()
     for row in _rows(folder, "seals"):
         yield f'{{"seal":{row["document"]}}}'
 

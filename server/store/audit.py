@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
-from roundtable.core.evidence.audit_log import Entry, entry
+from roundtable.core.evidence.audit_log import AuditEntry, entry
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import canonical, envelope, job_digest
 from roundtable.server.store import tables
@@ -20,7 +20,7 @@ from roundtable.server.versions import versions
 COORDINATOR = "coordinator"
 
 
-def append(connection: Connection, *entries: Entry) -> None:
+def append(connection: Connection, *entries: AuditEntry) -> None:
     """Adds entries to the end of the chain."""
     last = _last(connection)
     for item in entries:
@@ -72,7 +72,7 @@ def unsigned(connection: Connection) -> tuple[int, int] | None:
     return (_last_seal(connection) + 1, last.sequence) if last else None
 
 
-def unsealed(connection: Connection) -> Entry | None:
+def unsealed(connection: Connection) -> AuditEntry | None:
     """The last entry, if no seal covers it yet."""
     last = _last(connection)
     return last if last is not None and last.sequence > _last_seal(connection) else None
@@ -123,18 +123,18 @@ def _last_seal(connection: Connection) -> int:
     return connection.execute(sa.select(sa.func.max(tables.seals.c.sequence))).scalar() or 0
 
 
-def _last(connection: Connection) -> Entry | None:
+def _last(connection: Connection) -> AuditEntry | None:
     query = sa.select(tables.audit).order_by(tables.audit.c.sequence.desc()).limit(1)
     row = connection.execute(query).first()
     return _entry(row) if row else None
 
 
-def _entry(row: Row[Any]) -> Entry:
+def _entry(row: Row[Any]) -> AuditEntry:
     values = dict(row._mapping)
-    return Entry(**{**values, "detail": json.loads(values["detail"])})
+    return AuditEntry(**{**values, "detail": json.loads(values["detail"])})
 
 
-def _interleaved(entries: list[Entry], seals: Mapping[int, str]) -> Iterator[str]:
+def _interleaved(entries: list[AuditEntry], seals: Mapping[int, str]) -> Iterator[str]:
     for item in entries:
         yield item.to_line()
         if item.sequence in seals:

@@ -10,13 +10,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.privacy_table import hides_figures
-from roundtable.core.tables import Finite, Seconds, Table
 from roundtable.core.toml import TomlDocument, validate
+from roundtable.core.toml_tables import Finite, Seconds, Table
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
-class Spread(Table):
+class Lognormal(Table):
     """A positive quantity that differs between clients: lognormal, written as a number where it does not."""
 
     median: Finite = Field(gt=0, description="half of the clients lie below it")
@@ -29,7 +29,7 @@ def _spread(value: Any) -> Any:
     return value
 
 
-Quantity = Annotated[Spread, BeforeValidator(_spread)]
+Quantity = Annotated[Lognormal, BeforeValidator(_spread)]
 
 
 class DevicesTable(Table):

@@ -15,7 +15,7 @@ import numpy as np
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.seeds import numpy_generator
-from roundtable.simulation.world.config import DevicesTable, Spread
+from roundtable.simulation.world.config import DevicesTable, Lognormal
 
 _COLUMNS = ("client", "start", "end")
 _RATES = ("speed", "download", "upload")
@@ -101,7 +101,7 @@ class Devices:
             return rate
         return float(rate[index % len(rate)])
 
-    def _drawn(self, name: str, spread: Spread | None) -> np.ndarray | float | None:
+    def _drawn(self, name: str, spread: Lognormal | None) -> np.ndarray | float | None:
         if spread is None or spread.sigma == 0.0:
             return spread.median if spread else None
         normal = numpy_generator(self._seed, "devices", name).standard_normal(self.count, dtype=np.float32)

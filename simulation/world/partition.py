@@ -18,15 +18,15 @@ from pydantic import Field
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.seeds import numpy_generator
-from roundtable.core.tables import Finite, Table
 from roundtable.core.toml import TomlDocument, validate
+from roundtable.core.toml_tables import Finite, Table
 
 _REDRAWS = 50
 _CACHED = 8
 
 
 @dataclass(frozen=True)
-class Assignment:
+class Split:
     """All clients' rows in one array: client i has `rows[offsets[i]:offsets[i + 1]]`, ascending."""
 
     rows: np.ndarray
@@ -42,7 +42,7 @@ class Assignment:
         return np.diff(self.offsets)
 
     @classmethod
-    def from_owners(cls, owners: np.ndarray, count: int) -> Assignment:
+    def from_owners(cls, owners: np.ndarray, count: int) -> Split:
         """From the client's number of each row."""
         narrow = np.int32 if len(owners) < 2**31 else np.int64
         rows = np.argsort(owners, kind="stable").astype(narrow)
@@ -62,7 +62,7 @@ class Partitioner(Protocol):
     def smallest(self) -> int:
         """Rows that every client must have."""
 
-    def assign(self, labels: np.ndarray, count: int, seed: int) -> Assignment:
+    def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
         """The split of `len(labels)` rows among `count` clients."""
 
 
@@ -80,9 +80,9 @@ class Iid(_Partitioner):
 
     name: Literal["iid"] = "iid"
 
-    def assign(self, labels: np.ndarray, count: int, seed: int) -> Assignment:
+    def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
         owners = np.arange(len(labels)) % count
-        return Assignment.from_owners(numpy_generator(seed, "partition").permutation(owners), count)
+        return Split.from_owners(numpy_generator(seed, "partition").permutation(owners), count)
 
 
 class Dirichlet(_Partitioner):
@@ -95,7 +95,7 @@ class Dirichlet(_Partitioner):
     name: Literal["dirichlet"] = "dirichlet"
     alpha: Finite = Field(0.5, gt=0, description="concentration: 0.1 is very uneven, 100 nearly iid")
 
-    def assign(self, labels: np.ndarray, count: int, seed: int) -> Assignment:
+    def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
         kinds, codes = np.unique(labels, return_inverse=True)
         codes = codes.reshape(-1)
         for redraw in range(_REDRAWS):
@@ -108,7 +108,7 @@ class Dirichlet(_Partitioner):
                 owners[rows] = np.searchsorted(ends, np.arange(len(rows)), side="right").clip(max=count - 1)
             if np.bincount(owners, minlength=count).min() >= self.min_size:
                 break
-        return Assignment.from_owners(owners, count)
+        return Split.from_owners(owners, count)
 
 
 class Shards(_Partitioner):
@@ -117,7 +117,7 @@ class Shards(_Partitioner):
     name: Literal["shards"] = "shards"
     shards: int = Field(2, ge=1, description="shards a client: most clients see at most so many labels")
 
-    def assign(self, labels: np.ndarray, count: int, seed: int) -> Assignment:
+    def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
         generator = numpy_generator(seed, "partition")
         shuffled = generator.permutation(len(labels))
         order = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -125,7 +125,7 @@ class Shards(_Partitioner):
         owners = np.empty(len(labels), dtype=np.int64)
         for rows, owner in zip(np.array_split(order, len(cards)), cards, strict=True):
             owners[rows] = owner
-        return Assignment.from_owners(owners, count)
+        return Split.from_owners(owners, count)
 
 
 class Quantity(_Partitioner):
@@ -136,7 +136,7 @@ class Quantity(_Partitioner):
     sigma: Finite = Field(1.0, ge=0, description="lognormal: standard deviation of the sizes' logarithm")
     exponent: Finite = Field(1.0, ge=0, description="power: size proportional to rank ** -exponent")
 
-    def assign(self, labels: np.ndarray, count: int, seed: int) -> Assignment:
+    def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
         generator = numpy_generator(seed, "partition")
         if self.distribution == "lognormal":
             weights = generator.lognormal(0.0, self.sigma, count)
@@ -147,7 +147,7 @@ class Quantity(_Partitioner):
         sizes = np.diff(ends, prepend=0) + min(self.min_size, len(labels) // count)
         sizes[-1] += len(labels) - sizes.sum()
         owners = np.repeat(np.arange(count), sizes)
-        return Assignment.from_owners(generator.permutation(owners), count)
+        return Split.from_owners(generator.permutation(owners), count)
 
 
 class Natural(_Partitioner):
@@ -159,12 +159,12 @@ class Natural(_Partitioner):
 
     name: Literal["natural"] = "natural"
 
-    def assign(self, labels: np.ndarray, count: int, seed: int) -> Assignment:
+    def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
         keys, codes = np.unique(labels, return_inverse=True)
         owner = np.arange(len(keys)) % count
         if count < len(keys):
             owner = numpy_generator(seed, "partition").permutation(owner)
-        return Assignment.from_owners(owner[codes.reshape(-1)], count)
+        return Split.from_owners(owner[codes.reshape(-1)], count)
 
 
 AnyPartitioner = Annotated[Iid | Dirichlet | Shards | Quantity | Natural, Field(discriminator="name")]
@@ -194,14 +194,14 @@ class SeededPartition:
     def __init__(self, partitioner: Partitioner, seed: int) -> None:
         self.partitioner = partitioner
         self.seed = seed
-        self._by_memory: OrderedDict[tuple[Any, ...], tuple[np.ndarray, Assignment]] = OrderedDict()
-        self._by_content: OrderedDict[tuple[str, int], Assignment] = OrderedDict()
+        self._by_memory: OrderedDict[tuple[Any, ...], tuple[np.ndarray, Split]] = OrderedDict()
+        self._by_content: OrderedDict[tuple[str, int], Split] = OrderedDict()
 
     def __call__(self, labels: np.ndarray, index: int, count: int) -> np.ndarray:
         """Row numbers of client `index` of `count`; ConfigError where a client would have too few."""
         return self.assignment(labels, count).of(index)
 
-    def assignment(self, labels: np.ndarray, count: int) -> Assignment:
+    def assignment(self, labels: np.ndarray, count: int) -> Split:
         """The whole split; computed at the first call, then remembered."""
         memory = (
             labels.__array_interface__["data"][0],
@@ -221,7 +221,7 @@ class SeededPartition:
         _remember(self._by_memory, memory, (labels, assignment))
         return assignment
 
-    def _assign(self, labels: np.ndarray, count: int) -> Assignment:
+    def _assign(self, labels: np.ndarray, count: int) -> Split:
         name, smallest = self.partitioner.name, self.partitioner.smallest
         if labels.ndim != 1:
             raise ConfigError(

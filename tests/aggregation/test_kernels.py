@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundtable.aggregation import RULES, AggregationConfig, ClientRow, Context, TensorMatrix, aggregate
+from roundtable.aggregation import RULES, AggregationConfig, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows import kernels as kernels_module
 from roundtable.aggregation.rows.gram import combine, gram, squared_norms
 from roundtable.aggregation.rows.matrix import CELL, SelectedRows
@@ -97,9 +97,9 @@ def test_threads_do_not_show(threads: int, monkeypatch: pytest.MonkeyPatch) -> N
     for name, rule in RULES.items():
         parameters = {**({"f": 1} if rule.takes("f") else {}), **given.get(name, {})}
         settings_ = AggregationConfig(name, parameters)
-        context = Context(root_update=values.mean(dim=0))
+        context = RuleContext(root_update=values.mean(dim=0))
 
-        def work(settings_: AggregationConfig = settings_, context: Context = context) -> torch.Tensor:
+        def work(settings_: AggregationConfig = settings_, context: RuleContext = context) -> torch.Tensor:
             return aggregate(TensorMatrix(values), clients, settings_, context=context).vector
 
         fast, plain = both(monkeypatch, work)
@@ -198,7 +198,10 @@ def test_what_an_accelerator_would_do_agrees_and_never_goes_through_numpy(
     parameters = {**({"f": 2} if RULES[name].takes("f") else {}), **given.get(name, {})}
 
     def work() -> torch.Tensor:
-        matrix, context = TensorMatrix(values), Context(root_update=values.mean(dim=0), previous=values[1])
+        matrix, context = (
+            TensorMatrix(values),
+            RuleContext(root_update=values.mean(dim=0), previous=values[1]),
+        )
         return aggregate(matrix, clients, AggregationConfig(name, parameters, pre), context=context).vector
 
     expected = work()
@@ -237,7 +240,7 @@ def test_cuda_agrees_with_the_cpu(name: str) -> None:
                 TensorMatrix(values.to(device)),
                 clients,
                 AggregationConfig(name, parameters, pre),
-                context=Context(root_update=values.mean(dim=0).to(device), previous=values[1].to(device)),
+                context=RuleContext(root_update=values.mean(dim=0).to(device), previous=values[1].to(device)),
                 diagnose=True,
             )
             for device in ("cpu", "cuda")

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from roundtable.aggregation import (
     AggregationConfig,
     ClientRow,
-    Context,
     FileMatrix,
     MixedRows,
+    RuleContext,
     TensorMatrix,
     aggregate,
     combine,
@@ -76,8 +76,8 @@ def clients() -> list[ClientRow]:
     return [ClientRow(f"silo-{index:02}", 10 + index) for index in range(ROWS)]
 
 
-def context(values: torch.Tensor) -> Context:
-    return Context(previous=values[0] * 0.1, root_update=values.mean(dim=0))
+def context(values: torch.Tensor) -> RuleContext:
+    return RuleContext(previous=values[0] * 0.1, root_update=values.mean(dim=0))
 
 
 @pytest.mark.parametrize("pre", PRE, ids=lambda pre: "+".join(name for name, _ in pre) or "alone")

@@ -15,8 +15,8 @@ from roundtable.aggregation import (
     RULES,
     AggregationConfig,
     ClientRow,
-    Context,
     Diagnosis,
+    RuleContext,
     StreamingMean,
     TensorMatrix,
     aggregate,
@@ -52,7 +52,7 @@ def test_no_updates_are_an_error(rule: str) -> None:
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_one_update_is_the_result_or_an_error(rule: str) -> None:
     values = vectors(1)
-    context = Context(root_update=values[0] * 2)
+    context = RuleContext(root_update=values[0] * 2)
     if rule in ("krum", "multi_krum", "bulyan"):
         with pytest.raises(AggregationError, match="n = 1"):
             aggregate(TensorMatrix(values), rows("a"), config(rule), context=context)
@@ -66,7 +66,7 @@ def test_one_update_is_the_result_or_an_error(rule: str) -> None:
 def test_identical_updates_give_that_update(rule: str) -> None:
     values = vectors(1).repeat(9, 1)
     clients = rows(*"abcdefghi")
-    context = Context(root_update=values[0])
+    context = RuleContext(root_update=values[0])
     if rule == "foolsgold":
         with pytest.raises(AggregationError, match="copies"):
             aggregate(TensorMatrix(values), clients, config(rule))
@@ -79,7 +79,7 @@ def test_identical_updates_give_that_update(rule: str) -> None:
 def test_zeros_and_denormals_do_no_harm(rule: str) -> None:
     clients, denormal = rows(*"abcdefghi"), torch.tensor(1e-42)
     values = vectors(9).sign() * denormal
-    context = Context(root_update=torch.ones(40))
+    context = RuleContext(root_update=torch.ones(40))
     if rule != "fltrust":
         result = aggregate(TensorMatrix(values), clients, config(rule, 1), context=context).vector
         assert float(result.abs().max()) <= float(denormal)
@@ -297,7 +297,7 @@ def test_two_updates_under_one_name_are_both_left_out() -> None:
 def test_a_result_too_large_to_hold_is_rejected() -> None:
     values = torch.full((5, 3), 3e38)
     assert torch.isfinite(aggregate(TensorMatrix(values), rows(*"abcde"), config("mean")).vector).all()
-    context = Context(previous=torch.full((3,), -3e38))
+    context = RuleContext(previous=torch.full((3,), -3e38))
     values = torch.full((5, 3), 3.4e38)
     options = {"tau": 1e39, "iterations": 1}
     found = aggregate(
@@ -309,7 +309,9 @@ def test_a_result_too_large_to_hold_is_rejected() -> None:
             TensorMatrix(values),
             rows(*"abcde"),
             AggregationConfig("fltrust"),
-            context=Context(root_update=torch.tensor([3.4e38, 3.4e38, 3.4e38], dtype=torch.float64) * 1.01),
+            context=RuleContext(
+                root_update=torch.tensor([3.4e38, 3.4e38, 3.4e38], dtype=torch.float64) * 1.01
+            ),
         )
 
 
@@ -330,7 +332,7 @@ def test_updates_are_never_written_to() -> None:
         for step in ((), (("clip", {"norm": 0.1}),), (("arc", {"f": 1}), ("nnm", {"f": 1}))):
             values = vectors(9)
             before = values.clone()
-            context = Context(root_update=values.mean(dim=0), previous=values[2])
+            context = RuleContext(root_update=values.mean(dim=0), previous=values[2])
             aggregate(TensorMatrix(values), rows(*"abcdefghi"), config(rule, 1, pre=step), 3, context=context)
             assert torch.equal(values, before), rule
 
@@ -418,7 +420,7 @@ def test_parameters_out_of_range_are_refused(rule: str, parameters: dict[str, An
 
 def test_fltrust_without_anybody_to_trust() -> None:
     values = vectors(5).abs()
-    context = Context(root_update=-torch.ones(40))
+    context = RuleContext(root_update=-torch.ones(40))
     with pytest.raises(AggregationError, match="trust nobody"):
         aggregate(TensorMatrix(values), rows(*"abcde"), AggregationConfig("fltrust"), context=context)
     with pytest.raises(AggregationError, match="cannot be compared"):
@@ -426,7 +428,7 @@ def test_fltrust_without_anybody_to_trust() -> None:
             TensorMatrix(values),
             rows(*"abcde"),
             AggregationConfig("fltrust"),
-            context=Context(root_update=torch.ones(3)),
+            context=RuleContext(root_update=torch.ones(3)),
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundtable.aggregation import AggregationConfig, ClientRow, Context, TensorMatrix, aggregate
+from roundtable.aggregation import AggregationConfig, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.registry import RULES
 
 Pre = tuple[tuple[str, dict[str, Any]], ...]
@@ -28,7 +28,7 @@ def parameters(rule: str, f: int) -> dict[str, Any]:
 def run(rule: str, values: torch.Tensor, f: int, pre: Pre = ()) -> torch.Tensor:
     names = [f"silo-{index:02}" for index in range(len(values))]
     config = AggregationConfig(rule, parameters(rule, f), pre, weighting="uniform")
-    context = Context(root_update=torch.ones(values.shape[1], dtype=values.dtype))
+    context = RuleContext(root_update=torch.ones(values.shape[1], dtype=values.dtype))
     clients = [ClientRow(name) for name in names]
     return aggregate(TensorMatrix(values), clients, config, seed=5, context=context).vector
 
@@ -186,7 +186,7 @@ def test_centred_clipping_moves_at_most_tau_a_step(
     previous = torch.full((values.shape[1],), 3.0, dtype=torch.float64)
     config = AggregationConfig("centred_clipping", {"tau": tau, "iterations": iterations})
     clients = [ClientRow(f"{index:02}") for index in range(len(values))]
-    result = aggregate(TensorMatrix(values), clients, config, context=Context(previous=previous)).vector
+    result = aggregate(TensorMatrix(values), clients, config, context=RuleContext(previous=previous)).vector
     assert float((result - previous).norm()) <= iterations * tau * (1 + 1e-6) + 1e-9
     expected = previous.clone()
     for _ in range(iterations):
@@ -228,7 +228,7 @@ def test_foolsgold_weighs_sybils_down() -> None:
     assert shares[:6].min() > 0.1
     history = TensorMatrix(torch.cat([sybils, honest]))
     result = aggregate(
-        TensorMatrix(values), clients, AggregationConfig("foolsgold"), context=Context(history=history)
+        TensorMatrix(values), clients, AggregationConfig("foolsgold"), context=RuleContext(history=history)
     )
     assert max(result.weights[f"silo-{index:02}"] for index in range(4)) < 1e-9
     assert min(result.weights[f"silo-{index:02}"] for index in range(4, 10)) > 0.1

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from roundtable.core import JobConfig, LayoutRules, job_from_json, load_job, parse_job
 from roundtable.core.errors import ConfigError
-from roundtable.core.tables import Table
+from roundtable.core.toml_tables import Table
 
 FULL = """\
 task = "digits"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from roundtable.core.observability.histograms import Spread, Tally
+from roundtable.core.observability.histograms import Histogram, ProcessMetrics
 from roundtable.core.observability.logs import ConsoleFormatter, JsonFormatter, belongs_to
 from roundtable.core.observability.tracing import Span, Tracer, span_of, trace_of
 from roundtable.core.observability.watchdog import keep_watchdog
@@ -89,7 +89,7 @@ async def test_the_watchdog_is_told_that_the_service_is_up_and_lives(
 
 
 def test_a_spread_counts_up_to_each_bound() -> None:
-    spread = Spread((1.0, 2.0))
+    spread = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         spread.add(value)
     assert spread.buckets() == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
@@ -97,7 +97,7 @@ def test_a_spread_counts_up_to_each_bound() -> None:
 
 
 def test_counts_are_found_by_their_labels() -> None:
-    tally = Tally()
+    tally = ProcessMetrics()
     tally.count("updates", "accepted")
     tally.count("updates", "accepted")
     tally.count("rounds", "failed")

@@ -26,7 +26,7 @@ from roundtable.cli.coordinator.audit import UNPROVEN
 from roundtable.cli.main import cli
 from roundtable.client.agent.silo_log import SiloLog
 from roundtable.core.errors import AuditError
-from roundtable.core.evidence.audit_log import Entry, Log, compare, entry, read_log
+from roundtable.core.evidence.audit_log import AuditEntry, Log, compare, entry, read_log
 from roundtable.core.evidence.cross_check import differences, witnessed
 from roundtable.core.evidence.provenance_check import check_provenance, is_recorded
 from roundtable.core.identity.certificates import load_key
@@ -217,7 +217,7 @@ def made_log(
 ) -> list[str]:
     """Entries with a seal after every third, signed now or at another time, behind an earlier log's."""
     lines = list(earlier)
-    known = [Entry(**json.loads(line)["entry"]) for line in lines if line.startswith('{"entry"')]
+    known = [AuditEntry(**json.loads(line)["entry"]) for line in lines if line.startswith('{"entry"')]
     last = known[-1] if known else None
     for number in range(len(known) + 1, len(known) + count + 1):
         last = entry(float(number), "olga", "did", f"job {number}", {"n": number}).after(last)
@@ -252,7 +252,7 @@ def test_any_entry_that_is_changed_removed_or_moved_is_found(
         changed[place], changed[other] = changed[other], changed[place]
     else:
         # The whole rest of the chain is made anew, as only somebody could who holds no signing key.
-        found = [Entry(**json.loads(lines[one])["entry"]) for one in entries]
+        found = [AuditEntry(**json.loads(lines[one])["entry"]) for one in entries]
         index = entries.index(place)
         last = found[index - 1] if index else None
         for one, old in zip(entries[index:], found[index:], strict=True):
@@ -293,7 +293,9 @@ def test_a_log_that_nobody_has_signed_is_not_sound(
         said = verified(kept)
         assert isinstance(said.exception, AuditError)
         assert reason in str(said.exception)
-    forged = entry(5.0, "coordinator", "round_committed", "j").after(Entry(**json.loads(lines[-2])["entry"]))
+    forged = entry(5.0, "coordinator", "round_committed", "j").after(
+        AuditEntry(**json.loads(lines[-2])["entry"])
+    )
     for kept, tail in ((lines[:-1], "4 to 4"), ([*lines, forged.to_line()], "5 to 5")):
         said = verified(kept)
         assert said.return_value == UNPROVEN
@@ -341,7 +343,7 @@ def test_a_silo_is_a_witness_of_a_log_whose_certificate_has_ended(
     document = envelope(ended.hub, "receipt", values)
     proof = {name: document[name] for name in ("signature", "certificate")}
     journal.note("coordinator", "receipt", "j", **values, signed=True, **proof)
-    last = Entry(**json.loads((tmp_path / "silo.jsonl").read_text())["entry"])
+    last = AuditEntry(**json.loads((tmp_path / "silo.jsonl").read_text())["entry"])
     unsigned = read_log((tmp_path / "silo.jsonl").read_text().splitlines(), ca, "agent")
     assert witnessed(log, unsigned, ca) == []
     with (tmp_path / "silo.jsonl").open("a") as file:
