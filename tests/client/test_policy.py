@@ -66,6 +66,12 @@ def said(
             '[privacy]\nlevel = "client"\nnoise_multiplier = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
             "states no privacy.epsilon",
         ),
+        ({"epsilon": 1.0}, "", "privacy.level is 'none', for which no silo can keep an account"),
+        (
+            {"epsilon": 1.0},
+            '[privacy]\nlevel = "client"\nnoise_multiplier = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
+            "privacy.level is 'client', for which no silo can keep an account",
+        ),
         (
             {"example_level_epsilon": 2.0},
             '[privacy]\nlevel = "client"\nepsilon = 1.0\ndelta = 1e-5\nclip_norm = 1.0',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from roundtable.client.policy.peers import KnownPeers
 from roundtable.client.step_key import StepKey
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import BudgetExceeded, ConfigError
 from roundtable.core.identity.credentials import Authority, create_ca, issue
-from roundtable.privacy import SecureRound
+from roundtable.privacy import SecureMean, SecureRound
 from roundtable.privacy.secagg import SecAggServer
 
 NAMES = ("alder", "birch", "cedar")
@@ -41,12 +42,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(folder: Path, name: str, least: int = 3) -> AgentConfig:
+def config(folder: Path, name: str, least: int = 3, **policy: float) -> AgentConfig:
     return AgentConfig(
         coordinator="127.0.0.1:1",
         credentials=folder / name,
         state=folder / "state" / name,
-        policy=PolicyTable(minimum_cohort=least),
+        policy=PolicyTable(minimum_cohort=least, **policy),
     )
 
 
@@ -55,8 +56,8 @@ def taking_part(config: AgentConfig, name: str = "alder") -> SecureAttempts:
     return SecureAttempts(config, name, ReleaseLedger(config.state / NAME))
 
 
-def silo(folder: Path, name: str, least: int = 3) -> SecureAttempts:
-    return taking_part(config(folder, name, least), name)
+def silo(folder: Path, name: str, least: int = 3, **policy: float) -> SecureAttempts:
+    return taking_part(config(folder, name, least, **policy), name)
 
 
 def certificates(folder: Path, *names: str) -> list[bytes]:
@@ -66,14 +67,23 @@ def certificates(folder: Path, *names: str) -> list[bytes]:
 class Coordinator:
     """An honest one, around the protocol's own state machine."""
 
-    def __init__(self, folder: Path, attempt: int = 1) -> None:
-        self.silos = {name: silo(folder, name) for name in NAMES}
-        self.folder, self.step = folder, StepKey("job-1", 1, attempt, "train")
-        self.round = SecureRound.of(job(), COLUMNS, 3, 1)
-        shown = certificates(folder)
-        begun = {name: own.begin(self.step, job(), COLUMNS, MODEL, shown) for name, own in self.silos.items()}
+    def __init__(
+        self,
+        folder: Path,
+        attempt: int = 1,
+        names: tuple[str, ...] = NAMES,
+        wanted: JobConfig | None = None,
+        name: str = "job-1",
+        **policy: float,
+    ) -> None:
+        self.silos = {each: silo(folder, each, **policy) for each in names}
+        self.folder, self.step = folder, StepKey(name, 1, attempt, "train")
+        wanted = wanted or job()
+        self.round = SecureRound.of(wanted, COLUMNS, len(names), 1)
+        shown = certificates(folder, *names)
+        begun = {n: own.begin(self.step, wanted, COLUMNS, MODEL, shown) for n, own in self.silos.items()}
         directory = {name: attempt.client._directory[name] for name, attempt in begun.items()}
-        session = self.round.session("job-1", 1, attempt)
+        session = self.round.session(name, 1, attempt)
         self.server = SecAggServer(session, self.round.parameters, directory)
         for attempt_ in begun.values():
             self.server.receive(attempt_.advert)
@@ -87,6 +97,16 @@ class Coordinator:
         for answer in answers.values():
             assert answer is not None
             self.server.receive(answer)
+
+    def unmasked(self) -> SecureMean:
+        """The whole attempt."""
+        self.masked()
+        for _ in range(2):
+            self.take(self.exchange())
+        self.server.advance()
+        mean = self.round.decode(self.server.total, len(self.silos), len(self.silos))
+        assert isinstance(mean, SecureMean)
+        return mean
 
     def masked(self) -> None:
         """Up to the masked vectors, which are taken."""
@@ -253,3 +273,35 @@ def test_a_silo_that_trusts_the_root_alone_refuses_peers_of_the_issuing_authorit
     with pytest.raises(WorkFailed, match="not from the root"):
         taking_part(strict).begin(STEP, job(), COLUMNS, MODEL, shown)
     taking_part(strict).begin(STEP, job(), COLUMNS, MODEL, certificates(folder))
+
+
+def test_two_sums_that_differ_by_one_silo_are_not_both_made(folder: Path) -> None:
+    """The difference of the sums over four silos and over three of them would be the fourth's update."""
+    issue(folder / "ca", "dogwood", "agent", folder / "dogwood")
+    four = (*NAMES, "dogwood")
+    Coordinator(folder, names=four).unmasked()
+    with pytest.raises(WorkFailed, match="has begun the attempt before"):
+        Coordinator(folder)
+    for changed in ({"attempt": 2}, {"name": "job-2"}):
+        with pytest.raises(
+            WorkFailed, match=r"sum from the same model over 4 silos \(alder, birch, cedar"
+        ) as no:
+            Coordinator(folder, **changed).masked()
+        assert no.value.kind == "refused"
+    again = Coordinator(folder, names=four, name="job-3").unmasked()
+    assert again.vector.numpy() == pytest.approx(0.1, abs=1e-4)
+
+
+def test_every_sum_with_noise_is_charged_to_the_silos_own_account(folder: Path) -> None:
+    """Repeated, sums of one update would average the noise away: the account ends that, job or no job."""
+    noisy = parse_job(
+        'task = "t"\n[privacy]\nlevel = "distributed"\nclip_norm = 1.0\nnoise_multiplier = 2.0\n'
+        'delta = 1e-3\n[aggregation]\nweighting = "uniform"\n[cohort]\nsize = 3'
+    )
+    sums = 0
+    with pytest.raises(BudgetExceeded):  # noqa: PT012 - each sum before the last is made
+        for sums in range(100):
+            Coordinator(folder, wanted=noisy, name=f"job-{sums}", epsilon=6.0).unmasked()
+    account = json.loads((config(folder, "alder").state / "privacy" / "client.json").read_text())
+    assert 1 <= sums < 10
+    assert len(account["entries"]) == sums

@@ -186,3 +186,62 @@ def test_a_pause_after_the_last_round_leaves_nothing_to_resume() -> None:
     assert driver.engine.state.status == "paused"
     driver.send(m.Resume())
     assert driver.statuses[-1] == m.StatusChanged("finished", "all 1 rounds are done")
+
+
+SECURE = '[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0'
+NOISY = (
+    '[privacy]\nlevel = "distributed"\nclip_norm = 1.0\nnoise_multiplier = 1.0\ndelta = 1e-5\n'
+    '[aggregation]\nweighting = "uniform"'
+)
+
+
+def closed_once(privacy: str, names: str = "abcdef") -> tuple[Driver, tuple[str, ...]]:
+    """A job whose first round was closed after its clients may have unmasked its sum; and who they are."""
+    text = f"[cohort]\nsize = 4\nminimum = 3\nretries = 3\n[evaluation]\nevery = 0\n{privacy}"
+    driver = Driver(job(text, rounds=9), automatic=False)
+    driver.join(*names)
+    driver.send(m.Start())
+    driver.finish_pending()
+    summed = driver.cohort()[:3]
+    for name in summed:
+        driver.update(name)
+    driver.fail(driver.cohort()[3])
+    unmask(driver)
+    fail(driver)
+    driver.finish_pending()
+    return driver, summed
+
+
+def test_until_the_model_changes_the_same_clients_are_summed_again() -> None:
+    """Silos refuse a second sum from one model over others: their difference would tell of few."""
+    driver, summed = closed_once(SECURE)
+    for _ in range(2):
+        assert (driver.step().round, driver.cohort()) == (2, summed)
+        driver.restart()
+    driver.fail(summed[0])
+    driver.finish_pending()
+    assert (driver.step(), driver.cohort()) == (m.Step(2, 2, m.TRAIN), summed), "all of them, or no sum"
+    for round in (2, 3):
+        assert driver.step().round == round
+        for name in driver.cohort():
+            driver.update(name)
+        driver.finish_pending()
+    assert len(driver.cohort()) == 4, "a new model is anybody's"
+
+
+def test_where_one_of_them_is_gone_only_others_are_asked() -> None:
+    driver, summed = closed_once(SECURE)
+    others = sorted(set("abcdef") - set(summed))
+    driver.send(m.ClientLeft(summed[1]))
+    driver.fail(summed[1])
+    driver.finish_pending()
+    assert driver.kinds()[-1] == "waiting_for_clients"
+    said = driver.notes[-1].message
+    assert f"a sum of {', '.join(summed)} from this model may be known" in said
+    driver.join("g")
+    assert driver.cohort() == tuple(sorted([*others, "g"]))
+
+
+def test_with_noise_in_every_sum_any_clients_are_asked() -> None:
+    driver, _ = closed_once(NOISY)
+    assert len(driver.cohort()) == 4
