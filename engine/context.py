@@ -157,7 +157,7 @@ class Context:
     ) -> None:
         """Adds to the job's history."""
         attempt = self.state.attempt
-        where = (attempt.round, attempt.number) if attempt else (self.state.chronicle.done, 0)
+        where = (attempt.round, attempt.number) if attempt else (self.state.summary.done, 0)
         self.out.append(m.Note(kind, message, *where, client, detail or {}))
 
     def status(self, status: m.JobStatus, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What goes into the round engine and what comes out: plain values, all of them JSON-able."""
+"""The events that the round engine takes and the actions that it returns: plain values, JSON-able."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Start:
-    """Begin; sent once, after the population that is known so far."""
+    """Starts the job; sent once, after `ClientJoined` for the population that is known so far."""
 
 
 @dataclass(frozen=True)
 class ClientJoined:
-    """A client is there (again) and can be asked to work; also sent for each one known from before."""
+    """A client has connected and can be asked to work; with `online` false, it is only known."""
 
     info: ClientInfo
     online: bool = True
@@ -102,14 +102,14 @@ class ClientJoined:
 
 @dataclass(frozen=True)
 class ClientLeft:
-    """The connection is gone. The client may come back and deliver until the deadline."""
+    """A client has disconnected. It may come back and deliver until the deadline."""
 
     client: str
 
 
 @dataclass(frozen=True)
 class WorkStarted:
-    """The client has begun, or has gone on to `state`."""
+    """A client has begun its work, or has gone on to `state`."""
 
     client: str
     step: Step
@@ -118,7 +118,7 @@ class WorkStarted:
 
 @dataclass(frozen=True)
 class UpdateArrived:
-    """A whole, durable, well-formed update."""
+    """A client's update has arrived: complete, well-formed and durable."""
 
     step: Step
     update: Update
@@ -126,7 +126,7 @@ class UpdateArrived:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A client's test metrics for the model of `step`."""
+    """A client has measured the model of `step` on its test data."""
 
     client: str
     step: Step
@@ -135,7 +135,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class ClientFailed:
-    """The client will not answer this step, and said or showed why."""
+    """A client will not answer this step, for the reason in `failure`."""
 
     step: Step
     failure: SiteFailure
@@ -143,7 +143,7 @@ class ClientFailed:
 
 @dataclass(frozen=True)
 class Troubled:
-    """Something failed at a client that is still to answer; `action` says what is done about it."""
+    """Something failed at a client that will still answer; `action` says what is done about it."""
 
     step: Step
     failure: SiteFailure
@@ -159,7 +159,7 @@ class DeadlinePassed:
 
 @dataclass(frozen=True)
 class Unmasking:
-    """All is ready to ask clients for what unmasks the sum of these updates; wait for `Unmask`.
+    """The driver is ready to ask clients for what unmasks the sum of these updates, and waits for `Unmask`.
 
     `charge` is what the round then costs in privacy, whatever comes of it.
     """
@@ -224,21 +224,21 @@ class Denied:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop for good."""
+    """Ends the job for good."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Stop for now; the round that runs is given up."""
+    """Stops the job for now and gives up the round that runs."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on after a pause, with a new attempt at the same round."""
+    """Goes on after a pause, with a new attempt at the same round."""
 
 
 Event = (
@@ -274,7 +274,7 @@ class Authorize:
 class Instruct:
     """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent.
 
-    `cohort` is everyone who was selected, for work that clients do among themselves.
+    `cohort` names everybody who was selected, for work that clients do among themselves.
     """
 
     client: str
@@ -305,7 +305,7 @@ class SetTimer:
 class Aggregate:
     """Combine these updates, sorted by client; answer with `Aggregated` or `AggregationFailed`.
 
-    `cohort` is how many were selected: the denominator under differential privacy.
+    `cohort` names everybody who was asked in this attempt: secure aggregation waits for their masks.
     """
 
     step: Step
@@ -317,7 +317,7 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Unmask:
-    """Clients may be asked now: no other sum of this round will ever be made."""
+    """Allow the driver to ask clients to unmask the sum: no other sum of this round will ever be made."""
 
     step: Step
 
@@ -363,7 +363,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Note:
-    """For the job's history and for people: a stable kind, a sentence, and values."""
+    """Add an event to the job's history: a stable kind, a sentence for people, and values."""
 
     kind: str
     message: str

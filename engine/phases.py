@@ -27,8 +27,8 @@ class Phases:
 
     def next_round(self, now: float) -> None:
         """Begins the next round, or ends the job after the last."""
-        chronicle = self._state.chronicle
-        done, closed = chronicle.done, chronicle.closed
+        summary = self._state.summary
+        done, closed = summary.done, summary.closed
         if done < self._job.rounds:
             self.begin_attempt(done + 1, 1, now)
         elif done and done == closed:
@@ -42,7 +42,7 @@ class Phases:
         phase = m.SELECT if isinstance(self._job.privacy, NoPrivacy) else m.AUTHORIZE
         self._state.attempt = Attempt(number, attempt, phase, now)
         self._context.status(
-            "running" if self._state.chronicle.done or attempt > 1 else "waiting", "selecting clients"
+            "running" if self._state.summary.done or attempt > 1 else "waiting", "selecting clients"
         )
         if phase == m.AUTHORIZE:
             self._context.out.append(m.Authorize(self._context.attempt().step))
@@ -166,8 +166,8 @@ class Phases:
         attempt = self._context.attempt()
         assert attempt.record is not None
         assert self._state.started is not None
-        self._state.chronicle.add(attempt.record, self._job.stop, self._state.separation)
-        closed, on_end = attempt.record.closed, self._state.chronicle.on_end
+        self._state.summary.add(attempt.record, self._job.stop, self._state.separation)
+        closed, on_end = attempt.record.closed, self._state.summary.on_end
         if closed:
             reason = f"is closed without a model, because its sum may be known: {closed}"
             self._context.note("round_closed", f"round {attempt.round} {reason}")
@@ -184,7 +184,7 @@ class Phases:
             self._stop_now("paused", reason)
             return
         self._warn_of_the_metric(attempt.record)
-        enough = stop_reason(self._job.stop, self._state.chronicle.trend, now - self._state.started)
+        enough = stop_reason(self._job.stop, self._state.summary.trend, now - self._state.started)
         if enough is not None:
             self._stop_now("finished", enough)
         elif closed and on_end > self._job.cohort.retries and attempt.round < self._job.rounds:
@@ -199,7 +199,7 @@ class Phases:
         if record.round != max(1, every):
             return
         measured = record.evaluation or ({} if every else record.training)
-        if warning := missing_metric(self._job.stop, self._state.chronicle.trend, measured):
+        if warning := missing_metric(self._job.stop, self._state.summary.trend, measured):
             self._context.note("metric_missing", f"warning: {warning}")
 
     def stop(self, status: m.JobStatus, reason: str, now: float) -> None:

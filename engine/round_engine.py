@@ -101,7 +101,7 @@ class RoundEngine:
         """The engine of the snapshot; nobody counts as online until `ClientJoined` says so."""
         state = from_plain(snapshot)
         for record in history:
-            state.chronicle.add(record, job.stop, state.separation)
+            state.summary.add(record, job.stop, state.separation)
         return cls(job, state, population)
 
     def outstanding(self, now: float) -> list[m.Action]:
@@ -305,9 +305,9 @@ class RoundEngine:
             self._phases.stop("paused", event.reason, now)
 
     def _on_resume(self, event: m.Resume, now: float) -> None:
-        if self.state.status == "paused" and self.state.chronicle.done >= self.job.rounds:
+        if self.state.status == "paused" and self.state.summary.done >= self.job.rounds:
             self._phases.next_round(now)
         elif self.state.status == "paused":
-            attempt, following = self.state.attempt, self.state.chronicle.done + 1
+            attempt, following = self.state.attempt, self.state.summary.done + 1
             number = attempt.number + 1 if attempt and attempt.round == following else 1
             self._phases.begin_attempt(following, number, now)

@@ -1,6 +1,6 @@
-"""What committed rounds leave behind for those to come: as much after a million rounds as after one.
+"""What the engine keeps of committed rounds: as much after a million rounds as after one.
 
-The records themselves are kept by whoever makes them durable.
+Whoever makes the rounds' records durable keeps those.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from roundtable.engine.stopping import Trend
 
 
 @dataclass
-class Chronicle:
+class RoundSummary:
     """`done` rounds are committed, `closed` of them without a model, the last `on_end` one after the other.
 
-    `recent` are the contributors of the newest of them, as many as a
-    client has to rest; the trends are of the metric that the job may stop by."""
+    `recent` holds the contributors of the last `separation` − 1 rounds, in which a client has to rest. The
+    trends are of the metric that the job may stop by.
+    """
 
     done: int = 0
     closed: int = 0
@@ -33,7 +34,7 @@ class Chronicle:
         return self.evaluated if self.evaluated.last is not None else self.trained
 
     def add(self, record: RoundRecord, stop: StopTable, separation: int) -> None:
-        """The next round is committed; `separation` rounds lie between two contributions of a client."""
+        """Adds a committed round; `separation` is the least number of rounds between two contributions."""
         self.done += 1
         self.closed += bool(record.closed)
         self.on_end = self.on_end + 1 if record.closed else 0

@@ -139,7 +139,7 @@ def rested(names: Sequence[str], state: EngineState) -> Sequence[str]:
     """
     if state.separation <= 1:
         return names
-    recent = {name for contributors in state.chronicle.recent for name in contributors}
+    recent = {name for contributors in state.summary.recent for name in contributors}
     return [name for name in names if name not in recent] if recent else names
 
 

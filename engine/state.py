@@ -19,12 +19,12 @@ from roundtable.engine.messages import (
     Step,
     Update,
 )
-from roundtable.engine.round_summary import Chronicle
+from roundtable.engine.round_summary import RoundSummary
 
 
 @dataclass
 class ClientRecord:
-    """A client that has been asked at least once, or that said something about itself."""
+    """What is remembered of a client that was asked at least once."""
 
     state: ClientState = "available"
     since: float = 0.0
@@ -59,14 +59,18 @@ class Assignment:
 class Attempt:
     """The attempt at a round that is under way.
 
-    `awaited` holds who has neither answered nor failed in the phase that runs, in order: a dict
-    without values, because cohorts can be large and every event looks a name up. `due` is the deadline of
-    training, also when that is over; `spent` is what the round costs once clients may have been asked to
-    unmask its sum, None before; `lost` are updates that were accepted and damaged since, until they
-    are sent again, `repeats` counts how often clients were asked to, and `troubles` what they have told
-    of faults that they dealt with. `unmeasured` is the first error of the task in an evaluation, and "" until
-    there is one: where no client has measured anything, the job stops for it. `replacements` names who was
-    asked in whose place: failed client → the one asked instead.
+    - `cohort`: everybody who was asked to train; `target`: updates wanted, `minimum`: the quorum.
+    - `deadline`: of the phase that runs; `due`: of training, also when that is over.
+    - `settled`: whether the time to wait for a whole cohort, or for anybody, has passed.
+    - `awaited`: who has neither answered nor failed in the phase that runs, in order: a dict without values,
+      because cohorts can be large and every event looks a name up.
+    - `spent`: what the round costs once clients may have been asked to unmask its sum; None before.
+    - `lost`: updates that were accepted and damaged since, until they are sent again; `repeats`: how often
+      clients were asked to send them.
+    - `troubles`: how many failures each client has reported that it dealt with.
+    - `unmeasured`: the first error of the task in an evaluation, "" until there is one: where no client has
+      measured anything, the job stops for it.
+    - `replacements`: failed client → the one asked in its place.
     """
 
     round: int
@@ -124,12 +128,12 @@ class EngineState:
     buffer: dict[str, Update] = field(default_factory=dict)
     draws: int = 0
     summed: tuple[str, ...] = ()
-    chronicle: Chronicle = field(default_factory=Chronicle)
+    summary: RoundSummary = field(default_factory=RoundSummary)
 
 
 def to_plain(state: EngineState) -> dict[str, Any]:
-    """A JSON-able form, without the chronicle: it follows from the records that the driver keeps."""
-    return {name: _plain(getattr(state, name)) for name in _fields(EngineState) if name != "chronicle"}
+    """A JSON-able form, without the summary: it follows from the records that the driver keeps."""
+    return {name: _plain(getattr(state, name)) for name in _fields(EngineState) if name != "summary"}
 
 
 @cache
@@ -151,7 +155,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(plain: Mapping[str, Any]) -> EngineState:
-    """The state that `to_plain` described; its chronicle is still to be written."""
+    """The state that `to_plain` described; its summary is still to be written."""
     values = dict(plain)
     values["attempt"] = _attempt(values["attempt"]) if values["attempt"] else None
     values["stopping"] = tuple(values["stopping"]) if values["stopping"] else None

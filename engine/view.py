@@ -47,7 +47,7 @@ def view(job: JobConfig, state: EngineState, population: Population) -> EngineVi
         for name, record in sorted(state.clients.items())
     }
     return EngineView(
-        round=attempt.round if attempt else state.chronicle.done,
+        round=attempt.round if attempt else state.summary.done,
         attempt=attempt.number if attempt else 0,
         phase=attempt.phase if attempt else "",
         status=state.status,

@@ -7,7 +7,7 @@ what an accountant concludes from a sum, rests on the opposite.
 from __future__ import annotations
 
 from roundtable.core.config import JobConfig
-from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy
+from roundtable.core.privacy_table import NoPrivacy, OwnNoise, masking_of
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine.context import Context
 from roundtable.engine.selection import draw_available, rested
@@ -16,9 +16,9 @@ from roundtable.engine.selection import draw_available, rested
 def why_never(job: JobConfig) -> str:
     """Why nobody may be asked in the place of a client that fails; "" where somebody may."""
     privacy = job.privacy
-    if isinstance(privacy, NoPrivacy) and privacy.secure_aggregation:
+    if masking_of(privacy) is not None:
         return "its cohort has agreed upon the masks of secure aggregation"
-    if not isinstance(privacy, NoPrivacy | ClientLocalLevel | ExampleLevel):
+    if not isinstance(privacy, NoPrivacy | OwnNoise):
         # A failure that depends on a silo's data would move another's update into the sum as well.
         return f'privacy.level = "{privacy.level}" counts on one silo changing one term of the sum only'
     if job.cohort.strategy == "poisson":

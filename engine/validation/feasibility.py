@@ -1,4 +1,4 @@
-"""Whether any round of a job can be: its rule with so many clients, its privacy budget with so much noise."""
+"""Checks that a round of a job can succeed: its rule with so many clients, its budget with its noise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roundtable.privacy import compose
 
 _COLUMNS = 4
 _MOST = 256
-"""Beyond so many rows a rule that compares pairs takes longer than a user likes to wait for nothing."""
+"""Rows up to which a rule is tried: one that compares pairs would take too long over more."""
 
 
 def check_rule(job: JobConfig, plan: Plan, clients: int) -> None:

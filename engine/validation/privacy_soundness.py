@@ -1,4 +1,4 @@
-"""Settings that are sound apart and unsound together under differential privacy: refused before round 1."""
+"""Refuses, before round 1, settings that break a guarantee of differential privacy together."""
 
 from __future__ import annotations
 

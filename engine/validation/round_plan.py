@@ -1,4 +1,4 @@
-"""From a job's tables to what the round needs: rule, server optimizer, noise; checked before round 1.
+"""Works out from a job's tables what its rounds need: rule, server optimizer, noise.
 
 Everything that can be wrong with a job and be known beforehand is refused here, with the key it is about.
 """
@@ -96,10 +96,13 @@ class ServerPart:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job that makes sense. `central` is there where the coordinator adds the noise: client and dp_ftrl.
+    """What the rounds of a checked job need.
+
+    `central` is there where the coordinator adds the noise: client and dp_ftrl.
     `silo_noise` is the noise multiplier of each silo's own noise at level client_local, `shares` what a
     sum with noise in shares costs at level distributed; `staleness_exponent` discounts late updates; `server`
-    is the server's part of an algorithm that has one."""
+    is the server's part of an algorithm that has one.
+    """
 
     aggregation: AggregationConfig
     optimizer: ServerOptimizer

@@ -1,4 +1,4 @@
-"""Which jobs make sense under secure aggregation, and how many silos they cannot do without."""
+"""Checks jobs with secure aggregation, and computes how many silos their rounds need at least."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from roundtable.privacy import SecureRound, shared_noise
 from roundtable.privacy.secagg import MINIMUM_COHORT, Least, overrun
 
 FEWEST_GROUPS = 3
-"""A rule over two means can outvote nobody."""
+"""Groups that a robust rule needs at least: of two means it cannot outvote either."""
 
 
 def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
-    """Raises PrivacyError for what nobody can do to updates that nobody sees; nothing where they are seen."""
+    """Raises PrivacyError for settings that need single updates; does nothing without secure aggregation."""
     masking = masking_of(job.privacy)
     if masking is None:
         return
@@ -48,18 +48,18 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
 
 
 def sums_exactly(job: JobConfig) -> bool:
-    """Whether rounds give sums without noise: two of them from one model tell by what they differ."""
+    """Whether rounds reveal sums without noise: two sums from the same model reveal their difference."""
     return isinstance(job.privacy, NoPrivacy) and job.privacy.secure_aggregation
 
 
 def fewest(job: JobConfig) -> int:
-    """The clients below which a round need not begin: fewer hide nothing from each other."""
+    """Computes how many clients a round needs to begin: fewer would not hide each other's updates."""
     masking = masking_of(job.privacy)
     return 0 if masking is None else max(MINIMUM_COHORT, fewest_groups(job) * (masking.group_size or 0))
 
 
 def fewest_updates(job: JobConfig, size: int) -> int:
-    """The updates below which a cohort of `size` cannot be unmasked: so many must answer to the end."""
+    """Computes how many clients of a cohort of `size` must answer to the end to unmask its sum."""
     masking = masking_of(job.privacy)
     if masking is None:
         return 0
@@ -69,7 +69,7 @@ def fewest_updates(job: JobConfig, size: int) -> int:
 
 
 def fewest_groups(job: JobConfig) -> int:
-    """The groups without which a rule has no answer: more than two a hostile silo; 0 without groups."""
+    """Computes how many groups the rule needs: more than two for each hostile silo; 0 without groups."""
     masking = masking_of(job.privacy)
     if masking is None or masking.group_size is None:
         return 0
@@ -77,7 +77,7 @@ def fewest_groups(job: JobConfig) -> int:
 
 
 def least_of_groups(job: JobConfig, cohort: int) -> Least:
-    """What must be left of a cohort of so many, split into groups: what the rule needs, and the quorum."""
+    """Computes what must be left of a cohort of so many in groups: for the rule, and for the quorum."""
     return Least(fewest_groups(job), max(quorum(job.cohort, cohort), fewest_updates(job, cohort)))
 
 
@@ -107,7 +107,7 @@ def secure_summary(job: JobConfig, columns: int) -> str:
 
 
 def _fewest_shares(job: JobConfig) -> int:
-    """The shares of noise that make up what is promised; fewer must not be unmasked."""
+    """Computes how many shares of noise make up the promised noise; a sum with fewer must not be unmasked."""
     if not isinstance(job.privacy, DistributedLevel) or job.cohort.size is None:
         return 0
     return shared_noise(job, 1.0, 1).survivors

@@ -433,7 +433,7 @@ def test_a_snapshot_is_all_of_the_state_but_its_chronicle() -> None:
     driver.fail("b")
     state = driver.engine.state
     expected = asdict(state)
-    assert expected.pop("chronicle")["done"] == 1
+    assert expected.pop("summary")["done"] == 1
     snapshot = driver.engine.snapshot()
     assert json.loads(json.dumps(snapshot)) == json.loads(json.dumps(expected))
-    assert replace(from_plain(json.loads(json.dumps(snapshot))), chronicle=state.chronicle) == state
+    assert replace(from_plain(json.loads(json.dumps(snapshot))), summary=state.summary) == state

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundtable.core.config import StopTable
 from roundtable.engine import messages as m
-from roundtable.engine.round_summary import Chronicle
+from roundtable.engine.round_summary import RoundSummary
 from roundtable.engine.stopping import stop_reason
 
 values = st.none() | st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 1.0])
@@ -75,22 +75,22 @@ def test_the_stop_rules_are_those_of_the_whole_list(
     stop = StopTable(
         metric="score", target=target, patience=patience, larger_is_better=larger, minimum_improvement=margin
     )
-    chronicle = Chronicle()
+    summary = RoundSummary()
     for number, (evaluated, trained) in enumerate(told, start=1):
-        chronicle.add(record(number, evaluated, trained), stop, 1)
-        said, expected = stop_reason(stop, chronicle.trend, 0.0), naive(stop, told[:number])
+        summary.add(record(number, evaluated, trained), stop, 1)
+        said, expected = stop_reason(stop, summary.trend, 0.0), naive(stop, told[:number])
         assert (said is None) == (expected is None)
         assert expected is None or (said is not None and expected in said)
 
 
 @pytest.mark.parametrize("separation", [1, 2, 4])
 def test_it_grows_with_the_separation_and_not_with_the_rounds(separation: int) -> None:
-    chronicle = Chronicle()
+    summary = RoundSummary()
     for number in range(1, 101):
-        chronicle.add(record(number, 0.5, 0.5), StopTable(metric="score", patience=200), separation)
-    assert chronicle.done == 100
-    assert chronicle.recent == [(f"client-{number}",) for number in range(102 - separation, 101)]
-    assert all(len(value) < 100 for value in asdict(chronicle).values() if isinstance(value, (list, dict)))
+        summary.add(record(number, 0.5, 0.5), StopTable(metric="score", patience=200), separation)
+    assert summary.done == 100
+    assert summary.recent == [(f"client-{number}",) for number in range(102 - separation, 101)]
+    assert all(len(value) < 100 for value in asdict(summary).values() if isinstance(value, (list, dict)))
 
 
 def test_a_restored_engine_has_the_same() -> None:
@@ -101,7 +101,7 @@ def test_a_restored_engine_has_the_same() -> None:
         driver.update(driver.cohort()[0], loss=loss)
         while driver.step().phase == m.EVALUATE:
             driver.send(m.Evaluated(next(iter(driver.engine.state.attempt.awaited)), driver.step(), {}))
-    before = driver.engine.state.chronicle
+    before = driver.engine.state.summary
     driver.restart()
-    assert driver.engine.state.chronicle == before
+    assert driver.engine.state.summary == before
     assert (before.done, before.trend.stale, len(before.recent)) == (3, 1, 1)
