@@ -238,7 +238,7 @@ def _warnings(plan: PrivacyPlan, privacy: Private, sampling: SamplingModel) -> t
             f"The given noise spends epsilon = {plan.epsilon:.3g}, above the budget of "
             f"{privacy.epsilon:g}: the job will stop early."
         )
-    if isinstance(privacy, ClientLevel) and sampling.kind == "none":
+    if isinstance(privacy, ClientLevel) and sampling.kind == "none" and sampling.rate < 1.0:
         found.append(sampling.sentence)
     best = min(plan.alternatives, key=lambda each: each.prefix_error, default=None)
     if isinstance(privacy, ClientLevel) and best is not None and best.name.startswith("DP-FTRL"):

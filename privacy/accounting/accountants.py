@@ -1,9 +1,9 @@
 """ε at δ for any list of charges: privacy-loss distributions, Rényi, and Opacus's PRV as a cross-check.
 
 Equal charges are merged and Gaussians without sampling are combined exactly (their privacy is that of
-one Gaussian with Σ z⁻² of the whole, and the analytic formula of Balle & Wang 2018). Fixed-size sampling
-and discrete noise are known only as Rényi curves. Where one list mixes both kinds, the smaller of two
-valid bounds is taken: everything by Rényi, or δ shared between the two groups.
+one Gaussian with Σ z⁻² of the whole, and the analytic formula of Balle & Wang 2018). Discrete noise is known
+only as Rényi curves, and to Opacus's accountant so are samples of a fixed size. Where one list mixes both
+kinds, the smaller of two valid bounds is taken: everything by Rényi, or δ shared between the two groups.
 
 dp-accounting and Opacus are imported on first use: an agent or a command line that never computes an
 ε does not pay for them.
@@ -21,6 +21,7 @@ import numpy as np
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import ACCOUNTANTS
 from roundtable.privacy.accounting.charge import Charge
+from roundtable.privacy.accounting.fixed_size import LEAST_NOISE, fixed_size_loss
 from roundtable.privacy.accounting.renyi import RenyiUnknown, renyi_epsilon
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def _compose(charges: tuple[Charge, ...], delta: float, accountant: str) -> floa
     if not charges:
         return 0.0
     relation = relation_of(charges)
-    numeric = tuple(charge for charge in charges if _has_loss_distribution(charge))
-    renyi = tuple(charge for charge in charges if not _has_loss_distribution(charge))
+    numeric = tuple(charge for charge in charges if _has_loss_distribution(charge, accountant))
+    renyi = tuple(charge for charge in charges if charge not in numeric)
     bounds = []
     if accountant == "rdp" or renyi:
         try:
@@ -84,8 +85,8 @@ def _compose(charges: tuple[Charge, ...], delta: float, accountant: str) -> floa
     return min(bounds)
 
 
-def _has_loss_distribution(charge: Charge) -> bool:
-    return charge.mechanism == "gaussian" and charge.sampling != "fixed_size"
+def _has_loss_distribution(charge: Charge, accountant: str) -> bool:
+    return charge.mechanism == "gaussian" and (charge.sampling != "fixed_size" or accountant == "pld")
 
 
 def _numeric_epsilon(charges: Sequence[Charge], delta: float, relation: str, accountant: str) -> float:
@@ -109,14 +110,22 @@ def _distribution_epsilon(
     if math.isfinite(plain):
         total = _loss_distribution(plain, 1.0, "add_remove", interval)
     for charge in sampled:
-        one = _loss_distribution(charge.noise_multiplier, charge.rate, relation, interval)
+        one = _sampled_loss(charge, relation, interval)
         many = one.self_compose(charge.steps) if charge.steps > 1 else one
         total = many if total is None else total.compose(many)
     assert total is not None
     return float(total.get_epsilon_for_delta(delta))
 
 
+def _sampled_loss(charge: Charge, relation: str, interval: float) -> PrivacyLossDistribution:
+    if charge.sampling == "fixed_size":
+        return fixed_size_loss(charge.noise_multiplier, charge.sample / charge.population, interval)
+    return _loss_distribution(charge.noise_multiplier, charge.rate, relation, interval)
+
+
 def _amplified(charge: Charge) -> bool:
+    if charge.sampling == "fixed_size":
+        return charge.sample < charge.population and charge.noise_multiplier >= LEAST_NOISE
     return charge.sampling == "poisson" and charge.rate < 1.0
 
 

@@ -1,4 +1,4 @@
-"""Rényi curves: the plain accountant, and the only one for fixed-size sampling and discrete noise."""
+"""Rényi curves: the plain accountant, and the only one for discrete noise."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _gaussian(charge: Charge, relation: str) -> Curve:
         if relation == "replace_one":
             raise RenyiUnknown("no Rényi curve is known for Poisson sampling under replacement of one unit")
         event = dpa.PoissonSampledDpEvent(charge.rate, event)
-    elif charge.sampling == "fixed_size":
+    elif charge.sampling == "fixed_size" and charge.sample < charge.population:
         neighbours = dpa.NeighboringRelation.REPLACE_ONE
         event = dpa.SampledWithoutReplacementDpEvent(charge.population, charge.sample, event)
     accountant = dpa.rdp.RdpAccountant(_orders(), neighbours)

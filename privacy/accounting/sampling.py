@@ -50,6 +50,12 @@ def accountant_for(strategy: str, population: int, cohort: float) -> SamplingMod
             f"{cohort / population:.4g}: amplification by Poisson sampling."
         )
         return SamplingModel("poisson", population, cohort, text)
+    if strategy == "uniform" and cohort == population:
+        text = (
+            f"All of the {population} silos take part in every round: there is no sampling to amplify it, "
+            "and each round is charged exactly, for a silo that is absent instead of present."
+        )
+        return SamplingModel("none", population, cohort, text)
     if strategy == "uniform":
         text = (
             f"Each round draws {cohort:g} of the {population} silos uniformly without replacement: "

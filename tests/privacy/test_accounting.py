@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy import (
@@ -20,6 +23,8 @@ from roundtable.privacy import (
     solve_noise,
     solve_steps,
 )
+from roundtable.privacy.accounting.accountants import _loss_distribution
+from roundtable.privacy.accounting.fixed_size import hockey_stick
 
 NONE = {"sampling": "none"}
 SLOW = pytest.mark.slow
@@ -57,10 +62,52 @@ def test_fixed_size_sampling_agrees_with_the_reference(reference_dir: Path) -> N
         sampling = accountant_for("uniform", case["n"], case["m"]).fields()
         charge = gaussian_charge("client", sampling, 2 * case["sigma"], steps=case["steps"])
         expected = case["fixedsize_WOR_replaceone_rdp(sigma wrt clip C)"]
-        assert compose([charge], case["delta"]) == pytest.approx(expected, rel=1e-3)
+        assert compose([charge], case["delta"], "rdp") == pytest.approx(expected, rel=1e-3)
         none = gaussian_charge("client", NONE, case["sigma"], steps=case["steps"])
         assert compose([none], case["delta"], "rdp") == pytest.approx(case["no_amplification_rdp"], rel=1e-3)
         assert compose([none], case["delta"]) == pytest.approx(case["no_amplification_pld"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.01), (1.0, 0.3), (2.0, 0.95), (4.0, 1.0)])
+def test_a_sample_of_a_fixed_size_has_the_divergence_of_the_mixture(multiplier: float, rate: float) -> None:
+    """H_α, integrated, of the two Gaussians mixed: for α >= 1 the one way round, below it the other."""
+    x = np.linspace(-60.0, 60.0, 1_200_001)
+    far, near = stats.norm.pdf(x, 1 / multiplier), stats.norm.pdf(x)
+    mixed = rate * far + (1 - rate) * near
+    epsilons = np.array([-3.0, -0.2, 0.0, 0.01, 0.7, 2.5])
+    found = hockey_stick(epsilons, multiplier, rate)
+    for epsilon, value in zip(epsilons, found, strict=True):
+        pair = (mixed, near) if epsilon >= 0 else (near, mixed)
+        expected = np.maximum(pair[0] - math.exp(epsilon) * pair[1], 0.0).sum() * 1e-4
+        assert value == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("population", "sample", "noise", "steps"),
+    [(1000, 50, 2.0, 100), (100, 50, 4.0, 50), (20, 19, 8.0, 50), (1000, 10, 1.0, 300)],
+)
+def test_a_sample_of_a_fixed_size_costs_no_less_than_an_attack_shows(
+    population: int, sample: int, noise: float, steps: int
+) -> None:
+    """The attack: everybody else sends nothing, and one silo sends C in the one case, -C in the other."""
+    sampling = accountant_for("uniform", population, sample).fields()
+    charge = gaussian_charge("client", sampling, noise, steps=steps)
+    shown = _loss_distribution(noise, sample / population, "replace_one", 1e-3).self_compose(steps)
+    tight = compose([charge], 1e-5)
+    assert shown.get_epsilon_for_delta(1e-5) <= tight < 0.85 * compose([charge], 1e-5, "rdp")
+    assert tight < compose([local_gaussian_charge(noise, steps)], 1e-5), "a sample costs less than everybody"
+
+
+def test_a_round_with_everybody_is_charged_exactly() -> None:
+    sampling = accountant_for("uniform", 20, 20)
+    charge = gaussian_charge("client", sampling.fields(), 4.0, more={"clip_bit": 10.0}, steps=30)
+    exact = gaussian_charge("client", NONE, 4.0, more={"clip_bit": 10.0}, steps=30)
+    assert charge == exact
+    assert "no sampling to amplify it" in sampling.sentence
+    kept = Charge("gaussian", "client", "fixed_size", (("update", 4.0),), 30, "replace_one", 1.0, 20, 20)
+    for accountant in ("pld", "rdp"):
+        alike = local_gaussian_charge(8.0, 30)
+        assert compose([kept], 1e-5, accountant) == pytest.approx(compose([alike], 1e-5, accountant))
 
 
 def test_replace_one_of_a_poisson_sample_agrees_with_the_reference(reference_dir: Path) -> None:
@@ -218,3 +265,10 @@ def test_importing_the_package_loads_no_accountant() -> None:
     code = f"import sys, roundtable.privacy; print([name for name in {heavy} if name in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("noise", [1e-5, 0.3, 1e6])
+def test_any_noise_on_a_sample_has_a_cost(noise: float) -> None:
+    charge = gaussian_charge("client", accountant_for("uniform", 50, 5).fields(), noise, steps=3)
+    everybody = compose([local_gaussian_charge(noise, 3)], 1e-5)
+    assert 0.0 <= compose([charge], 1e-5) <= everybody + 1e-3

@@ -44,7 +44,7 @@ async def test_the_budget_ends_the_job(settings: Callable[..., ServerConfig], ce
         ScriptedAgent(coordinator.port, certificates / "alder") as agent,
     ):
         work = asyncio.create_task(agent.take_part(torch.ones(4)))
-        job = await operator.submit(TABLE + "noise_multiplier = 1.2\nepsilon = 12.0", rounds=50)
+        job = await operator.submit(TABLE + "noise_multiplier = 1.2\nepsilon = 4.5", rounds=50)
         events = await operator.watch_until(job.id, "finished")
         work.cancel()
         detail = await operator.job(job.id)
@@ -58,7 +58,7 @@ async def test_the_budget_ends_the_job(settings: Callable[..., ServerConfig], ce
         (number, 1, True) for number in range(1, rounds + 1)
     ]
     charges = [Charge.from_json(row.charge) for row in rows]
-    assert compose(charges, 1e-3, "pld") <= 12.0 < compose([*charges, charges[0]], 1e-3, "pld")
+    assert compose(charges, 1e-3, "pld") <= 4.5 < compose([*charges, charges[0]], 1e-3, "pld")
     records = [json.loads(record) for record in detail.history]
     assert all(record["charge"]["level"] == "client" for record in records)
     told = [event.detail for event in events if event.kind == "round_committed"]
@@ -76,7 +76,7 @@ async def test_what_an_attempt_reserved_is_given_back(
         Operator(coordinator.port, certificates / "olga") as operator,
         ScriptedAgent(coordinator.port, certificates / "alder") as agent,
     ):
-        job = await operator.submit(TABLE + "noise_multiplier = 1.2\nepsilon = 12.0", rounds=5)
+        job = await operator.submit(TABLE + "noise_multiplier = 1.2\nepsilon = 4.5", rounds=5)
         await agent.expect("instruction")
         await operator.stub.CancelJob(operator_pb2.JobRequest(job=job.id))
     database = Database.open(config.database)
@@ -88,7 +88,7 @@ async def test_jobs_of_one_population_share_its_account(
     settings: Callable[..., ServerConfig], certificates: Path, tmp_path: Path
 ) -> None:
     config = settings()
-    noisy = TABLE + "noise_multiplier = 1.2\nepsilon = 12.0"
+    noisy = TABLE + "noise_multiplier = 1.2\nepsilon = 4.5"
     async with (
         running(config) as coordinator,
         Operator(coordinator.port, certificates / "olga") as operator,
@@ -99,7 +99,7 @@ async def test_jobs_of_one_population_share_its_account(
         await operator.watch_until(first.id, "finished")
         done = await operator.job(first.id)
         (tmp_path / "model").write_bytes(await operator.fetch(done.job.model.digest))
-        with pytest.raises(grpc.aio.AioRpcError, match="above its budget of 12") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"above its budget of 4\.5") as refused:
             await operator.submit(noisy, rounds=2, request="r2")
         other = await operator.submit(noisy + '\npopulation_name = "others"', rounds=1, request="r3")
         await operator.watch_until(other.id, "finished")
@@ -119,7 +119,7 @@ async def test_an_operators_budget_binds_every_job(
 ) -> None:
     config = settings()
     database = Database.open(config.database)
-    await database.write(lambda connection: set_budget(connection, Budget("t", 8.0, 1e-3), "olga", 0.0))
+    await database.write(lambda connection: set_budget(connection, Budget("t", 3.0, 1e-3), "olga", 0.0))
     database.close()
     async with (
         running(config) as coordinator,
@@ -132,7 +132,7 @@ async def test_an_operators_budget_binds_every_job(
         work.cancel()
         detail = await operator.job(job.id)
     assert detail.job.rounds_done == 1
-    assert "above its budget of 8" in detail.job.reason
+    assert "above its budget of 3" in detail.job.reason
 
 
 async def test_correlated_noise_survives_a_restart(
