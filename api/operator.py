@@ -15,6 +15,7 @@ import grpc
 from blake3 import blake3
 
 from roundtable.core.errors import ResourceError, RoundtableError, TransferError, UnavailableError
+from roundtable.core.identity.credentials import CA_CERTIFICATE, SiloIdentity, identity_of, verify_identity
 from roundtable.core.identity.handshake import check_connection, split_address
 from roundtable.core.identity.signing import job_values, sign
 from roundtable.core.paths import AnyPath
@@ -151,8 +152,7 @@ class OperatorClient:
             model=Artifact(digest=digest, size=model.stat().st_size),
         )
         if (identity := signing_identity(self.folder)) is not None:
-            values = job_values(request.job_config, digest, request.request_id)
-            request.signature, request.certificate = sign(identity, "job", values), identity.certificate
+            self._sign(request, identity)
         for attempt in range(1, _RETRIES + 1):
             try:
                 with self._translated():
@@ -162,6 +162,24 @@ class OperatorClient:
                     raise
                 time.sleep(_PAUSE_SECONDS)
         raise AssertionError("the loop returns or raises")
+
+    def _sign(self, request: operator_pb2.SubmitJobRequest, identity: SiloIdentity) -> None:
+        """Signs a submission for this coordinator, by the name that the root has certified; now."""
+        shown = self.status().identity
+        if not shown:
+            return
+        ca = (self.folder / CA_CERTIFICATE).read_bytes()
+        request.coordinator, _ = verify_identity(shown, ca, role="coordinator")
+        request.time = time.time()
+        values = job_values(
+            request.job_config,
+            request.model.digest,
+            request.request_id,
+            submitter=identity_of(identity.certificate)[0],
+            coordinator=request.coordinator,
+            time=request.time,
+        )
+        request.signature, request.certificate = sign(identity, "job", values), identity.certificate
 
     def watch(
         self, job: str, from_sequence: int = 1, patience: float = 300.0

@@ -255,6 +255,8 @@ class Submission(google.protobuf.message.Message):
     SIGNATURE_FIELD_NUMBER: builtins.int
     CERTIFICATE_FIELD_NUMBER: builtins.int
     INITIAL_MODEL_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    COORDINATOR_FIELD_NUMBER: builtins.int
     submitter: builtins.str
     """The submitter's name, as the coordinator knows it."""
     request_id: builtins.str
@@ -264,6 +266,11 @@ class Submission(google.protobuf.message.Message):
     """The submitter's identity certificate (PEM)."""
     initial_model: builtins.str
     """BLAKE3 of the model that the first round begins with."""
+    time: builtins.float
+    """Unix time at which it was signed, and the name of the coordinator that it was signed for. The job's identifier
+    follows from coordinator, submitter and request: core.signing.job_identifier.
+    """
+    coordinator: builtins.str
     def __init__(
         self,
         *,
@@ -272,8 +279,10 @@ class Submission(google.protobuf.message.Message):
         signature: builtins.bytes = ...,
         certificate: builtins.bytes = ...,
         initial_model: builtins.str = ...,
+        time: builtins.float = ...,
+        coordinator: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "initial_model", b"initial_model", "request_id", b"request_id", "signature", b"signature", "submitter", b"submitter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "coordinator", b"coordinator", "initial_model", b"initial_model", "request_id", b"request_id", "signature", b"signature", "submitter", b"submitter", "time", b"time"]) -> None: ...
 
 global___Submission = Submission
 

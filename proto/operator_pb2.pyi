@@ -35,6 +35,7 @@ class StatusReply(google.protobuf.message.Message):
     JOBS_RUNNING_FIELD_NUMBER: builtins.int
     DATABASE_FIELD_NUMBER: builtins.int
     DISK_FREE_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     version: builtins.str
     coordinator: builtins.str
     clock: builtins.float
@@ -43,6 +44,8 @@ class StatusReply(google.protobuf.message.Message):
     jobs_running: builtins.int
     database: builtins.str
     disk_free: builtins.int
+    identity: builtins.bytes
+    """The coordinator's identity certificate (PEM): its name is in what a submitter signs. Empty if it has none."""
     def __init__(
         self,
         *,
@@ -54,8 +57,9 @@ class StatusReply(google.protobuf.message.Message):
         jobs_running: builtins.int = ...,
         database: builtins.str = ...,
         disk_free: builtins.int = ...,
+        identity: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clients_online", b"clients_online", "clock", b"clock", "coordinator", b"coordinator", "database", b"database", "disk_free", b"disk_free", "jobs_running", b"jobs_running", "uptime_seconds", b"uptime_seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clients_online", b"clients_online", "clock", b"clock", "coordinator", b"coordinator", "database", b"database", "disk_free", b"disk_free", "identity", b"identity", "jobs_running", b"jobs_running", "uptime_seconds", b"uptime_seconds", "version", b"version"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -130,6 +134,8 @@ class SubmitJobRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     CERTIFICATE_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    COORDINATOR_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller; makes a repeated submission harmless."""
     job_config: builtins.str
@@ -139,6 +145,9 @@ class SubmitJobRequest(google.protobuf.message.Message):
     empty where the caller has none.
     """
     certificate: builtins.bytes
+    time: builtins.float
+    """Unix time at which it was signed, and the name of the coordinator that it was signed for."""
+    coordinator: builtins.str
     @property
     def model(self) -> roundtable.proto.common_pb2.Artifact:
         """The initial model, stored before by PutArtifact."""
@@ -151,9 +160,11 @@ class SubmitJobRequest(google.protobuf.message.Message):
         model: roundtable.proto.common_pb2.Artifact | None = ...,
         signature: builtins.bytes = ...,
         certificate: builtins.bytes = ...,
+        time: builtins.float = ...,
+        coordinator: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "job_config", b"job_config", "model", b"model", "request_id", b"request_id", "signature", b"signature"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate", b"certificate", "coordinator", b"coordinator", "job_config", b"job_config", "model", b"model", "request_id", b"request_id", "signature", b"signature", "time", b"time"]) -> None: ...
 
 global___SubmitJobRequest = SubmitJobRequest
 

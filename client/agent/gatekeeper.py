@@ -21,14 +21,17 @@ from roundtable.client.policy.rules import Metrics
 from roundtable.client.step_key import StepKey
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import IdentityError, RoundtableError
-from roundtable.core.identity.credentials import CA_CERTIFICATE
-from roundtable.core.identity.signing import check_submission, job_digest, verify
+from roundtable.core.identity.credentials import CA_CERTIFICATE, verify_identity
+from roundtable.core.identity.signing import check_submission, job_digest, job_values, verify
 from roundtable.core.privacy_table import hides_figures
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
 
 _log = logging.getLogger("roundtable.agent")
 _TRAIN = "train"
+_SIGNED_SECONDS = 30 * 86400.0
+"""How old a signature may be under a job that the silo meets for the first time."""
+_AHEAD_SECONDS = 3600.0
 
 
 class Gatekeeper:
@@ -44,7 +47,7 @@ class Gatekeeper:
         self._coordinator = b""
 
     def meet(self, identity: bytes) -> None:
-        """The certificate with which the coordinator says that it signs receipts."""
+        """The certificate of the identity under which the coordinator signs, and jobs are signed for."""
         self._coordinator = identity
 
     def admit(self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig) -> str:
@@ -56,6 +59,8 @@ class Gatekeeper:
                 how = f"roundtable client approve {known.id}"
                 reasons.append(f"a person at this silo has to approve the job first: {how}")
             reasons += self._to_step(step, instruction, job, known)
+            if self._jobs.get(known.id) is None:
+                (self._jobs.ask if reasons else self._jobs.remember)(known)
         except IdentityError as error:
             reasons = [str(error)]
         if reasons:
@@ -129,16 +134,9 @@ class Gatekeeper:
     ) -> KnownJob:
         submission, submitter = instruction.submission, ""
         if submission.signature:
-            values = {"config": digest, "model": submission.initial_model, "request": submission.request_id}
-            ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
-            check_submission(submission.certificate, ca, values, submission.signature, submission.submitter)
-            self.revocations.check(submission.certificate, f"the signer of job {step.job}")
+            self._check_submission(step, instruction.job_config, submission)
             submitter = submission.submitter
-            if (other := self._jobs.of_request(submission.request_id)) is not None:
-                raise IdentityError(
-                    f"job {step.job} shows the signature of {other.id}: nobody has submitted it again"
-                )
-        known = KnownJob(
+        return KnownJob(
             step.job,
             digest,
             instruction.job_config,
@@ -148,8 +146,35 @@ class Gatekeeper:
             submission.initial_model if submitter else "",
             time.time(),
         )
-        self._jobs.remember(known)
-        return known
+
+    def _check_submission(self, step: StepKey, config: str, submission: common_pb2.Submission) -> None:
+        """IdentityError unless this very job was signed, of late, for the coordinator that asks for it."""
+        ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
+        values = job_values(
+            config,
+            submission.initial_model,
+            submission.request_id,
+            submitter=submission.submitter,
+            coordinator=submission.coordinator,
+            time=submission.time,
+        )
+        check_submission(submission.certificate, ca, values, submission.signature, submission.submitter)
+        self.revocations.check(submission.certificate, f"the signer of job {step.job}")
+        if values["job"] != step.job:
+            raise IdentityError(
+                f"job {step.job} shows the signature of {values['job']}: nobody has submitted it again"
+            )
+        here = verify_identity(self._coordinator, ca, role="coordinator")[0] if self._coordinator else ""
+        if submission.coordinator != here:
+            raise IdentityError(
+                f"job {step.job} is signed for the coordinator {submission.coordinator!r}; this is {here!r}"
+            )
+        age = time.time() - submission.time
+        if not -_AHEAD_SECONDS <= age <= _SIGNED_SECONDS:
+            raise IdentityError(
+                f"job {step.job} was signed {age / 86400:.1f} days ago, and this silo meets it for the first "
+                f"time: that must be within {_SIGNED_SECONDS / 86400:.0f} days; submit it again"
+            )
 
     def _to_step(
         self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig, known: KnownJob

@@ -1,24 +1,28 @@
 """The jobs that this silo was asked to take part in, and what a person said to each.
 
-    jobs/known/JOB.json       what the agent was asked: written by the agent
+    jobs/known/JOB.json       what the agent took part in: never forgotten
+    jobs/asked/JOB.json       what it was asked for and did not do (yet): the newest 200
     jobs/approved/JOB.json    what a person allowed: written by `roundtable client approve`
 
-An approval is of one configuration, by its digest: a job that changes needs another one.
+What was refused has a place of its own, so that no number of refused jobs pushes out one that ran. An
+approval is of one configuration, by its digest: a job that changes needs another one.
 """
 
 from __future__ import annotations
 
 import getpass
 import json
+import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.durable_files import replace_synced
-from roundtable.core.errors import ConfigError, ResourceError
+from roundtable.core.errors import ConfigError, IdentityError, ResourceError
 
-_KEPT = 1000
+_ASKED = 200
+_IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -36,38 +40,46 @@ class KnownJob:
 
 
 class KnownJobs:
-    """Both folders, below the agent's state folder."""
+    """The three folders, below the agent's state folder."""
 
     def __init__(self, state: Path) -> None:
-        self._known = state / "jobs" / "known"
-        self._approved = state / "jobs" / "approved"
+        folder = state / "jobs"
+        self._known = folder / "known"
+        self._asked = folder / "asked"
+        self._approved = folder / "approved"
         self._jobs: dict[str, KnownJob] = {}
 
     def get(self, job: str) -> KnownJob | None:
-        """The job as the agent knows it."""
-        path = self._known / f"{job}.json"
-        if job not in self._jobs and (known := _read(path)) is not None:
-            try:
-                self._jobs[job] = KnownJob(**known)
-            except TypeError as error:
-                raise ResourceError(f"{path} is none of this version: {error}; delete it") from error
+        """The job as the agent first took part in it; IdentityError for what cannot name a job."""
+        if job not in self._jobs and (known := _job(_place(self._known, job))) is not None:
+            self._jobs[job] = known
         return self._jobs.get(job)
 
-    def remember(self, job: KnownJob) -> None:
-        """Durable when this returns."""
-        self._known.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_synced(self._known / f"{job.id}.json", [json.dumps(asdict(job)).encode()])
-        self._jobs[job.id] = job
+    def ask(self, job: KnownJob) -> None:
+        """Keeps a job that is not done, or not yet, for a person to look at. The oldest of 200 gives way."""
+        path = _place(self._asked, job.id)
+        known = _job(path)
+        if known is not None and known.digest == job.digest:
+            return
+        self._asked.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_synced(path, [json.dumps(asdict(job)).encode()])
+        files = sorted(self._asked.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        for file in files[:-_ASKED]:
+            file.unlink(missing_ok=True)
 
-    def of_request(self, request: str) -> KnownJob | None:
-        """The job that was made of this submission."""
-        return next((job for job in self.all() if request and job.request == request), None)
+    def remember(self, job: KnownJob) -> None:
+        """This is what the agent takes part in; durable when this returns."""
+        path = _place(self._known, job.id)
+        self._known.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_synced(path, [json.dumps(asdict(job)).encode()])
+        self._jobs[job.id] = job
+        _place(self._asked, job.id).unlink(missing_ok=True)
 
     def all(self) -> list[KnownJob]:
         """Every job, the newest first."""
-        names = [path.stem for path in self._known.glob("*.json")]
-        jobs = [job for name in names if (job := self.get(name)) is not None]
-        return sorted(jobs, key=lambda job: -job.first)[:_KEPT]
+        files = [*self._known.glob("*.json"), *self._asked.glob("*.json")]
+        jobs = {job.id: job for file in reversed(files) if (job := _job(file)) is not None}
+        return sorted(jobs.values(), key=lambda job: -job.first)
 
     def find(self, wanted: str) -> KnownJob:
         """By its identifier or a unique prefix; ConfigError for a job that the agent was never asked for."""
@@ -83,12 +95,27 @@ class KnownJobs:
         """Allows a job as it is known here."""
         self._approved.mkdir(parents=True, exist_ok=True, mode=0o700)
         said_by = {"digest": job.digest, "by": getpass.getuser(), "time": time.time()}
-        replace_synced(self._approved / f"{job.id}.json", [json.dumps(said_by).encode()])
+        replace_synced(_place(self._approved, job.id), [json.dumps(said_by).encode()])
 
     def approval(self, job: KnownJob) -> dict[str, Any] | None:
         """Who allowed exactly this configuration, and when; None if nobody has."""
-        approved = _read(self._approved / f"{job.id}.json")
+        approved = _read(_place(self._approved, job.id))
         return approved if approved is not None and approved.get("digest") == job.digest else None
+
+
+def _place(folder: Path, job: str) -> Path:
+    """The file of a job whose identifier the coordinator has sent."""
+    if not _IDENTIFIER.fullmatch(job):
+        raise IdentityError(f"{job[:80]!r} names no job: letters, digits, '_' and '-' do")
+    return folder / f"{job}.json"
+
+
+def _job(path: Path) -> KnownJob | None:
+    values = _read(path)
+    try:
+        return KnownJob(**values) if values is not None else None
+    except TypeError as error:
+        raise ResourceError(f"{path} is none of this version: {error}; delete it") from error
 
 
 def _read(path: Path) -> dict[str, Any] | None:

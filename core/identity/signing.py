@@ -43,9 +43,29 @@ def job_digest(config: str) -> str:
     return blake3(config.encode()).hexdigest()
 
 
-def job_values(config: str, model: str, request: str) -> dict[str, str]:
-    """What a submitter signs: the job, its initial model's digest, and a name for this one submission."""
-    return {"config": job_digest(config), "model": model, "request": request}
+def job_identifier(coordinator: str, submitter: str, request: str) -> str:
+    """The identifier of the job that a request becomes: 12 hexadecimal digits that follow from the request.
+
+    So a signature is one for this job, and cannot be shown under another identifier.
+    """
+    return blake3("\0".join((coordinator, submitter, request)).encode()).hexdigest()[:12]
+
+
+def job_values(
+    config: str, model: str, request: str, *, submitter: str, coordinator: str, time: float
+) -> dict[str, str | float]:
+    """What a submitter signs: one job, its configuration and initial model, for one coordinator, now.
+
+    `coordinator` is the name that the root has certified, `request` names this one submission.
+    """
+    return {
+        "job": job_identifier(coordinator, submitter, request),
+        "coordinator": coordinator,
+        "time": time,
+        "config": job_digest(config),
+        "model": model,
+        "request": request,
+    }
 
 
 def sign(identity: SiloIdentity, purpose: Purpose, values: Mapping[str, Any]) -> bytes:

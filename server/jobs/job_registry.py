@@ -50,14 +50,20 @@ MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Submission:
-    """A job as an operator submits it: its JSON, its initial model, and an identifier of the request."""
+    """A job as an operator submits it: its JSON, its initial model, and an identifier of the request.
 
+    `job` is the identifier that the job gets; `time` and `coordinator` belong to what was signed.
+    """
+
+    job: str
     request_id: str
     config: str
     model: str
     submitter: str
     signature: bytes = b""
     certificate: bytes = b""
+    time: float = 0.0
+    coordinator: str = ""
 
 
 class JobRegistry:
@@ -216,7 +222,7 @@ class JobRegistry:
         noise = plan.central.noise_multiplier if plan.central else None
         now = self._services.clock()
         row = JobRow(
-            id=secrets.token_hex(6),
+            id=wish.job,
             name=job.title[:100],
             request_id=wish.request_id,
             submitter=wish.submitter,
@@ -234,6 +240,7 @@ class JobRegistry:
                 "noise_multiplier": noise,
                 "signature": wish.signature.hex(),
                 "certificate": wish.certificate.decode(),
+                "signed": {"time": wish.time, "coordinator": wish.coordinator},
             },
             version=1,
             writer=self._services.writer,
@@ -366,6 +373,7 @@ def _submission(row: JobRow) -> common_pb2.Submission:
         signature=bytes.fromhex(row.snapshot.get("signature", "")),
         certificate=row.snapshot.get("certificate", "").encode(),
         initial_model=row.initial_model,
+        **row.snapshot.get("signed", {}),
     )
 
 

@@ -15,8 +15,8 @@ from sqlalchemy.engine import Connection
 from typing_extensions import override
 
 from roundtable.core.errors import StorageError, TransferError
-from roundtable.core.identity.credentials import SiloIdentity
-from roundtable.core.identity.signing import VOUCHED_FOR, check_submission, job_values, vouch
+from roundtable.core.identity.credentials import SiloIdentity, identity_of
+from roundtable.core.identity.signing import VOUCHED_FOR, check_submission, job_identifier, job_values, vouch
 from roundtable.engine import messages as m
 from roundtable.privacy import Budget
 from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
@@ -39,6 +39,8 @@ from roundtable.server.store.trust_rows import revoked_silos
 log = logging.getLogger("roundtable.server.services.operators")
 
 MAX_HISTORY_BYTES = 3 << 20
+SIGNED_SECONDS = 3600.0
+"""How far from now a submission may state to have been signed."""
 
 
 class OperatorService(operator_pb2_grpc.OperatorsServicer):
@@ -64,6 +66,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self._max_bytes = max_artifact_bytes
         self._authority = authority
         self._identity = identity
+        self._name = identity_of(identity.certificate)[0] if identity else services.database.identity
         self._started = time.monotonic()
 
     @override
@@ -85,6 +88,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             jobs_running=self._jobs.running,
             database=condition,
             disk_free=self._services.artifacts.free_bytes(),
+            identity=self._identity.certificate if self._identity else b"",
         )
 
     @override
@@ -131,11 +135,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     @override
     async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:
-        who = caller(context)
-        signature, certificate = self._proof(request, who)
-        wish = Submission(
-            request.request_id, request.job_config, request.model.digest, who, signature, certificate
-        )
+        wish = self._proven(request, caller(context))
         return self._job(await self._jobs.submit(wish))
 
     @override
@@ -227,15 +227,46 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     def _job(self, row: JobRow) -> operator_pb2.Job:
         return wire.job_to(row, self._services.artifacts.size(row.model) or 0)
 
-    def _proof(self, request: operator_pb2.SubmitJobRequest, who: str) -> tuple[bytes, bytes]:
-        """The signature and certificate of the submitter; of one with a token the coordinator's own."""
-        values = job_values(request.job_config, request.model.digest, request.request_id)
-        if request.signature:
-            check_submission(request.certificate, self._authority, values, request.signature, who)
-            return request.signature, request.certificate
-        if self._identity is not None and who.startswith(VOUCHED_FOR):
-            return vouch(self._identity, who, values), self._identity.certificate
-        return b"", b""
+    def _proven(self, request: operator_pb2.SubmitJobRequest, who: str) -> Submission:
+        """The submission with what shows silos who asked: for one with a token, our own signature."""
+        wish = Submission(
+            job_identifier(self._name, who, request.request_id),
+            request.request_id,
+            request.job_config,
+            request.model.digest,
+            who,
+        )
+        vouched = self._identity is not None and who.startswith(VOUCHED_FOR)
+        if not request.signature and not vouched:
+            return wish
+        signed = request.time if request.signature else self._services.clock()
+        values = job_values(
+            wish.config, wish.model, wish.request_id, submitter=who, coordinator=self._name, time=signed
+        )
+        if not request.signature:
+            assert self._identity is not None
+            proof = vouch(self._identity, who, values), self._identity.certificate
+            return replace(
+                wish, signature=proof[0], certificate=proof[1], time=signed, coordinator=self._name
+            )
+        if request.coordinator != self._name:
+            raise Refusal(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the job is signed for the coordinator {request.coordinator[:64]!r}; this is {self._name!r}",
+            )
+        if not abs(signed - self._services.clock()) <= SIGNED_SECONDS:
+            raise Refusal(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the job is signed for another time than now: check both clocks, and submit it again",
+            )
+        check_submission(request.certificate, self._authority, values, request.signature, who)
+        return replace(
+            wish,
+            signature=request.signature,
+            certificate=request.certificate,
+            time=signed,
+            coordinator=self._name,
+        )
 
     async def _find(self, wanted: str) -> JobRow:
         try:

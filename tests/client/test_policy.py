@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +28,7 @@ from roundtable.core.errors import AuditError, ConfigError
 from roundtable.core.evidence.audit_log import read_log
 from roundtable.core.identity.credentials import create_ca, issue, load_silo_identity
 from roundtable.core.identity.revocation import revoke
-from roundtable.core.identity.signing import job_values, sign, vouch
+from roundtable.core.identity.signing import job_identifier, job_values, sign, vouch
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
 
@@ -156,24 +157,41 @@ def silo(tmp_path: Path) -> AgentConfig:
 
 
 def instruction(
-    wanted: JobConfig, job_id: str = "j1", number: int = 1, signer: Path | None = None, **changes: str
+    wanted: JobConfig, job_id: str = "", number: int = 1, signer: Path | None = None, **changes: Any
 ) -> tuple[StepKey, agent_pb2.Instruction]:
-    step = StepKey(job_id, number, 1, "train")
+    """A step of a job; signed, its identifier follows from the submission unless another one is given."""
+    submitter = changes.get("submitter", signer.name if signer else "")
+    coordinator, time_signed = changes.get("coordinator", "hub"), changes.get("time", time.time())
+    request = changes.get("request", "r1")
+    follows = job_identifier(coordinator, submitter, request) if signer else "j1"
+    step = StepKey(job_id or follows, number, 1, "train")
     message = agent_pb2.Instruction(step=step.message(), job_config=wanted.to_json())
     message.train.model.digest = changes.get("model", MODEL)
     if signer is not None:
         identity = load_silo_identity(signer)
-        values = job_values(wanted.to_json(), MODEL, "r1")
+        place = {"submitter": submitter, "coordinator": coordinator, "time": time_signed}
+        values = job_values(wanted.to_json(), MODEL, request, **place)
+        purpose = "vouched" if submitter.startswith("token:") else "job"
+        signature = (
+            vouch(identity, submitter, values) if purpose == "vouched" else sign(identity, "job", values)
+        )
         message.submission.CopyFrom(
             common_pb2.Submission(
-                submitter=changes.get("submitter", signer.name),
-                request_id="r1",
+                **{**place, "submitter": changes.get("told", submitter)},
+                request_id=request,
                 initial_model=MODEL,
-                signature=sign(identity, "job", values),
+                signature=signature,
                 certificate=identity.certificate,
             )
         )
     return step, message
+
+
+def gatekeeper(silo: AgentConfig) -> Gatekeeper:
+    """One that has met the coordinator hub."""
+    gate = Gatekeeper(silo, "north")
+    gate.meet((silo.folder / "hub" / "identity.crt").read_bytes())
+    return gate
 
 
 def admit(gate: Gatekeeper, *made: Any, wanted: JobConfig) -> str:
@@ -212,66 +230,107 @@ def test_a_person_approves_this_very_job(silo: AgentConfig) -> None:
 
 def test_only_signed_jobs_of_named_submitters(silo: AgentConfig) -> None:
     strict = replace(silo, policy=PolicyTable(submitters=["ada"]))
-    gate, wanted, folder = Gatekeeper(strict, "north"), job(), silo.folder
-    assert admit(gate, *instruction(wanted, signer=folder / "ada"), wanted=wanted) == "t.py:T"
+    gate, wanted, folder = gatekeeper(strict), job(), silo.folder
+    ada = folder / "ada"
+    assert admit(gate, *instruction(wanted, signer=ada), wanted=wanted) == "t.py:T"
     with pytest.raises(WorkFailed, match="not signed by its submitter"):
         admit(gate, *instruction(wanted, "j2"), wanted=wanted)
     with pytest.raises(WorkFailed, match="is signed by 'ada'"):
-        admit(gate, *instruction(wanted, "j3", signer=folder / "ada", submitter="eve"), wanted=wanted)
+        admit(gate, *instruction(wanted, signer=ada, submitter="eve"), wanted=wanted)
     with pytest.raises(WorkFailed, match="'vic' is viewer, and signs no jobs"):
-        admit(gate, *instruction(wanted, "j4", signer=folder / "vic"), wanted=wanted)
+        admit(gate, *instruction(wanted, signer=folder / "vic"), wanted=wanted)
     with pytest.raises(WorkFailed, match="'north' is agent, and signs no jobs"):
-        admit(gate, *instruction(wanted, "j5", signer=folder / "north"), wanted=wanted)
-    with pytest.raises(WorkFailed, match="shows the signature of j1"):
-        admit(gate, *instruction(wanted, "j6", signer=folder / "ada"), wanted=wanted)
-    step, forged = instruction(wanted, "j7", signer=folder / "ada")
+        admit(gate, *instruction(wanted, signer=folder / "north"), wanted=wanted)
+    step, forged = instruction(wanted, signer=ada, request="r2")
     changed = job("[algorithm]\nepochs = 2")
     forged.job_config = changed.to_json()
     with pytest.raises(WorkFailed, match="signature of 'ada' under this job is not right"):
         gate.admit(step, forged, changed)
 
 
+def test_a_signature_is_for_one_job_one_coordinator_and_a_time(silo: AgentConfig) -> None:
+    gate, wanted, ada = gatekeeper(silo), job(), silo.folder / "ada"
+    for changes, reason in (
+        ({"job_id": "j6"}, "shows the signature of [0-9a-f]{12}: nobody has submitted it again"),
+        ({"coordinator": "other"}, "is signed for the coordinator 'other'; this is 'hub'"),
+        ({"time": time.time() - 31 * 86400}, "was signed 31.0 days ago"),
+        ({"time": time.time() + 86400}, "was signed -1.0 days ago"),
+    ):
+        with pytest.raises(WorkFailed, match=reason):
+            admit(gate, *instruction(wanted, signer=ada, **changes), wanted=wanted)  # type: ignore[arg-type]
+    step, made = instruction(wanted, signer=ada)
+    made.submission.time = float("nan")
+    with pytest.raises(WorkFailed, match="is not right"):
+        gate.admit(step, made, wanted)
+    # One whose coordinator shows no identity, or somebody else's, has nothing that it could be signed for.
+    for identity in (b"", (silo.folder / "north" / "identity.crt").read_bytes()):
+        gate.meet(identity)
+        with pytest.raises(WorkFailed, match=r"is signed for the coordinator|is not an coordinator's"):
+            admit(gate, *instruction(wanted, signer=ada), wanted=wanted)
+
+
+def test_refused_jobs_push_out_nothing_that_ran(silo: AgentConfig) -> None:
+    """A coordinator that has a signed job asks for a thousand others, and then for the first one anew."""
+    strict = replace(silo, policy=PolicyTable(submitters=["ada"]))
+    gate, wanted, ada = gatekeeper(strict), job(), silo.folder / "ada"
+    step, signed = instruction(wanted, signer=ada)
+    gate.admit(step, signed, wanted)
+    for number in range(1005):
+        with pytest.raises(WorkFailed, match="not signed by its submitter"):
+            admit(gate, *instruction(wanted, f"refused{number}"), wanted=wanted)
+    again = gatekeeper(strict)
+    with pytest.raises(WorkFailed, match="nobody has submitted it again"):
+        again.admit(step._replace(job="anew"), signed, wanted)
+    other = job("[algorithm]\nepochs = 2")
+    with pytest.raises(WorkFailed, match="another one than it was at first"):
+        admit(again, *instruction(other, step.job, signer=ada), wanted=other)
+    known = KnownJobs(silo.state)
+    assert len(known.all()) == 201
+    assert known.get(step.job) is not None
+
+
+@pytest.mark.parametrize("name", ["../../credentials/node", "a/b", "", ".", "x" * 65, "a\0b"])
+def test_an_identifier_that_leads_elsewhere_is_refused_and_touches_nothing(
+    silo: AgentConfig, name: str
+) -> None:
+    gate, wanted = gatekeeper(silo), job()
+    step, message = instruction(wanted)
+    with pytest.raises(WorkFailed, match="names no job"):
+        gate.admit(step._replace(job=name), message, wanted)
+    assert not list((silo.state / "jobs").rglob("*.json"))
+
+
 def test_whose_token_it_was_is_the_coordinators_word(silo: AgentConfig) -> None:
-    hub, wanted = load_silo_identity(silo.folder / "hub"), job()
+    hub, wanted = silo.folder / "hub", job()
 
     def vouched(gate: Gatekeeper, name: str, submitter: str, told: str = "") -> str:
-        step, message = instruction(wanted, name)
-        values = job_values(wanted.to_json(), MODEL, name)
-        message.submission.CopyFrom(
-            common_pb2.Submission(
-                submitter=told or submitter,
-                request_id=name,
-                initial_model=MODEL,
-                signature=vouch(hub, submitter, values),
-                certificate=hub.certificate,
-            )
-        )
-        return gate.admit(step, message, wanted)
+        made = instruction(wanted, signer=hub, submitter=submitter, told=told or submitter, request=name)
+        return gate.admit(*made, wanted)
 
-    assert vouched(Gatekeeper(silo, "north"), "j0", "token:alice") == "t.py:T"
-    gate = Gatekeeper(replace(silo, policy=PolicyTable(submitters=["token:alice", "ada"])), "north")
-    assert vouched(gate, "j1", "token:alice") == "t.py:T"
+    assert vouched(gatekeeper(silo), "r0", "token:alice") == "t.py:T"
+    gate = gatekeeper(replace(silo, policy=PolicyTable(submitters=["token:alice", "ada"])))
+    assert vouched(gate, "r1", "token:alice") == "t.py:T"
     with pytest.raises(WorkFailed, match=r"'token:bob' may not submit .* list it there under that name"):
-        vouched(gate, "j2", "token:bob")
+        vouched(gate, "r2", "token:bob")
     with pytest.raises(WorkFailed, match="signature of 'hub' under this vouched is not right"):
-        vouched(gate, "j3", "token:bob", told="token:alice")
+        vouched(gate, "r3", "token:bob", told="token:alice")
     # For one with a key only that key speaks.
     with pytest.raises(WorkFailed, match="'hub' is coordinator, and signs no jobs"):
-        vouched(gate, "j4", "ada")
+        vouched(gate, "r4", "ada")
     with pytest.raises(WorkFailed, match="not signed by its submitter"):
         admit(gate, *instruction(wanted, "j5"), wanted=wanted)
 
 
 def test_a_submitter_whose_certificate_is_revoked(silo: AgentConfig) -> None:
-    gate, wanted = Gatekeeper(silo, "north"), job()
+    gate, wanted = gatekeeper(silo), job()
     listed = revoke(silo.folder / "ca", silo.folder / "ada" / "identity.crt")
     gate.revocations.learn(listed.read_bytes())
-    with pytest.raises(WorkFailed, match="certificate of the signer of job j1 has been revoked"):
+    with pytest.raises(WorkFailed, match=r"certificate of the signer of job [0-9a-f]{12} has been revoked"):
         admit(gate, *instruction(wanted, signer=silo.folder / "ada"), wanted=wanted)
 
 
 def test_the_first_round_begins_with_the_model_that_was_signed(silo: AgentConfig) -> None:
-    gate, wanted = Gatekeeper(silo, "north"), job()
+    gate, wanted = gatekeeper(silo), job()
     with pytest.raises(WorkFailed, match="another model than the one that the submitter signed"):
         admit(gate, *instruction(wanted, signer=silo.folder / "ada", model="b" * 64), wanted=wanted)
 

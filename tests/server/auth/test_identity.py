@@ -382,7 +382,15 @@ async def test_a_token_asks_for_a_job_by_the_coordinators_word(
         asked = await agent.expect("instruction")
     said = asked.submission
     assert (said.submitter, identity_of(said.certificate)) == ("token:alice", ("coordinator", "coordinator"))
-    values = job_values(asked.job_config, said.initial_model, said.request_id)
+    values = job_values(
+        asked.job_config,
+        said.initial_model,
+        said.request_id,
+        submitter="token:alice",
+        coordinator="coordinator",
+        time=said.time,
+    )
+    assert (said.coordinator, asked.step.job) == ("coordinator", values["job"])
     check_submission(said.certificate, ca, values, said.signature, "token:alice")
     with pytest.raises(IdentityError, match="is not right"):
         check_submission(said.certificate, ca, values, said.signature, "token:bob")
