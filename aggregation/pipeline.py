@@ -79,8 +79,8 @@ class AggregationConfig:
     @cached_property
     def steps(self) -> tuple[tuple[PreAggregation, dict[str, Any]], ...]:
         """The pre-aggregations with their parameters, and the rule's f where one needs it and has none."""
-        found = ((find_pre_aggregation(name, self.folder), given) for name, given in self.pre)
-        return tuple((step, {**self._rules_f(step), **given}) for step, given in found)
+        named = ((find_pre_aggregation(name, self.folder), given) for name, given in self.pre)
+        return tuple((step, {**self._rules_f(step), **given}) for step, given in named)
 
     def _rules_f(self, step: PreAggregation) -> dict[str, Any]:
         return {"f": self.parameters["f"]} if step.takes("f") and "f" in self.parameters else {}

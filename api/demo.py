@@ -179,8 +179,8 @@ class Demo:
         start = prepared.model.vector
         with one_thread():
             update = train(task, module, train_set, LocalWork(everything, layout, start, 1, "everything"))
-            found = evaluate(task, module, test_set, layout, start + update.delta)
-        correct, total = found["accuracy"]
+            sums = evaluate(task, module, test_set, layout, start + update.delta)
+        correct, total = sums["accuracy"]
         return correct / total
 
 

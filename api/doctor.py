@@ -76,12 +76,12 @@ def _versions() -> Iterator[Check]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            found = installed(requirement.name)
+            version = installed(requirement.name)
         except PackageNotFoundError:
             wrong.append(f"{requirement.name} is missing")
             continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f"{requirement.name} is {found}, needed {requirement.specifier}")
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} is {version}, needed {requirement.specifier}")
     if wrong:
         yield Check("versions", "fail", "; ".join(wrong), "pip install --upgrade roundtable")
     else:
@@ -144,10 +144,10 @@ def taken(listen: str) -> str:
     """Why this machine cannot listen there, as the system says it; empty if it can."""
     host, _, port = listen.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+        resolved = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(resolved[0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[4])
+            probe.bind(resolved[4])
     except OSError as error:
         return error.strerror or str(error)
     return ""

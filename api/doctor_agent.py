@@ -56,12 +56,12 @@ def _tasks(config: AgentConfig) -> Iterator[Check]:
         yield Check("tasks", "fail", "this silo offers no task", "name one in [tasks] of agent.toml")
     for name, reference in config.tasks.items():
         try:
-            found = hash_of_task(reference, config.folder)
+            digest = hash_of_task(reference, config.folder)
         except RoundtableError as error:
             yield Check("tasks", "fail", f"{name}: {error}", f"mend [tasks] {name} in agent.toml")
             continue
         table = config.task_tables.get(name)
-        if table is not None and table.blake3 not in (None, found):
+        if table is not None and table.blake3 not in (None, digest):
             message = f"{name}: the code of {reference} is not what blake3 allows; it would not run"
             yield Check("tasks", "fail", message, f"read it, then `roundtable client hash {name}`")
         else:

@@ -88,14 +88,14 @@ def _not_submitted(job: JobConfig) -> str | None:
 
 def _started(path: Path, own: Model, task: str) -> Model:
     """The weights of an artifact, for a job whose task makes models like `own`."""
-    found = open_model(path)
-    if found.layout.fingerprint != own.layout.fingerprint:
-        theirs, ours = set(found.layout.tensors), set(own.layout.tensors)
-        other = min(spec.name for spec in theirs ^ ours) if theirs != ours else found.layout.tensors[0].name
+    start = open_model(path)
+    if start.layout.fingerprint != own.layout.fingerprint:
+        theirs, ours = set(start.layout.tensors), set(own.layout.tensors)
+        other = min(spec.name for spec in theirs ^ ours) if theirs != ours else start.layout.tensors[0].name
         raise LayoutError(
             f"{path} does not hold a model of task {task!r} under this job: {other!r} is absent on one side, "
             "or differs in shape, dtype or its rule in [model]; take an artifact of a job with the same model"
         )
-    if not torch.isfinite(found.vector).all():
+    if not torch.isfinite(start.vector).all():
         raise LayoutError(f"{path} holds weights that are not finite; start from an earlier model")
-    return replace(found, metadata=own.metadata)
+    return replace(start, metadata=own.metadata)

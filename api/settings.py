@@ -38,13 +38,13 @@ def take_variables(settings: Path) -> None:
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line[0] in "#;":
             continue
-        found = _VARIABLE.fullmatch(line)
-        if found is None:
+        assignment = _VARIABLE.fullmatch(line)
+        if assignment is None:
             raise ConfigError(f"{file}:{number}: expected NAME=value")
-        value = found["value"].strip()
+        value = assignment["value"].strip()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
-        os.environ.setdefault(found["name"], value)
+        os.environ.setdefault(assignment["name"], value)
 
 
 def coordinator_settings(file: Path) -> ServerConfig:

@@ -211,8 +211,8 @@ class Layout:
         beside the tensor they share; tensors whose rule is not `average` do not appear.
         """
         if vector.shape != (self.size,) or vector.dtype != torch.float32:
-            found = f"{vector.dtype} {list(vector.shape)}"
-            raise LayoutError(f"a vector of this layout is float32 of shape [{self.size}], not {found}")
+            given = f"{vector.dtype} {list(vector.shape)}"
+            raise LayoutError(f"a vector of this layout is float32 of shape [{self.size}], not {given}")
         state: dict[str, Tensor] = {}
         for spec in self.tensors:
             if spec.offset >= 0:
@@ -242,8 +242,8 @@ class Layout:
             )
         for name, tensor in state.items():
             if tuple(tensor.shape) != expected[name].shape:
-                said = list(expected[name].shape)
-                raise LayoutError(f"tensor {name!r} has shape {list(tensor.shape)}, the layout says {said}")
+                shape = list(expected[name].shape)
+                raise LayoutError(f"tensor {name!r} has shape {list(tensor.shape)}, the layout says {shape}")
 
     def slices(self) -> list[tuple[str, slice]]:
         """(name, place in the vector) of each tensor in the vector: for per-layer clipping."""

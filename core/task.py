@@ -189,8 +189,8 @@ def _has(task: AnyTask, name: str) -> bool:
 
 def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
     if attribute:
-        found = getattr(module, attribute, None)
-        if found is None:
+        definition = getattr(module, attribute, None)
+        if definition is None:
             raise TaskError(f"task {reference!r}: {module.__file__} has no {attribute!r}")
     else:
         classes = [
@@ -206,9 +206,9 @@ def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
                 f"task {reference!r}: {module.__file__} must hold exactly one Task (found: {names}); "
                 "name it as file.py:Class"
             )
-        found = classes[0]
+        definition = classes[0]
     try:
-        task = found() if isinstance(found, type) else found
+        task = definition() if isinstance(definition, type) else definition
     except Exception as error:
         raise TaskError(f"task {reference!r}: creating it failed: {described(error)}") from error
     return task  # type: ignore[no-any-return]

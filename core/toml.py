@@ -72,9 +72,9 @@ class TomlDocument:
         """The line of the key at `path`, or of the nearest table around it; None if it is in no line."""
         wanted = tuple(part for part in path if isinstance(part, str))
         best: tuple[int, int] | None = None
-        for number, found in _keys(self.text):
-            depth = len(found)
-            if wanted[:depth] == found and (best is None or depth > best[0]):
+        for number, key in _keys(self.text):
+            depth = len(key)
+            if wanted[:depth] == key and (best is None or depth > best[0]):
                 best = (depth, number)
         return best[1] if best else None
 

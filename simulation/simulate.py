@@ -97,14 +97,14 @@ def simulate(
             driver.resume(last[0], last[1].records)
         driver.run()
         history = History(tuple(driver.history), tuple(listener.seconds))
-        said = f"{backend.name}: {backend.description}; {why}"
+        how = f"{backend.name}: {backend.description}; {why}"
         result = Result(
             job,
             history,
             driver.model,
             driver.status.status,
             driver.status.reason,
-            said,
+            how,
             run.path if run else None,
         )
         trackers.close(finished=True)
@@ -122,7 +122,7 @@ def _trackers(job: JobConfig, run: RunDirectory | None, folder: Path) -> Tracker
     key = blake3(place.encode()).hexdigest(length=8)
     settings = flat(job.model_dump(mode="json", exclude_defaults=True))
     tracked = TrackedRun(job.title, name, key, settings)
-    return Trackers(job.tracking, folder, tracked, lambda said: warnings.warn(said, stacklevel=2))
+    return Trackers(job.tracking, folder, tracked, lambda warning: warnings.warn(warning, stacklevel=2))
 
 
 def make_world(job: JobConfig, task: AnyTask | type[Task] | type[ArrayTask] | None, folder: Path) -> World:

@@ -65,9 +65,9 @@ def _names(settings: Sequence[Overrides]) -> Iterator[str]:
     """A folder's name for each run: its number and its settings, in characters that all systems take."""
     width = len(str(len(settings)))
     for number, overrides in enumerate(settings, start=1):
-        said = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in overrides.items())
-        yield f"{number:0{width}d}-" + re.sub(r"[^A-Za-z0-9=.,_-]+", "_", said)[:80].strip("_")
+        settings_text = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in overrides.items())
+        yield f"{number:0{width}d}-" + re.sub(r"[^A-Za-z0-9=.,_-]+", "_", settings_text)[:80].strip("_")
 
 
 def _named(progress: Callable[[str, Progress], None], name: str) -> Callable[[Progress], None]:
-    return lambda said: progress(name, said)
+    return lambda event: progress(name, event)

@@ -55,9 +55,9 @@ class FileMatrix:
         for path in self._paths:
             size = path.stat().st_size if path.is_file() else -1
             if size < needed:
-                found = f"has {size} bytes" if size >= 0 else "is missing"
+                state = f"has {size} bytes" if size >= 0 else "is missing"
                 raise InvalidUpdate(
-                    "layout", f"update {path} {found}; {columns} values of {dtype} need {needed} bytes"
+                    "layout", f"update {path} {state}; {columns} values of {dtype} need {needed} bytes"
                 )
 
     @property

@@ -96,10 +96,10 @@ def dnc(
 
 def _columns(matrix: UpdateMatrix, samples: list[np.ndarray]) -> list[np.ndarray]:
     """The columns named by each (sorted) sample, each [n, size] in float64, collected in one pass."""
-    found = [np.empty((matrix.rows, len(sample))) for sample in samples]
+    gathered = [np.empty((matrix.rows, len(sample))) for sample in samples]
     for start, stop, values in matrix.blocks():
-        for sample, target in zip(samples, found, strict=True):
+        for sample, target in zip(samples, gathered, strict=True):
             left, right = np.searchsorted(sample, (start, stop))
             if left < right:
                 target[:, left:right] = values[:, sample[left:right] - start].double().cpu().numpy()
-    return found
+    return gathered

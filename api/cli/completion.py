@@ -19,8 +19,8 @@ _WHERE = {
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
     """Print the completion script for SHELL."""
-    found = get_completion_class(shell)
-    if found is None:
+    completer = get_completion_class(shell)
+    if completer is None:
         raise click.ClickException(f"this version of click has no completion for {shell}; upgrade click")
-    script = found(context.find_root().command, {}, "roundtable", "_ROUNDTABLE_COMPLETE")
+    script = completer(context.find_root().command, {}, "roundtable", "_ROUNDTABLE_COMPLETE")
     say_lines(script.source())

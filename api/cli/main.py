@@ -18,7 +18,7 @@ from roundtable.cli.coordinator.audit import audit, model
 from roundtable.cli.coordinator.backup import backup, restore
 from roundtable.cli.coordinator.ca import ca
 from roundtable.cli.coordinator.server import server
-from roundtable.cli.coordinator.trust import invite, operators, token
+from roundtable.cli.coordinator.trust import invite, operators, revoke, token
 from roundtable.cli.demo import demo
 from roundtable.cli.doctor import doctor
 from roundtable.cli.jobs.clients import clients
@@ -89,6 +89,8 @@ for command in (
     version,
 ):
     cli.add_command(command)
+# An operator's command under a silo's name, because it is silos that it revokes.
+client.add_command(revoke)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -102,10 +104,10 @@ def run(arguments: Sequence[str]) -> int:
         say_error(error)
         return WRONG_USAGE if isinstance(error, _MISTAKES) else FAILED
     except ModuleNotFoundError as error:
-        found = extras.missing(error, "this command")
-        if found is None:
+        advice = extras.missing(error, "this command")
+        if advice is None:
             raise
-        say_error(found)
+        say_error(advice)
         return WRONG_USAGE
     except BrokenPipeError:
         # The reader of our output (`| head`) has seen enough; keep the interpreter's last flush quiet.

@@ -58,9 +58,9 @@ def sweep(file: Path, axes: dict[str, Any], runs: Path | None, out: Path, as_jso
 
     settings = _listed(runs) if runs is not None else grid(axes)
 
-    def report(name: str, said: Progress) -> None:
-        if said.kind == "round" and said.round == said.rounds and not as_json:
-            say(f"{name}: {said.round} rounds")
+    def report(name: str, progress: Progress) -> None:
+        if progress.kind == "round" and progress.round == progress.rounds and not as_json:
+            say(f"{name}: {progress.round} rounds")
 
     with interruptible("The same command goes on where it stopped."):
         comparison = run(file, settings, out, progress=report)

@@ -19,11 +19,11 @@ PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "sqlalchemy", "cryptography"
 @json_option
 def version(as_json: bool) -> None:
     """Print the versions of Roundtable, Python and what matters beneath."""
-    found = versions()
+    installed_versions = versions()
     if as_json:
-        print_json(found)
+        print_json(installed_versions)
         return
-    for name, number in found.items():
+    for name, number in installed_versions.items():
         say(f"{name} {number}")
 
 
@@ -31,14 +31,14 @@ def versions() -> dict[str, str]:
     """Name → version; "not installed" for what is missing."""
     from roundtable.proto import PROTOCOL_VERSION
 
-    found = {
+    numbers = {
         "roundtable": __version__,
         "protocol": str(PROTOCOL_VERSION),
         "python": platform.python_version(),
     }
     for package in PACKAGES:
         try:
-            found[package] = installed(package)
+            numbers[package] = installed(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            numbers[package] = "not installed"
+    return numbers

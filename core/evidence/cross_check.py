@@ -86,12 +86,12 @@ def _unacknowledged(
     name: str,
 ) -> list[str]:
     """Rounds that count an update of the silo which it has no receipt for."""
-    found = []
+    lines = []
     for (job, number), detail in rounds.items():
         step = (job, int(number), int(detail["attempt"]))
         if name in detail["updates"] and step not in sent:
-            found.append(f"{_words(step)}: the coordinator counts an update that the silo never sent")
-    return found
+            lines.append(f"{_words(step)}: the coordinator counts an update that the silo never sent")
+    return lines
 
 
 def _contradicted(
@@ -100,29 +100,31 @@ def _contradicted(
     name: str,
 ) -> list[str]:
     """Receipts for updates that the committed attempt does not know, or knows with another digest."""
-    found = []
+    lines = []
     for step, entry in sent.items():
         detail = rounds.get(step[:2])
         if detail is None or detail["attempt"] != step[2] or entry.detail["status"] != "ACCEPTED":
             continue
         recorded = detail["updates"].get(name)
         if recorded != entry.detail["update"]:
-            said = f"another one, {recorded[:12]}" if recorded else "none"
-            found.append(
+            recorded_digest = f"another one, {recorded[:12]}" if recorded else "none"
+            lines.append(
                 f"{_words(step)}: the silo sent {entry.detail['update'][:12]} and has a receipt; "
-                f"the coordinator's log holds {said}"
+                f"the coordinator's log holds {recorded_digest}"
             )
-    return found
+    return lines
 
 
 def _invented(rounds: Mapping[tuple[str, int], Mapping[str, Any]], silo: Log, name: str) -> list[str]:
     """Rounds whose job was another one at the silo."""
-    told = {entry.object: entry.detail["config"] for entry in silo.entries if entry.action == "instructed"}
+    instructed = {
+        entry.object: entry.detail["config"] for entry in silo.entries if entry.action == "instructed"
+    }
     return [
-        f"job {job}, round {number}: the silo was shown another configuration ({told[job][:12]}) than the "
-        f"coordinator recorded ({detail['config'][:12]})"
+        f"job {job}, round {number}: the silo was shown another configuration ({instructed[job][:12]}) than "
+        f"the coordinator recorded ({detail['config'][:12]})"
         for (job, number), detail in rounds.items()
-        if name in detail["cohort"] and job in told and told[job] != detail["config"]
+        if name in detail["cohort"] and job in instructed and instructed[job] != detail["config"]
     ]
 
 

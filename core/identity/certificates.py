@@ -125,13 +125,13 @@ def check_time(certificate: x509.Certificate, source: Path | str, now: datetime)
 def certificates_in(pem: bytes, source: Path | str) -> list[x509.Certificate]:
     """All certificates of a PEM text, in its order; at least one."""
     try:
-        found = x509.load_pem_x509_certificates(pem)
-        for certificate in found:
+        certificates = x509.load_pem_x509_certificates(pem)
+        for certificate in certificates:
             # The library reads these late; whoever asks for them later may rely on their being sound.
             _ = certificate.public_key(), certificate.extensions, certificate.subject
     except (ValueError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
         raise IdentityError(f"{source} is not a PEM certificate: {error}; copy the file anew") from error
-    return found
+    return certificates
 
 
 def load_key(path: Path) -> PrivateKey:
@@ -145,8 +145,8 @@ def load_key(path: Path) -> PrivateKey:
             f"{path} is sealed: give its passphrase in {PASSPHRASE} or the file {PASSPHRASE_FILE}"
         ) from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        said = "the passphrase of {} is wrong" if sealed else "{} is not a PEM private key; copy it anew"
-        raise IdentityError(said.format(path)) from error
+        mistake = "the passphrase of {} is wrong" if sealed else "{} is not a PEM private key; copy it anew"
+        raise IdentityError(mistake.format(path)) from error
     if not isinstance(key, (ec.EllipticCurvePrivateKey, ed25519.Ed25519PrivateKey)):
         raise IdentityError(f"{path} is no ECDSA or Ed25519 key; issue one with `roundtable ca issue`")
     return key
@@ -154,8 +154,8 @@ def load_key(path: Path) -> PrivateKey:
 
 def passphrase() -> bytes | None:
     """What seals this process's keys: of ROUNDTABLE_PASSPHRASE, or of the file that …_FILE names."""
-    if found := os.environ.get(PASSPHRASE):
-        return found.encode()
+    if place := os.environ.get(PASSPHRASE):
+        return place.encode()
     name = os.environ.get(PASSPHRASE_FILE)
     return read(Path(name)).strip() or None if name else None
 

@@ -26,11 +26,11 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, values up to it) for each bound; the last is "+Inf"."""
-        found, count = [], 0
+        cumulative, count = [], 0
         for name, more in zip((*map(str, self.bounds), "+Inf"), self._counts, strict=True):
             count += more
-            found.append((name, float(count)))
-        return found
+            cumulative.append((name, float(count)))
+        return cumulative
 
 
 class ProcessMetrics:
@@ -55,7 +55,7 @@ class ProcessMetrics:
 
     def spreads_of(self, name: str) -> dict[str, Histogram]:
         """The spreads under a name, by their label."""
-        return {label: spread for (found, label), spread in self.spreads.items() if found == name}
+        return {label: spread for (kept, label), spread in self.spreads.items() if kept == name}
 
     async def measure_lag(self) -> None:
         """How late the event loop wakes its tasks; runs until cancelled."""

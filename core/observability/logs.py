@@ -36,11 +36,11 @@ def place_of(record: logging.LogRecord) -> dict[str, Any]:
     """Where a line belongs; None for what does not apply to it."""
     asked = _place.get()
     around = asked() if asked is not None else {}
-    found = {}
+    place = {}
     for name in FIELDS:
         own = getattr(record, name, None) or getattr(record, _ALIASES.get(name, name), None)
-        found[name] = own or around.get(name) or None
-    return found
+        place[name] = own or around.get(name) or None
+    return place
 
 
 class ConsoleFormatter(logging.Formatter):

@@ -127,8 +127,8 @@ async def monitored(address: str, watched: Watched) -> AsyncIterator[int]:
         if path == "/healthz":
             return 200, TEXT, b"ok\n"
         if path == "/readyz":
-            ready, said = await watched.ready()
-            return (200 if ready else 503), TEXT, f"{said}\n".encode()
+            ready, answer = await watched.ready()
+            return (200 if ready else 503), TEXT, f"{answer}\n".encode()
         if path == "/metrics":
             families = [*process.collect(), *await watched.figures()]
             return 200, PAGE, prometheus_client.generate_latest(_Fixed(families))
@@ -205,7 +205,7 @@ async def _safely(page: Page, path: str) -> tuple[int, str, bytes]:
 
 
 def _usage(folder: Path) -> Any:
-    place = next(found for found in (folder.absolute(), *folder.absolute().parents) if found.exists())
+    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     return shutil.disk_usage(place)
 
 

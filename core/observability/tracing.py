@@ -74,10 +74,12 @@ class Tracer:
             context = api.set_span_in_context(api.NonRecordingSpan(parent), context)
         values = {"job": span.job, "round": span.round, "attempt": span.attempt, **span.values}
         name = span.path[-1] if span.path else f"round {span.round}"
-        told = self._tracer.start_span(name, context, attributes=values, start_time=_nanoseconds(span.began))
+        span_out = self._tracer.start_span(
+            name, context, attributes=values, start_time=_nanoseconds(span.began)
+        )
         if span.error:
-            told.set_status(api.Status(api.StatusCode.ERROR, span.error))
-        told.end(_nanoseconds(max(span.began, span.ended)))
+            span_out.set_status(api.Status(api.StatusCode.ERROR, span.error))
+        span_out.end(_nanoseconds(max(span.began, span.ended)))
 
     def close(self) -> None:
         """Sends what waits."""

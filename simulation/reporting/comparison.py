@@ -95,13 +95,13 @@ def compare(paths: Sequence[AnyPath]) -> Comparison:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as dotted keys."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            dotted |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            dotted[f"{prefix}{key}"] = value
+    return dotted
 
 
 def _last(history: History, name: str) -> Any:

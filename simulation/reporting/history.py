@@ -107,10 +107,10 @@ class History(Sequence[Row]):
 
     def _row(self, index: int) -> dict[str, Value]:
         record = self.records[index]
-        found = figures(record)
-        counted = {name: found[name] for name in ("clients", "failed", "excluded", "time")}
+        values = figures(record)
+        counted = {name: values[name] for name in ("clients", "failed", "excluded", "time")}
         first = {"round": record.round, "attempt": record.attempt, **counted, "seconds": self.seconds[index]}
-        return {**first, **found}
+        return {**first, **values}
 
 
 def _text(value: Value) -> str:

@@ -256,8 +256,8 @@ def parse_partitioner(spec: Mapping[str, Any]) -> Partitioner:
     if name not in PARTITIONERS:
         raise ConfigError(f"simulation.partition: name is {name!r}; known: {', '.join(PARTITIONERS)}")
     document = TomlDocument(dict(spec), "simulation.partition", "")
-    found: Partitioner = validate(PARTITIONERS[name], document)  # type: ignore[assignment]
-    return found
+    partitioner: Partitioner = validate(PARTITIONERS[name], document)  # type: ignore[assignment]
+    return partitioner
 
 
 def _fingerprint(labels: np.ndarray) -> str:

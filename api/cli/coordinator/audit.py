@@ -134,16 +134,16 @@ def cross_check(coordinators: Path, silos: Path, authority: Path, as_json: bool)
     if len(names) != 1:
         raise click.UsageError(f"{silos} is the log of {len(names)} silos, not of one")
     (name,) = names
-    found = differences(theirs, own, name, authority.read_bytes())
+    contradictions = differences(theirs, own, name, authority.read_bytes())
     receipts = sum(item.action == "receipt" for item in own.entries)
     if as_json:
-        print_json({"silo": name, "receipts": receipts, "differences": found})
-        return 1 if found else 0
-    for line in found:
+        print_json({"silo": name, "receipts": receipts, "differences": contradictions})
+        return 1 if contradictions else 0
+    for line in contradictions:
         say(line)
-    if not found:
+    if not contradictions:
         say(f"Both logs agree on {name}: {receipts} receipts, all signed by the coordinator.")
-    return 1 if found else 0
+    return 1 if contradictions else 0
 
 
 @click.group()
@@ -181,28 +181,28 @@ def verify_model(
     from roundtable.core.evidence.provenance_check import check_provenance, is_recorded
 
     place = statement or file.with_name(f"{file.name}.provenance.json")
-    found, now = check_provenance(file, place, authority.read_bytes()), time.time()
-    values, proven = found.values, found.ends >= now
+    provenance, now = check_provenance(file, place, authority.read_bytes()), time.time()
+    values, proven = provenance.values, provenance.ends >= now
     if export is not None:
         log = _read(export, authority, False)
-        proven = is_recorded(found, log, log.proven(now))
+        proven = is_recorded(provenance, log, log.proven(now))
     if as_json:
-        print_json({"signer": found.signer, "proven": proven, **values})
+        print_json({"signer": provenance.signer, "proven": proven, **values})
         return 0 if proven else UNPROVEN
     rounds = values["rounds"]
     silos = {name for one in rounds for name in one["participants"]}
     made = datetime.fromtimestamp(rounds[-1]["ended"], UTC)
     say(f"{file} is the model of job {values['job']} ({values['name']}), round {rounds[-1]['round']}.")
-    say(f"  signed by       {found.signer}, Roundtable {values['version']}")
+    say(f"  signed by       {provenance.signer}, Roundtable {values['version']}")
     say(f"  made            {made:%Y-%m-%d %H:%M} UTC, submitted by {values['submitter']}")
     say(f"  participants    {len(silos)} silos under pseudonyms, {len(rounds)} rounds")
     say(f"  configuration   {values['config']}")
     say(f"  privacy         {json.dumps(values['privacy']) if values['privacy'] else 'none was asked for'}")
     if not proven and export is None:
-        ended = datetime.fromtimestamp(found.ends, UTC)
+        ended = datetime.fromtimestamp(provenance.ends, UTC)
         say(
-            f"UNPROVEN: the certificate of {found.signer} ended on {ended:%Y-%m-%d}; that the statement was "
-            "signed before is its own word. The audit log shows it: --log FILE."
+            f"UNPROVEN: the certificate of {provenance.signer} ended on {ended:%Y-%m-%d}; that the statement "
+            "was signed before is its own word. The audit log shows it: --log FILE."
         )
     elif not proven:
         say(f"UNPROVEN: the proven part of {export} does not hold these rounds.")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ import click
 from typing_extensions import override
 
 from roundtable.cli.shared.install import install_server
-from roundtable.core.observability.logs import LogFormat, write_logs
+from roundtable.cli.shared.service_process import service_process
 
 if TYPE_CHECKING:
     from roundtable.server.config import ServerConfig
@@ -86,7 +84,7 @@ def server(
     options = {"listen": listen, "enrolment": enrolment, "database": database, "bucket": bucket}
     folders = {"state": _absolute(state), "credentials": _absolute(credentials)}
     settings = load_server_config(config, {**options, **folders})
-    service_logs(settings.log_format)
+    service_process(settings.log_format)
     run_server(settings, _trusted(settings))
 
 
@@ -97,18 +95,6 @@ def _trusted(settings: ServerConfig) -> TrustedTraining | None:
     from roundtable.trusted import TrustedData
 
     return TrustedData(settings.root_data)
-
-
-def service_logs(kind: LogFormat) -> None:
-    """A service tells what it does by default, in this form; --verbose adds the rest.
-
-    It leaves no core file, because its keys would be in it, and its files are for this user alone.
-    """
-    os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    write_logs(kind)
-    ours = logging.getLogger("roundtable")
-    ours.setLevel(min(ours.getEffectiveLevel(), logging.INFO))
 
 
 def _absolute(path: Path | None) -> Path | None:

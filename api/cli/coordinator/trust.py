@@ -58,13 +58,13 @@ def invite(
     enrol as SILO.
     """
     with administrate(coordinator, credentials) as operator:
-        found = operator.invite(silo, expires, uses)
+        reply = operator.invite(silo, expires, uses)
     if as_json:
-        print_json({"silo": silo, "uses": uses, **as_dict(found)})
+        print_json({"silo": silo, "uses": uses, **as_dict(reply)})
         return
-    say(found.invitation)
+    say(reply.invitation)
     times = "once" if uses == 1 else f"{uses} times"
-    say(f"Holds {times}, until {_day(found.expires)}. At the silo:", err=True)
+    say(f"Holds {times}, until {_day(reply.expires)}. At the silo:", err=True)
     say("  roundtable client enroll --coordinator HOST   (and paste the token)", err=True)
 
 
@@ -120,18 +120,18 @@ def create(
     if out is not None and (out / TOKEN).exists():
         raise click.UsageError(f"{out / TOKEN} exists and is not overwritten; choose another folder")
     with administrate(coordinator, credentials) as operator:
-        found = operator.create_token(name, role, expires)
+        reply = operator.create_token(name, role, expires)
         authority = read(operator.folder / CA_CERTIFICATE)
     if out is not None:
-        write_new(out, {TOKEN: found.token.encode() + b"\n", CA_CERTIFICATE: authority})
+        write_new(out, {TOKEN: reply.token.encode() + b"\n", CA_CERTIFICATE: authority})
     if as_json:
-        secret = {"credentials": str(out)} if out is not None else {"token": found.token}
-        print_json({"name": name, "role": role, "expires": found.expires, **secret})
+        secret = {"credentials": str(out)} if out is not None else {"token": reply.token}
+        print_json({"name": name, "role": role, "expires": reply.expires, **secret})
     elif out is not None:
-        say(f"Wrote {out}: --credentials {out} is {name}, {role}, until {_day(found.expires)}.")
+        say(f"Wrote {out}: --credentials {out} is {name}, {role}, until {_day(reply.expires)}.")
     else:
-        say(found.token)
-        say(f"{name}, {role}, until {_day(found.expires)}.", err=True)
+        say(reply.token)
+        say(f"{name}, {role}, until {_day(reply.expires)}.", err=True)
 
 
 @token.command("list")
@@ -185,14 +185,14 @@ def revoke_operator(
     The only way back is a certificate that the root issues afterwards.
     """
     with administrate(coordinator, credentials) as admin:
-        found = admin.revoke(name, reason, role)
+        reply = admin.revoke(name, reason, role)
     if as_json:
-        print_json({"name": name, "role": role, "pending": found.pending, "calls": found.calls})
+        print_json({"name": name, "role": role, "pending": reply.pending, "calls": reply.calls})
         return
     say(
-        _waits(found.pending)
-        if found.pending
-        else f"Revoked {name}, {role}; {found.calls} of their calls were cut off."
+        _waits(reply.pending)
+        if reply.pending
+        else f"Revoked {name}, {role}; {reply.calls} of their calls were cut off."
     )
 
 

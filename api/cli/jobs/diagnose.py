@@ -55,14 +55,14 @@ def diagnose(
             f"round {record['round']} of {target} has no diagnosis: under secure aggregation and central "
             "noise nobody looks at single updates"
         )
-    found = _diagnosis(record)
+    diagnosis = _diagnosis(record)
     if plot is not None:
-        _draw(found, plot)
+        _draw(diagnosis, plot)
     if as_json:
-        verdicts = dict(found.verdicts())
+        verdicts = dict(diagnosis.verdicts())
         print_json({"round": record["round"], **record["diagnosis"], "verdicts": verdicts})
         return
-    _show(found, record, records)
+    _show(diagnosis, record, records)
     if plot is not None:
         say(f"The heat maps are in {plot}.")
 
@@ -89,22 +89,22 @@ def _diagnosis(record: dict[str, Any]) -> Diagnosis:
     return Diagnosis.from_dict(record["diagnosis"])
 
 
-def _draw(found: Diagnosis, path: Path) -> None:
+def _draw(diagnosis: Diagnosis, path: Path) -> None:
     from roundtable.core.errors import ConfigError, ResourceError
 
     try:
-        found.plot(path)
+        diagnosis.plot(path)
     except ImportError as error:
         raise ResourceError(f"--plot needs matplotlib: pip install 'roundtable[plot]' ({error})") from error
     except ValueError as error:
         raise ConfigError(f"--plot {path}: {error}; set [aggregation] diagnosis = true") from error
 
 
-def _show(found: Diagnosis, record: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
-    say(f"round {record['round']} of {len(records)}: {found.rule} over {len(found.clients)} updates")
-    header, rows = found.table()
+def _show(diagnosis: Diagnosis, record: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    say(f"round {record['round']} of {len(records)}: {diagnosis.rule} over {len(diagnosis.clients)} updates")
+    header, rows = diagnosis.table()
     print_table(header, rows, "no update was used")
-    if found.cosine is None:
+    if diagnosis.cosine is None:
         say("Pairs were not compared; set [aggregation] diagnosis = true to have it done.")
     times: Counter[str] = Counter()
     rounds = [_diagnosis(each) for each in records if each["diagnosis"]]

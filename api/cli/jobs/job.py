@@ -39,12 +39,12 @@ def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
     """Check a job file: its keys, its task, the model's layout, aggregation and privacy."""
     from roundtable.preparation import prepare
 
-    found = summary_of(prepare(file, overrides))
+    summary = summary_of(prepare(file, overrides))
     if as_json:
-        print_json(found)
+        print_json(summary)
         return
     say(f"{file} is sound.")
-    for name, value in found.items():
+    for name, value in summary.items():
         say(f"  {name}: {value}")
 
 
@@ -104,19 +104,19 @@ def list_jobs(coordinator: str | None, credentials: Path | None, as_json: bool) 
     with connect(coordinator, credentials) as operator:
         jobs = operator.jobs()
     if as_json:
-        print_json([as_dict(found) for found in jobs])
+        print_json([as_dict(each) for each in jobs])
         return
     rows = [
         (
-            found.id,
-            found.name,
-            found.status,
-            f"{found.rounds_done}/{found.rounds}",
-            ago(found.submitted),
-            found.submitter,
-            found.reason,
+            each.id,
+            each.name,
+            each.status,
+            f"{each.rounds_done}/{each.rounds}",
+            ago(each.submitted),
+            each.submitter,
+            each.reason,
         )
-        for found in jobs
+        for each in jobs
     ]
     columns = ("job", "name", "status", "rounds", "submitted", "by", "reason")
     print_table(columns, rows, "No job yet; start one with `roundtable job submit job.toml`.")
@@ -210,16 +210,18 @@ def model(
     """Fetch a job's newest model as a safetensors file, and verify it."""
     with connect(coordinator, credentials) as operator:
         detail = operator.job(name)
-        found = detail.job
-        path = output or _file_named(found.name)
+        submitted = detail.job
+        path = output or _file_named(submitted.name)
         hint = "What has arrived is kept; the same command goes on from there."
         with interruptible(hint):
-            operator.get_artifact(found.model.digest, found.model.size, path)
+            operator.get_artifact(submitted.model.digest, submitted.model.size, path)
     if as_json:
-        values = {"path": str(path), "digest": found.model.digest, "size": found.model.size}
-        print_json({**values, "round": found.rounds_done})
+        values = {"path": str(path), "digest": submitted.model.digest, "size": submitted.model.size}
+        print_json({**values, "round": submitted.rounds_done})
         return
-    say(f"Wrote {path}: {found.name} after round {found.rounds_done} of {found.rounds}, verified.")
+    say(
+        f"Wrote {path}: {submitted.name} after round {submitted.rounds_done} of {submitted.rounds}, verified."
+    )
     if json.loads(detail.job_config).get("privacy"):
         from roundtable.core.models import open_model
 
@@ -260,12 +262,13 @@ def _steer(
     action: Callable[[OperatorClient], Job],
 ) -> None:
     with connect(coordinator, credentials) as operator:
-        found = action(operator)
+        steered = action(operator)
     if as_json:
-        print_json(as_dict(found))
+        print_json(as_dict(steered))
         return
     say(
-        f"Job {found.id} ({found.name}) is {found.status}, {found.rounds_done} of {found.rounds} rounds done."
+        f"Job {steered.id} ({steered.name}) is {steered.status}, "
+        f"{steered.rounds_done} of {steered.rounds} rounds done."
     )
 
 

@@ -56,12 +56,12 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
 
 def print_detail(detail: JobDetail) -> None:
     """A submitted job: its state, its silos, its rounds."""
-    found = detail.job
-    say(f"job        {found.id}  {found.name}")
-    say(f"status     {found.status}{': ' + found.reason if found.reason else ''}")
-    say(f"rounds     {found.rounds_done} of {found.rounds} committed")
-    say(f"submitted  {ago(found.submitted)} by {found.submitter}")
-    say(f"model      {found.model.digest[:16]}  {found.model.size:,} bytes")
+    job = detail.job
+    say(f"job        {job.id}  {job.name}")
+    say(f"status     {job.status}{': ' + job.reason if job.reason else ''}")
+    say(f"rounds     {job.rounds_done} of {job.rounds} committed")
+    say(f"submitted  {ago(job.submitted)} by {job.submitter}")
+    say(f"model      {job.model.digest[:16]}  {job.model.size:,} bytes")
     if detail.waiting_for:
         say(f"now        round {detail.round}, attempt {detail.attempt}: {detail.waiting_for}")
     if detail.clients:
@@ -89,13 +89,15 @@ def _print_steps(detail: JobDetail) -> None:
 
 def step_row(client: ClientActivity) -> tuple[str, ...]:
     """A silo's newest step as a table's row; what it does not tell stays empty."""
-    told = {field.name: float(value) for field, value in client.figures.ListFields()}
+    figures = {field.name: float(value) for field, value in client.figures.ListFields()}
 
     def known(name: str, form: str, factor: float = 1.0) -> str:
-        return form.format(told[name] * factor) if name in told else ""
+        return form.format(figures[name] * factor) if name in figures else ""
 
     def part(name: str) -> str:
-        return f"{told[name] / told['seconds']:.0%}" if name in told and told.get("seconds") else ""
+        return (
+            f"{figures[name] / figures['seconds']:.0%}" if name in figures and figures.get("seconds") else ""
+        )
 
     tokens = known("tokens_per_second", "{:,.0f} tokens/s")
     return (

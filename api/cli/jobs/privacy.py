@@ -39,10 +39,10 @@ def plan(file: Path, overrides: dict[str, Any], image: Path | None, as_json: boo
 
     prepared = prepare(file, overrides)
     job = prepared.job
-    found = privacy_plan(job, likely_population(job), prepared.model.layout.size)
+    plan_of_job = privacy_plan(job, likely_population(job), prepared.model.layout.size)
     if image is not None:
-        plot(found, image)
+        plot(plan_of_job, image)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(plan_of_job))
     else:
-        say_lines(render(found))
+        say_lines(render(plan_of_job))

@@ -47,8 +47,8 @@ def follow(updates: Iterable[JobUpdate], display: Display) -> Job | None:
         for update in updates:
             display.show(update)
             job = update.detail.job
-            told = not update.events or update.events[-1].kind == "job_paused"
-            if job.status == "paused" and told:
+            caught_up = not update.events or update.events[-1].kind == "job_paused"
+            if job.status == "paused" and caught_up:
                 break
     finally:
         display.close()
@@ -157,7 +157,7 @@ def progress_panel(detail: JobDetail) -> RenderableType:
 def _loss(client: ClientActivity) -> str:
     if client.note:
         return client.note
-    said = f"loss {client.loss:.4f}" if client.total and client.loss == client.loss else ""
+    loss = f"loss {client.loss:.4f}" if client.total and client.loss == client.loss else ""
     if client.figures.tokens_per_second:
-        return f"{said}, {client.figures.tokens_per_second:,.0f} tokens/s"
-    return said
+        return f"{loss}, {client.figures.tokens_per_second:,.0f} tokens/s"
+    return loss

@@ -30,10 +30,10 @@ def metrics_of(figures: Mapping[str, Any]) -> dict[str, str]:
     evaluation: Mapping[str, float] = figures.get("evaluation") or {}
     training: Mapping[str, float] = figures.get("training") or {}
     names = [*sorted(set(evaluation) - {"loss"}), *(["loss"] if "loss" in evaluation else [])]
-    found = {name: f"{evaluation[name]:.4f}" for name in names}
+    metrics = {name: f"{evaluation[name]:.4f}" for name in names}
     if "loss" in training:
-        found["training loss"] = f"{training['loss']:.4f}"
-    return found
+        metrics["training loss"] = f"{training['loss']:.4f}"
+    return metrics
 
 
 def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roundtable.cli.coordinator.server import service_logs
-from roundtable.cli.coordinator.trust import revoke
 from roundtable.cli.doctor import client_doctor
 from roundtable.cli.shared.install import install
+from roundtable.cli.shared.service_process import service_process
 from roundtable.cli.silo.cluster import plan, profile, verify_cluster
 from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
 from roundtable.core.identity.credentials import load_credentials
@@ -41,7 +40,7 @@ def client(context: click.Context, config: Path) -> int | None:
     from roundtable.client.policy.config import load_agent_config
 
     settings = load_agent_config(config)
-    service_logs(settings.log_format)
+    service_process(settings.log_format)
     return run_agent(settings, _cluster_trainer(settings))
 
 
@@ -65,7 +64,6 @@ for command in (
     jobs,
     plan,
     profile,
-    revoke,
     verify_cluster,
     install,
 ):

@@ -35,25 +35,25 @@ def plan(
     """
     from roundtable.cluster.tools.planning import plan_job
 
-    found = plan_job(context.obj, job_file, overrides, world, memory, reference)
+    planned = plan_job(context.obj, job_file, overrides, world, memory, reference)
     if as_json:
-        print_json(found.to_plain())
+        print_json(planned.to_plain())
         return
-    say(f"{found.parameters:,} parameters on {found.resources}")
-    say(f"strategy      {found.strategy}")
-    say(f"a step        {found.micro_batches} micro-batches on each rank")
+    say(f"{planned.parameters:,} parameters on {planned.resources}")
+    say(f"strategy      {planned.strategy}")
+    say(f"a step        {planned.micro_batches} micro-batches on each rank")
     say()
     say("memory of the fullest device")
-    for line in found.estimate.lines():
+    for line in planned.estimate.lines():
         say(f"  {line}")
     say()
     say("links")
-    said = ["not measured yet: the first round measures them, and this plan assumes nothing of them"]
-    for line in found.links.lines(time.time()) if found.links is not None else said:
+    unmeasured = ["not measured yet: the first round measures them, and this plan assumes nothing of them"]
+    for line in planned.links.lines(time.time()) if planned.links is not None else unmeasured:
         say(f"  {line}")
     say()
     say("why")
-    for reason in found.reasons:
+    for reason in planned.reasons:
         say(f"  {reason}")
 
 
@@ -69,17 +69,17 @@ def verify_cluster(world: int | None, as_json: bool) -> int:
     """
     from roundtable.cluster.tools.verify import TOLERANCE, verify_here
 
-    found = verify_here(world)
+    report = verify_here(world)
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        say(f"{found['world']} ranks, {found['backend']}, torch {found['torch']}")
-        for row in found["all_reduce"]:
+        say(f"{report['world']} ranks, {report['backend']}, torch {report['torch']}")
+        for row in report["all_reduce"]:
             say(f"  all-reduce {row['bytes']:>12,} B   {row['bus'] / 1e9:8.3f} GB/s")
-        for row in found["checks"]:
+        for row in report["checks"]:
             verdict = "equal" if row["difference"] <= TOLERANCE else "DIFFERENT"
             say(f"  {verdict:<10} {row['difference']:.1e}   {row['strategy']}")
-    return int(any(row["difference"] > TOLERANCE for row in found["checks"]))
+    return int(any(row["difference"] > TOLERANCE for row in report["checks"]))
 
 
 @click.command("profile")
@@ -114,9 +114,11 @@ def profile(
         return
     from roundtable.cluster.tools.profiling import profile_job
 
-    found = profile_job(context.obj, job_file, overrides, steps, output)
-    say_lines(found.table)
-    say(f"{found.examples_per_second:,.0f} examples a second on {found.device}; trace: {found.trace}")
+    profiled = profile_job(context.obj, job_file, overrides, steps, output)
+    say_lines(profiled.table)
+    say(
+        f"{profiled.examples_per_second:,.0f} examples a second on {profiled.device}; trace: {profiled.trace}"
+    )
 
 
 def _scaling(
@@ -130,9 +132,9 @@ def _scaling(
         numbers = []
     if not numbers or numbers[0] < 1:
         raise click.BadParameter(f"--worlds {worlds!r}: write numbers of ranks with commas, 1,2,4")
-    found = scaling(agent, job_file, overrides, numbers, steps)
+    measurements = scaling(agent, job_file, overrides, numbers, steps)
     if as_json:
-        print_json([asdict(one) for one in found])
+        print_json([asdict(one) for one in measurements])
         return
     names = ("ranks", "examples/s", "efficiency", "communication", "strategy")
     rows = [
@@ -143,6 +145,6 @@ def _scaling(
             f"{one.communication:.0%}",
             one.strategy,
         )
-        for one in found
+        for one in measurements
     ]
     print_table(names, rows, "")

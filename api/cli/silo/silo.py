@@ -46,8 +46,8 @@ def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: b
     seal = None
     if passphrase:
         seal = ask_secret("Passphrase", twice=True).encode()
-    found = enrol_silo(coordinator, invitation, credentials, seal)
-    say(f"Enrolled as {found.name!r}: {credentials}, valid until {found.expires:%Y-%m-%d}.")
+    identity = enrol_silo(coordinator, invitation, credentials, seal)
+    say(f"Enrolled as {identity.name!r}: {credentials}, valid until {identity.expires:%Y-%m-%d}.")
     say("The agent renews it by itself. Next: name the folder in agent.toml; run `roundtable client`.")
     if seal:
         say("The agent reads its passphrase from the file that ROUNDTABLE_PASSPHRASE_FILE names.")
@@ -66,13 +66,13 @@ def jobs(context: click.Context, as_json: bool) -> None:
     config, rules = _silo(context)
     known = KnownJobs(config.state)
     rows: list[tuple[str, ...]] = []
-    found = []
+    listed = []
     for one in known.all():
         reasons = rules.objections(job_from_json(one.config), one.submitter or None, datetime.now())
         approval = known.approval(one)
-        said = f"approved by {approval['by']}" if approval else "waits for approval"
-        verdict = reasons[0] if reasons else said if config.policy.approval else "allowed"
-        found.append(
+        answer = f"approved by {approval['by']}" if approval else "waits for approval"
+        verdict = reasons[0] if reasons else answer if config.policy.approval else "allowed"
+        listed.append(
             {
                 "job": one.id,
                 "task": one.task,
@@ -85,7 +85,7 @@ def jobs(context: click.Context, as_json: bool) -> None:
         )
         rows.append((one.id, one.task, one.submitter or "unsigned", ago(one.first), one.digest[:12], verdict))
     if as_json:
-        print_json(found)
+        print_json(listed)
         return
     columns = ("job", "task", "submitter", "first asked", "hash", "here")
     print_table(columns, rows, "The coordinator has not asked for anything yet.")
@@ -109,17 +109,17 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
 
     config, rules = _silo(context)
     known = KnownJobs(config.state)
-    found = known.find(job)
-    resolved = job_from_json(found.config)
+    asked = known.find(job)
+    resolved = job_from_json(asked.config)
     if not yes:
         say_lines(render(resolved))
-        who = found.submitter or "nobody whose signature proves it"
+        who = asked.submitter or "nobody whose signature proves it"
         if who.startswith(VOUCHED_FOR):
             who += " by the coordinator's word"
-        confirm(f"Job {found.id}, submitted by {who}, hash {found.digest[:12]}. Take part?")
-    known.approve(found)
-    say(f"Approved job {found.id} ({found.task}), configuration {found.digest[:12]}.")
-    for reason in rules.objections(resolved, found.submitter or None, datetime.now()):
+        confirm(f"Job {asked.id}, submitted by {who}, hash {asked.digest[:12]}. Take part?")
+    known.approve(asked)
+    say(f"Approved job {asked.id} ({asked.task}), configuration {asked.digest[:12]}.")
+    for reason in rules.objections(resolved, asked.submitter or None, datetime.now()):
         say(f"The policy refuses it all the same: {reason}")
 
 
