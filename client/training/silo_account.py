@@ -7,7 +7,9 @@ done again draws new noise and is charged again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,15 +48,31 @@ def payment(
 
     def pay(privacy: Private, charge: Charge) -> None:
         path = folder / f"{charge.unit}.json"
-        account = _within(path, privacy, charge, epsilon, delta)
-        name = job
-        while any((e.job, e.round, e.attempt) == (name, round, attempt) for e in account.entries):
-            name += " (again)"
-        account = account.charged(name, round, attempt, charge)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_synced(path, [account.to_json().encode()])
+        with _turn(folder):
+            account = _within(path, privacy, charge, epsilon, delta)
+            name = job
+            while any((e.job, e.round, e.attempt) == (name, round, attempt) for e in account.entries):
+                name += " (again)"
+            account = account.charged(name, round, attempt, charge)
+            replace_synced(path, [account.to_json().encode()])
 
     return pay
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """One charge at a time: the agent charges masked sums, its training process everything else."""
+    with (folder / ".lock").open("w") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def affordable(folder: Path, epsilon: float | None, delta: float | None) -> Payment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from roundtable.core import ArrayTask, Layout, Site, Task, load_task, parse_job,
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded, PrivacyError
 from roundtable.core.initial_model import initial_model
+from roundtable.core.privacy_table import ClientLocalLevel
 from roundtable.core.task import initial_state
+from roundtable.privacy import local_gaussian_charge
 from roundtable.privacy.example_level import SiloAccount, probe
 
 TABLE = """
@@ -224,3 +227,19 @@ def test_without_an_account_nothing_is_trained() -> None:
             task.data(Site("a"))[0],
             LocalWork(job_of("example"), layout, layout.flatten(model), 1, "a"),
         )
+
+
+def test_charges_of_two_processes_are_all_in_the_account(tmp_path: Path) -> None:
+    """The agent charges masked sums while its training process charges updates."""
+    wanted = parse_job(
+        'task = "t"\n[privacy]\nlevel = "client_local"\nclip_norm = 1.0\ndelta = 1e-3\nnoise_multiplier = 1.0'
+    ).privacy
+    assert isinstance(wanted, ClientLocalLevel)
+
+    def charge(job: str) -> None:
+        for round in range(1, 21):
+            payment(tmp_path, job, round, 1, None, None)(wanted, local_gaussian_charge(1.0))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(charge, ["masked", "noisy"]))
+    assert len(SiloAccount.from_json((tmp_path / "client.json").read_text()).entries) == 40

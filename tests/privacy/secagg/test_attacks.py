@@ -101,6 +101,20 @@ def test_a_round_is_not_unmasked_twice_with_one_silo_fewer(attempt: Any) -> None
             client.handle(second.messages[name])
 
 
+def test_on_a_sparse_graph_the_consent_binds_already(attempt: Any) -> None:
+    """Who holds a silo's shares differs from attempt to attempt there; those who consent meet for certain."""
+    plan = choose_parameters(60, 0.1, 0.1)
+    first = attempt(60, plan).until(ServerPhase.UNMASK)
+    again = {
+        "session": replace(first.session, attempt=1),
+        "signers": first.signers,
+        "releases": first.releases,
+    }
+    second = attempt(60, plan, **again).until(ServerPhase.CONSENT)
+    with pytest.raises(ProtocolError, match="another attempt of round 1 was unmasked"):
+        second.clients[0].handle(second.messages[second.names[0]])
+
+
 def test_keys_of_an_old_round_are_replayed(attempt: Any, alter: Alter) -> None:
     old = attempt(5, session=Session("job", 1, 0, 6)).until(ServerPhase.SHARES)
     new = attempt(5, session=Session("job", 2, 0, 6), signers=old.signers).until(ServerPhase.SHARES)
