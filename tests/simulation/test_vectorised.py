@@ -10,7 +10,7 @@ import torch
 from simulated_tasks import ALGORITHMS, TASKS, Base, Dropout, Partial, Perceptron, moved, run, world
 from torch import Tensor, nn
 
-from roundtable.core import ArrayTask
+from roundtable.core import ArrayTask, Site, initial_state
 from roundtable.simulation.backend import Failed, Trained, Work, World
 from roundtable.simulation.backends.sequential import Sequential, one_thread
 from roundtable.simulation.backends.vectorised import Vectorised, why_not
@@ -190,3 +190,54 @@ def test_training_that_diverges_is_that_clients_failure(rate: float) -> None:
     place = World(job, place.task, place.initial)
     answers, _ = run(Vectorised(place, device="cpu"), place)
     assert any(isinstance(answer, Failed) and answer.kind == "invalid_update" for answer in answers)
+
+
+class Settled(Perceptron):
+    """All clients but the first know their labels beforehand: their losses are hardly more than rounding."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def data(self, site: Site) -> tuple[Any, Any]:
+        (inputs, labels), test = super().data(site)
+        if site.index:
+            inputs = 60.0 * inputs
+            with torch.no_grad():
+                labels = initial_state(self, 0)(inputs).argmax(1)  # type: ignore[operator]
+        return (inputs, labels), test
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2), (2, 1, 3, 0)])
+def test_who_comes_first_decides_nothing(order: tuple[int, ...]) -> None:
+    """In one process a client meets a shape of batch before all others, in another after: the same bits."""
+    place = world(Settled())
+    straight = run(Vectorised(place, device="cpu"), place)[1]
+    backend, rows = Vectorised(place, device="cpu"), torch.empty_like(straight)
+    with one_thread():
+        for index in order:
+            list(backend.train(2, place.initial.vector, [Work(place.names[index], index)], [rows[index]]))
+    assert torch.equal(rows, straight)
+
+
+class Picky(Perceptron):
+    """Batches of one example cannot be recorded."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        return loss * float(loss.detach()) / float(loss.detach()) if len(batch[0]) == 1 else loss
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 1, 0)])
+def test_a_client_that_cannot_be_recorded_leaves_the_others_as_they_are(order: tuple[int, ...]) -> None:
+    place = world(Picky())
+    backend, rows = Vectorised(place, device="cpu"), torch.empty(4, place.layout.size)
+    with one_thread():
+        for index in order:
+            list(backend.train(2, place.initial.vector, [Work(place.names[index], index)], [rows[index]]))
+    plain = run(Vectorised(world(Perceptron()), device="cpu"), place)[1]
+    alone = run(Sequential(place), place)[1]
+    # Client 2 has one example alone; the sizes of the others, 7, 12 and 5, leave batches of 3, 4 and 1.
+    recorded = [torch.equal(rows[index], plain[index]) for index in range(4)]
+    assert recorded == [True, True, False, False]
+    assert torch.equal(rows[2:], alone[2:])
+    assert "some clients not recorded because it reads a tensor's value" in backend.description

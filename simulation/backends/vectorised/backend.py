@@ -29,7 +29,7 @@ from roundtable.client.training.batches import (
 )
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.core.algorithms.step import LocalStep
-from roundtable.core.errors import InvalidUpdate
+from roundtable.core.errors import InvalidUpdate, RoundtableError
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import ArrayTask, Task, initial_state
@@ -86,6 +86,8 @@ class Vectorised:
         self.clients = clients or Clients(world)
         self.fallback = Sequential(world, self.clients, str(self.device))
         self.refused = why_not_recorded(world)
+        self._barred = self.refused is not None
+        self._recorded = False
         self._steps: Steps | None = None
         self._trained: Sequence[slice] = ()
         if self.refused is None and self.device.type == "cpu":
@@ -94,9 +96,11 @@ class Vectorised:
 
     @property
     def description(self) -> str:
-        if self.refused is not None:
-            return f"{self.fallback.description}; not recorded because {self.refused}"
-        return f"recorded steps on {self.device}"
+        if self.refused is None:
+            return f"recorded steps on {self.device}"
+        if self._recorded:
+            return f"recorded steps on {self.device}; some clients not recorded because {self.refused}"
+        return f"{self.fallback.description}; not recorded because {self.refused}"
 
     def rows(self, count: int) -> Tensor:
         return self.fallback.rows(count)
@@ -122,15 +126,21 @@ class Vectorised:
         self._steps = None
 
     def _try(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained | None:
-        """None where the step cannot be recorded; that is said once."""
-        if self.refused is not None:
+        """None where a step of this client cannot be recorded; that is said once.
+
+        Each client is tried: which way it trains must not follow from who came before it in this process.
+        """
+        if self._barred:
             return None
         try:
-            return self._train(round, vector, item, row)
+            trained = self._train(round, vector, item, row)
         except Unrecordable as error:
-            self.refused = str(error)
-            log.warning("clients run sequentially: a training step cannot be recorded because %s", error)
+            if self.refused is None:
+                self.refused = str(error)
+                log.warning("clients run sequentially: a training step cannot be recorded because %s", error)
             return None
+        self._recorded = True
+        return trained
 
     def _train(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained:
         job, data = self.world.job, self.clients.data(item.index)[0]
@@ -177,12 +187,20 @@ class Vectorised:
         with chance:
             return steps.take_all(chain([first], batches), step, rate)
 
+    def _first_examples(self) -> Sequence[Tensor] | None:
+        """Those of the population's first client, whoever trains here; None where they are no tensors."""
+        try:
+            return as_tensors(self.clients.data(0)[0])
+        except RoundtableError:
+            return None  # The client fails where it trains.
+
     def _ready(self) -> Steps:
         if self._steps is None:
             model = initial_state(self.world.task, self.world.job.seed)
             assert isinstance(model, nn.Module)
             assert isinstance(self.world.task, Task) or not isinstance(self.world.task, ArrayTask)
-            self._steps = Steps(self.world.task, model, self.world.layout.model, self.device)
+            layout = self.world.layout.model
+            self._steps = Steps(self.world.task, model, layout, self.device, self._first_examples())
             self._trained = trained_slices(model, self.world.layout)
         return self._steps
 

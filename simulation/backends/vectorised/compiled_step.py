@@ -79,7 +79,7 @@ class CompiledProgram(StepProgram):
         calls = [call for call in self._recording.calls if not self._hoisted(call)]
         calls = needed(calls, [ref for ref in self._recording.results if ref])
         inputs = self._recording.inputs[: len(self._parameters)]
-        updates = Updates(calls, self._kinds, inputs, self._gradients, self._starts, self._step)
+        updates = Updates(calls, self._kinds, inputs, self._gradients, self._starts, self.rule)
         steps = [self._prepared(call) for call in calls if updates.gone.isdisjoint(call.outputs)]
         owners = self._made(steps)
         self._gathered = updates.redirect(owners)
@@ -108,7 +108,7 @@ class CompiledProgram(StepProgram):
         spans = lifetimes([step.call for step in steps], [*ends, *filter(None, [self._loss])], self._root)
         self._places, length = packed(sorted(owners, key=lambda ref: ref.number), spans, self._kinds)
         self._block = torch.zeros(max(1, length))
-        self._whole = torch.zeros(0 if self._step.plain else self._globals["weights"].numel())
+        self._whole = torch.zeros(0 if self.rule.plain else self._globals["weights"].numel())
         self._squares = torch.zeros(1)
 
     def _function(self, steps: Sequence[_Step], final: Sequence[Instruction]) -> str:
@@ -214,7 +214,7 @@ class CompiledProgram(StepProgram):
         """The numbers that follow from the rate."""
         numbers = self._globals["numbers"]
         numbers[0], numbers[1] = rate, -rate
-        numbers[2] = 1.0 - rate * (self._step.weight_decay + self._step.pull)
+        numbers[2] = 1.0 - rate * (self.rule.weight_decay + self.rule.pull)
 
     def _encoded(self, instructions: Sequence[Instruction]) -> _Chunk:
         """Instructions as the integers that kernels.cpp reads."""

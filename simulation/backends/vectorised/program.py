@@ -91,7 +91,7 @@ class StepProgram:
     ) -> None:
         self._recording = recording
         self._parameters = parameters
-        self._step = step
+        self.rule = step
         self._names: dict[Ref, str] = {}
         self._globals: dict[str, Any] = {
             "weights": vectors.weights,
@@ -110,7 +110,7 @@ class StepProgram:
         """The function's text: hoisted views first (run now), then the calls, then the step."""
         calls = [call for call in self._recording.calls if not self._hoisted(call)]
         calls = needed(calls, [ref for ref in self._recording.results if ref])
-        fused, calls = self._fuse(calls) if self._step.plain else ({}, calls)
+        fused, calls = self._fuse(calls) if self.rule.plain else ({}, calls)
         lines = [self._line(call) for call in calls]
         lines += self._update_lines(fused)
         loss = self._name(self._loss)
@@ -157,7 +157,7 @@ class StepProgram:
 
     def _update_lines(self, fused: Mapping[int, str]) -> list[str]:
         rest = [n for n, gradient in enumerate(self._gradients) if gradient is not None and n not in fused]
-        step = self._step
+        step = self.rule
         if not step.plain:
             return self._flat_update_lines(rest)
         lines = self._decay_lines()
@@ -171,7 +171,7 @@ class StepProgram:
 
     def _decay_lines(self) -> list[str]:
         """Weight decay, a pull and a constant move every weight that has a gradient."""
-        step = self._step
+        step = self.rule
         reached = [n for n, gradient in enumerate(self._gradients) if gradient is not None]
         targets, attractors = self._lists(reached)
         lines = []
@@ -185,7 +185,7 @@ class StepProgram:
 
     def _flat_update_lines(self, rest: Sequence[int]) -> list[str]:
         """Momentum and clipping look at the whole gradient: it is gathered in one vector."""
-        step = self._step
+        step = self.rule
         self._globals |= {"whole": torch.zeros_like(self._globals["weights"])}
         self._globals |= {"foreach_copy_": torch._foreach_copy_, "foreach_add_": torch._foreach_add_}
         gathered = self._bind([self._window(self._globals["whole"], n) for n in rest])

@@ -24,12 +24,11 @@ from roundtable.simulation.backends.vectorised.instructions import Unsuitable
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.program import StepProgram, Vectors
 from roundtable.simulation.backends.vectorised.recording import Recording, Unrecordable, record
+from roundtable.simulation.backends.vectorised.step_check import StatedInputs, check_program
 
 log = logging.getLogger("roundtable.simulation")
 Parts = Sequence[Tensor]
 _Program = tuple[Recording, Sequence[Tensor], Vectors, LocalStep]
-_TOLERANCE = 1e-4
-_CHECKED_RATE = 0.125
 
 
 class Loss(nn.Module):
@@ -53,7 +52,16 @@ class Loss(nn.Module):
 class Steps:
     """One client after the other over `weights`, a vector of the layout."""
 
-    def __init__(self, task: Task, model: nn.Module, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        examples: Parts | None = None,
+    ) -> None:
+        """`model` holds the job's initial weights, `examples` are the first client's, to check steps with."""
+        initial = layout.flatten(model).clone()
         self.model = model.to(device).train()
         self.vectors = Vectors.zeros(layout.size, device)
         self._loss = Loss(task, self.model)
@@ -67,7 +75,9 @@ class Steps:
             for spec in layout.averaged
             if spec.name not in trained
         ]
+        self._stated = StatedInputs(initial, self._resting, examples)
         self._programs: dict[tuple[Any, ...], StepProgram] = {}
+        self._refusals: dict[tuple[Any, ...], str] = {}
         self.random = False
 
     @property
@@ -84,7 +94,7 @@ class Steps:
     def take(self, batch: Any, step: LocalStep, rate: float) -> Tensor:
         """One step on a batch; returns its loss, not waited for. Unrecordable comes before any change."""
         tensors = batch if _plain(batch) else tree_flatten(batch)[0]
-        program = self._programs.get(_key(tensors, step)) or self.prepare(batch, step)
+        program = self._known(_key(tensors, step)) or self.prepare(batch, step)
         return program.run(rate, *tensors)
 
     def take_all(self, batches: Iterable[Batch], step: LocalStep, rate: float) -> tuple[Tensor, list[int]]:
@@ -136,8 +146,8 @@ class Steps:
         return math.isfinite(total) or bool(torch.isfinite(out).all())
 
     def prepare(self, batch: Any, step: LocalStep) -> StepProgram:
-        """The program for batches of this shape; nothing is trained."""
-        known = self._programs.get(_key(batch, step)) if _plain(batch) else None
+        """The program for batches of this shape; nothing is trained. Raises Unrecordable if there is none."""
+        known = self._known(_key(batch, step)) if _plain(batch) else None
         if known is not None:
             return known
         leaves, spec = tree_flatten(batch)
@@ -145,9 +155,20 @@ class Steps:
         if len(tensors) != len(leaves):
             raise Unrecordable("its batches hold values that are no tensors")
         key = _key(tensors, step)
-        if key not in self._programs:
-            self._programs[key] = self._make(tensors, spec, step)
-        return self._programs[key]
+        known = self._known(key)
+        if known is None:
+            try:
+                known = self._programs[key] = self._make(tensors, spec, step)
+            except Unrecordable as error:
+                self._refusals[key] = str(error)
+                raise
+        return known
+
+    def _known(self, key: tuple[Any, ...]) -> StepProgram | None:
+        """The program of a shape that has been seen; None for a new one. Raises Unrecordable again."""
+        if key in self._refusals:
+            raise Unrecordable(self._refusals[key])
+        return self._programs.get(key)
 
     def _make(self, tensors: list[Tensor], spec: Any, step: LocalStep) -> StepProgram:
         def gradients_of(*inputs: Tensor) -> list[Tensor | None]:
@@ -171,9 +192,11 @@ class Steps:
         if compiled is not None:
             return compiled
         program = StepProgram(*parts)
-        if not self._programs:
-            self._check(program, gradients_of, tensors, step)
+        self._check(program, gradients_of, tensors)
         return program
+
+    def _check(self, program: StepProgram, gradients_of: Any, tensors: Sequence[Tensor]) -> None:
+        check_program(program, gradients_of, self.parameters, self.vectors, self._stated, tensors)
 
     def _compiled(
         self, parts: _Program, gradients_of: Any, tensors: Sequence[Tensor]
@@ -184,34 +207,11 @@ class Steps:
             return None
         try:
             program = CompiledProgram(library, *parts)
-            self._check(program, gradients_of, tensors, parts[-1])
+            self._check(program, gradients_of, tensors)
         except (Aliased, Unsuitable, Unrecordable) as error:
             log.warning("a training step runs without the compiled kernels: %s", error)
             return None
         return program
-
-    def _check(
-        self, program: StepProgram, gradients_of: Any, tensors: Sequence[Tensor], step: LocalStep
-    ) -> None:
-        """A program is held against autograd before it is trusted: the first, and all on compiled kernels."""
-        before = (self.weights.clone(), self.vectors.velocity.clone())
-        with torch.random.fork_rng(devices=_cuda(self.weights)):
-            torch.manual_seed(0)
-            loss, *gradients = gradients_of(*self.parameters, *tensors)
-            expected = _stepped(self, gradients, step, _CHECKED_RATE)
-            torch.manual_seed(0)
-            found = program.run(_CHECKED_RATE, *tensors)
-        change = self.weights - before[0]
-        self.weights.copy_(before[0])
-        self.vectors.velocity.copy_(before[1])
-        scale = float(expected.abs().amax()) if expected.numel() else 0.0
-        error = float((change - expected).abs().amax()) if expected.numel() else 0.0
-        if not torch.isfinite(loss):
-            return
-        if not error <= _TOLERANCE * max(scale, 1e-12) + 1e-7 or not torch.allclose(loss, found, rtol=1e-4):
-            raise Unrecordable(
-                f"its first step differs from autograd's by {error:.3g} in weights that moved {scale:.3g}"
-            )
 
 
 def gathered(examples: Parts, rows: Tensor) -> Parts:
@@ -241,29 +241,6 @@ def _recorded_twice(gradients_of: Any, inputs: list[Tensor], parameters: int) ->
     if difference is not None:
         raise Unrecordable(f"its operations depend on the data or on chance: {difference}")
     return recordings[0]
-
-
-def _stepped(steps: Steps, gradients: Sequence[Tensor | None], step: LocalStep, rate: float) -> Tensor:
-    """What one step of torch's SGD adds to the weights, as a flat vector; the weights are left alone."""
-    twins = [nn.Parameter(p.detach().clone()) for p in steps.parameters]
-    reached = [(twin, g) for twin, g in zip(twins, gradients, strict=True) if g is not None]
-    for number, (twin, gradient) in enumerate(zip(twins, gradients, strict=True)):
-        if gradient is not None:
-            start = steps.parameters[number].storage_offset() - steps.weights.storage_offset()
-            target = steps.vectors.target[start : start + twin.numel()].view(twin.shape)
-            drawn = step.pull * twin.detach() - target if step.shifted else 0.0
-            twin.grad = gradient + drawn
-    if step.max_norm is not None:
-        nn.utils.clip_grad_norm_([twin for twin, _ in reached], step.max_norm)
-    change = torch.zeros_like(steps.weights)
-    for number, twin in enumerate(twins):
-        if twin.grad is not None:
-            start = steps.parameters[number].storage_offset() - steps.weights.storage_offset()
-            window = change[start : start + twin.numel()].view(twin.shape)
-            velocity = steps.vectors.velocity[start : start + twin.numel()].view(twin.shape)
-            gradient = twin.grad + step.weight_decay * twin.detach()
-            window.copy_(-rate * (step.momentum * velocity + gradient))
-    return change
 
 
 def _cuda(tensor: Tensor) -> list[torch.device]:
