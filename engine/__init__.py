@@ -8,12 +8,13 @@ from roundtable.engine.population import NumberedClients, NumberedNames, Populat
 from roundtable.engine.round_engine import RoundEngine
 from roundtable.engine.selection import STRATEGIES, Candidate
 from roundtable.engine.state import record_from_plain, record_to_plain
-from roundtable.engine.validation.round_plan import Plan, PrivacyPlan, make_plan
+from roundtable.engine.validation.round_plan import CentralNoise, Plan, make_plan
 from roundtable.engine.view import ClientView, EngineView
 
 __all__ = [
     "STRATEGIES",
     "Candidate",
+    "CentralNoise",
     "ClientView",
     "Combined",
     "EngineView",
@@ -24,7 +25,6 @@ __all__ = [
     "NumberedNames",
     "Plan",
     "Population",
-    "PrivacyPlan",
     "Received",
     "Roster",
     "RoundAccount",

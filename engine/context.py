@@ -16,7 +16,7 @@ from roundtable.engine.state import Attempt, ClientRecord, EngineState
 MOST_TROUBLES = 8
 
 
-class Context:
+class JobContext:
     """One job's state, with the operations on it that more than one transition needs."""
 
     def __init__(self, job: JobConfig, state: EngineState, population: Population) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
-from roundtable.engine.context import Context
+from roundtable.engine.context import JobContext
 from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp, TrainingPolicy
 from roundtable.engine.records import record_of, record_without_model, shown
 from roundtable.engine.state import Attempt
@@ -18,7 +18,7 @@ from roundtable.engine.validation.secure_feasibility import sums_exactly
 class Phases:
     """Moves a job from phase to phase; `RoundEngine` decides which event may do so."""
 
-    def __init__(self, context: Context, policy: TrainingPolicy) -> None:
+    def __init__(self, context: JobContext, policy: TrainingPolicy) -> None:
         self._context = context
         self._policy = policy
         self._job = context.job

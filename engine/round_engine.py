@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from roundtable.core.config import JobConfig
 from roundtable.engine import messages as m
-from roundtable.engine.context import Context
+from roundtable.engine.context import JobContext
 from roundtable.engine.phases import Phases
 from roundtable.engine.policies.buffered import BufferedTraining
 from roundtable.engine.policies.synchronous import SynchronousTraining
@@ -35,7 +35,7 @@ class RoundEngine:
         self.job = job
         self.state = state
         self.population: Population = population or Roster()
-        self._context = Context(job, state, self.population)
+        self._context = JobContext(job, state, self.population)
         self._policy: TrainingPolicy = (
             BufferedTraining(self._context)
             if job.round.mode == "buffered"

@@ -24,7 +24,7 @@ from roundtable.engine.combining.server_step import take_step
 from roundtable.engine.combining.staleness import discounted
 from roundtable.engine.combining.update_history import remembered, sums_with
 from roundtable.engine.messages import Aggregated, Step
-from roundtable.engine.validation.round_plan import Plan, PrivacyPlan
+from roundtable.engine.validation.round_plan import CentralNoise, Plan
 from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource, SecureNoise, local_gaussian_charge
 
 
@@ -231,7 +231,7 @@ def _aggregated(
 
 
 def _with_noise(
-    plan: Plan, central: PrivacyPlan, rows: Rows, state: ServerState, round: int, noise: NoiseSource
+    plan: Plan, central: CentralNoise, rows: Rows, state: ServerState, round: int, noise: NoiseSource
 ) -> _Delta:
     """The sum of clipped updates with noise, over the cohort that was expected."""
     mechanism = central.at(state.clip_norm)

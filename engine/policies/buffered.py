@@ -21,7 +21,7 @@ from dataclasses import replace
 from roundtable.core.errors import SiteFailure
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
-from roundtable.engine.context import Context
+from roundtable.engine.context import JobContext
 from roundtable.engine.policies.training_policy import (
     Combine,
     Decision,
@@ -39,7 +39,7 @@ WORK = "work"
 class BufferedTraining:
     """The `TrainingPolicy` of jobs with `[round] mode = "buffered"`."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: JobContext) -> None:
         assert context.job.round.buffer is not None
         self._context = context
         self._job = context.job

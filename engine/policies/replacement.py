@@ -9,7 +9,7 @@ from __future__ import annotations
 from roundtable.core.config import JobConfig
 from roundtable.core.privacy_table import NoPrivacy, OwnNoise, masking_of
 from roundtable.core.seeds import numpy_generator
-from roundtable.engine.context import Context
+from roundtable.engine.context import JobContext
 from roundtable.engine.selection import draw_available, rested
 
 
@@ -26,7 +26,7 @@ def why_never(job: JobConfig) -> str:
     return ""
 
 
-def is_short(context: Context) -> bool:
+def is_short(context: JobContext) -> bool:
     """Whether fewer updates have arrived or can still come than the round wants.
 
     Clients selected beyond that number (`cohort.over_selection`) take the places of the first that fail.
@@ -35,7 +35,7 @@ def is_short(context: Context) -> bool:
     return len(attempt.updates) + len(attempt.awaited) < attempt.target
 
 
-def draw_replacement(context: Context, now: float) -> str | None:
+def draw_replacement(context: JobContext, now: float) -> str | None:
     """A client that is there and was not asked in this attempt, by the job's strategy; None if there is none.
 
     Nor after the deadline, nor once as many clients were replaced as updates are wanted: a task that fails

@@ -13,7 +13,7 @@ from roundtable.core.errors import SiteFailure
 from roundtable.core.privacy_table import ClientLevel
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
-from roundtable.engine.context import Context
+from roundtable.engine.context import JobContext
 from roundtable.engine.policies.replacement import draw_replacement, is_short, why_never
 from roundtable.engine.policies.training_policy import (
     Combine,
@@ -33,7 +33,7 @@ MOST_REPEATS = 2
 class SynchronousTraining:
     """The `TrainingPolicy` of jobs with `[round] mode = "synchronous"`."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: JobContext) -> None:
         self._context = context
         self._job = context.job
         self._state = context.state

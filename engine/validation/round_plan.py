@@ -44,7 +44,7 @@ from roundtable.privacy import (
 
 
 @dataclass(frozen=True)
-class PrivacyPlan:
+class CentralNoise:
     """Central noise of a job: the mechanism, what one round of it costs, and why, in words.
 
     With `ftrl` the noise is correlated over rounds, and what a round costs depends on its number.
@@ -107,7 +107,7 @@ class Plan:
     aggregation: AggregationConfig
     optimizer: ServerOptimizer
     privacy: NoPrivacy | Private
-    central: PrivacyPlan | None
+    central: CentralNoise | None
     silo_noise: float | None = None
     shares: Charge | None = None
     staleness_exponent: float = 0.0
@@ -218,21 +218,21 @@ def _central(
     population: int,
     slices: tuple[slice, ...],
     spent: Sequence[Charge],
-) -> PrivacyPlan:
+) -> CentralNoise:
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
     sampling = sampling_of(job.cohort, population)
     mechanism = central_noise(privacy, noise_for(job, population, 1, spent), sampling, slices)
-    return PrivacyPlan(mechanism, mechanism.charge(sampling.fields()), sampling.sentence)
+    return CentralNoise(mechanism, mechanism.charge(sampling.fields()), sampling.sentence)
 
 
-def _correlated(job: JobConfig, privacy: FtrlLevel, population: int, spent: Sequence[Charge]) -> PrivacyPlan:
+def _correlated(job: JobConfig, privacy: FtrlLevel, population: int, spent: Sequence[Charge]) -> CentralNoise:
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
     ftrl = correlated_noise(job, noise_for(job, population, 1, spent), population)
     sentence = f"A silo contributes at most once in {ftrl.separation} rounds, which selection enforces."
     cohort = sampling_of(job.cohort, population).cohort
-    return PrivacyPlan(ftrl.central(cohort), ftrl.charge(1), sentence, ftrl)
+    return CentralNoise(ftrl.central(cohort), ftrl.charge(1), sentence, ftrl)
 
 
 def _local(job: JobConfig, privacy: ClientLocalLevel, population: int) -> float:

@@ -29,15 +29,6 @@ SHARED_MODULE_NAMES = {
     "ledger": "privacy spent: the arithmetic, the table, the simulation's",
     "metrics": "(sum, count) by name: at the client, and over clients",
 }
-SHARED_CLASS_NAMES: dict[str, str] = {}
-PENDING_MODULES: set[str] = set()
-# Still to be told apart: one of each pair is to get another name.
-PENDING = {
-    "Context",
-    "Kind",
-    "PrivacyPlan",
-    "Update",
-}
 
 
 def command(name: str) -> bool:
@@ -56,11 +47,7 @@ def test_a_module_shares_its_name_only_with_the_same_idea_at_another_layer() -> 
         if file.stem not in ("__init__", "__main__") and not command(name):
             homes[file.stem].append(name)
     shared = {stem: names for stem, names in homes.items() if len(names) > 1}
-    assert {
-        stem: names
-        for stem, names in shared.items()
-        if stem not in SHARED_MODULE_NAMES.keys() | PENDING_MODULES
-    } == {}
+    assert {stem: names for stem, names in shared.items() if stem not in SHARED_MODULE_NAMES} == {}
     assert SHARED_MODULE_NAMES.keys() <= shared.keys(), "an allowed name is no longer shared: strike it out"
 
 
@@ -70,11 +57,7 @@ def test_a_class_name_has_one_meaning() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(name)
-    shared = {cls: names for cls, names in homes.items() if len(names) > 1}
-    assert {
-        cls: names for cls, names in shared.items() if cls not in SHARED_CLASS_NAMES.keys() | PENDING
-    } == {}
-    assert SHARED_CLASS_NAMES.keys() <= shared.keys(), "an allowed name is no longer shared: strike it out"
+    assert {cls: names for cls, names in homes.items() if len(names) > 1} == {}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -97,11 +80,7 @@ def test_every_room_has_its_place_in_the_layers_of_its_folder() -> None:
             for container in CONFIG[section]["containers"].split():
                 named[container] |= {f"{container}.{layer}" for layer in layers}
     for container in CONTAINERS:
-        folders = {
-            name
-            for name in CONTAINERS
-            if name.rpartition(".")[0] == container and FILES[name].parent.name != "versions"
-        }
+        folders = {name for name in CONTAINERS if name.rpartition(".")[0] == container}
         assert len(folders) < 2 or folders <= named[container], container
 
 

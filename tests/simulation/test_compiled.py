@@ -20,7 +20,7 @@ from roundtable.simulation.backends.vectorised.compiled_step import CompiledProg
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.program import StepProgram
 from roundtable.simulation.backends.vectorised.recorded_steps import Steps
-from roundtable.simulation.backends.vectorised.recording import Kind
+from roundtable.simulation.backends.vectorised.recording import ValueLayout
 
 pytestmark = pytest.mark.skipif(load() is None, reason="there is no C++ compiler here")
 
@@ -305,5 +305,5 @@ def test_kernels_that_err_are_not_trusted(
 def test_memory_is_shared_by_values_that_never_meet() -> None:
     model = stack(*(nn.Tanh() for _ in range(20)))
     program = stepped(model, batch_of())
-    made = [Kind((7, 33), (33, 1), 0, 0, torch.float32).size for _ in range(42)]
+    made = [ValueLayout((7, 33), (33, 1), 0, 0, torch.float32).size for _ in range(42)]
     assert program._block.numel() < 0.7 * sum(made)

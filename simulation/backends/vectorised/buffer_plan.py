@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from roundtable.simulation.backends.vectorised.recording import Call, Kind, Recording, Ref
+from roundtable.simulation.backends.vectorised.recording import Call, Recording, Ref, ValueLayout
 
 _ALIGNMENT = 16
 
@@ -55,7 +55,7 @@ def lifetimes(
 
 
 def packed(
-    owners: Sequence[Ref], spans: Mapping[Ref, tuple[int, int]], kinds: Mapping[Ref, Kind]
+    owners: Sequence[Ref], spans: Mapping[Ref, tuple[int, int]], kinds: Mapping[Ref, ValueLayout]
 ) -> tuple[dict[Ref, int], int]:
     """Places in one block, and its length, in values; who lives at other times may share."""
     places: dict[Ref, int] = {}

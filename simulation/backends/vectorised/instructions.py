@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundtable.simulation.backends.vectorised.recording import Kind, Ref
+from roundtable.simulation.backends.vectorised.recording import Ref, ValueLayout
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ SMALL, SMALLEST, LARGE = 64, 12, 1 << 19
 matrix of the other two has more than LARGE values (2 MiB): torch's library packs, and does better there."""
 
 
-def whole(ref: Ref, kind: Kind) -> View:
+def whole(ref: Ref, kind: ValueLayout) -> View:
     """A value over its own shape."""
     return View(Place(ref), kind.stride)
 
 
-def over(ref: Ref, kind: Kind, shape: Sequence[int]) -> View:
+def over(ref: Ref, kind: ValueLayout, shape: Sequence[int]) -> View:
     """A value over a shape that it broadcasts to."""
     missing = len(shape) - len(kind.shape)
     if missing < 0:

@@ -24,9 +24,9 @@ from roundtable.simulation.backends.vectorised.instructions import (
     sum_over,
     whole,
 )
-from roundtable.simulation.backends.vectorised.recording import Call, Kind, Operator, Ref
+from roundtable.simulation.backends.vectorised.recording import Call, Operator, Ref, ValueLayout
 
-Kinds = Mapping[Ref, Kind]
+Kinds = Mapping[Ref, ValueLayout]
 Lowering = Callable[[Call, Kinds], Sequence[Instruction]]
 aten = torch.ops.aten
 

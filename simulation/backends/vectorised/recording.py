@@ -33,7 +33,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueLayout:
     """How a value lies in memory; `offset` counts values from the start of the memory at `storage`."""
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Call:
 class Recording:
     """A step: `inputs` are filled in anew for each run, `constants` stay, `results` are what it gives."""
 
-    kinds: dict[Ref, Kind] = field(default_factory=dict)
+    kinds: dict[Ref, ValueLayout] = field(default_factory=dict)
     inputs: list[Ref] = field(default_factory=list)
     constants: dict[Ref, Tensor] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
@@ -201,10 +201,12 @@ def _by_numbers(func: Operator, args: tuple[Any, ...]) -> bool:
     return all(part is None or part.dtype not in (torch.bool, torch.uint8) for part in args[1])
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def kind_of(tensor: Tensor) -> ValueLayout:
     """How a tensor lies in memory."""
     storage = tensor.untyped_storage().data_ptr()
-    return Kind(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage, tensor.dtype)
+    return ValueLayout(
+        tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage, tensor.dtype
+    )
 
 
 def record(function: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor]) -> Recording:

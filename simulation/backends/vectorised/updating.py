@@ -21,7 +21,7 @@ from roundtable.simulation.backends.vectorised.instructions import (
     whole,
 )
 from roundtable.simulation.backends.vectorised.lowering import Kinds, aten, scatter
-from roundtable.simulation.backends.vectorised.recording import Call, Kind, Ref
+from roundtable.simulation.backends.vectorised.recording import Call, Ref, ValueLayout
 
 TARGET, VELOCITY, WHOLE, SQUARES = Ref(-1), Ref(-2), Ref(-3), Ref(-4)
 """Vectors beside the weights: the target, velocity, gradients gathered, their sum of squares."""
@@ -184,7 +184,7 @@ class Updates:
         return Place(parameter, start - self._starts[parameter])
 
 
-def _matrix(ref: Ref, kind: Kind, turned: bool) -> tuple[Place, tuple[int, ...], tuple[int, ...]]:
+def _matrix(ref: Ref, kind: ValueLayout, turned: bool) -> tuple[Place, tuple[int, ...], tuple[int, ...]]:
     if turned:
         return Place(ref), (1, *kind.shape[::-1]), (0, *kind.stride[::-1])
     return Place(ref), (1, *kind.shape), (0, *kind.stride)
