@@ -15,12 +15,12 @@ class NotFinite(AggregationError):
         )
 
 
-def require(rule: str, condition: str, holds: bool, **found: object) -> None:
+def require(rule: str, condition: str, holds: bool, **values: object) -> None:
     """Raises AggregationError with the paper's condition where it does not hold."""
     if not holds:
-        values = ", ".join(f"{name} = {value}" for name, value in found.items())
+        given = ", ".join(f"{name} = {value}" for name, value in values.items())
         raise AggregationError(
-            f"{rule} needs {condition}, but here {values}: lower f, or let more silos take part in the round"
+            f"{rule} needs {condition}, but here {given}: lower f, or let more silos take part in the round"
         )
 
 

@@ -19,7 +19,7 @@ _TAIL = 8
 
 @dataclass(frozen=True)
 class Child:
-    """A running `roundtable` command, and the file that holds all that it says."""
+    """A running `roundtable` command, and the file that holds its output."""
 
     name: str
     process: subprocess.Popen[bytes]

@@ -35,7 +35,7 @@ class ModelTable(Table):
     drop: Names = Field((), description="patterns of tensor names that are neither sent nor stored")
 
     def rules(self) -> LayoutRules:
-        """The same, as the layout takes it."""
+        """The table as the layout takes it."""
         return LayoutRules(self.buffers, self.integers, self.local, self.drop)
 
 
@@ -306,7 +306,7 @@ def _with_overrides(
 
 
 def parse_job(text: str, source: str = "job") -> JobConfig:
-    """The same from text, for example as a coordinator received it."""
+    """Checks a job file's text, for example as a coordinator received it; `source` names it in mistakes."""
     return validate(JobConfig, TomlDocument.parse(text, source))
 
 

@@ -54,10 +54,10 @@ def simulate(file: Path, overrides: dict[str, Any], run_dir: Path | None, resume
 
 class _Display(Protocol):
     def report(self, progress: Progress) -> None:
-        """Something has happened."""
+        """Shows what has happened."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Ends the display: no more events follow."""
 
 
 def _display(as_json: bool) -> _Display:

@@ -1,4 +1,4 @@
-"""Counts and spreads that cost nothing to keep, whether anybody asks for them or not."""
+"""Counters and histograms of a process, cheap enough to be kept whether anybody reads them or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAG_SECONDS = 0.5
 
 
 class Histogram:
-    """How many values lay at or below each bound, and their sum."""
+    """Counts how many values lie at or below each bound, and adds them up."""
 
     def __init__(self, bounds: tuple[float, ...] = BOUNDS) -> None:
         self.bounds = bounds
@@ -20,7 +20,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def add(self, value: float) -> None:
-        """One more value, in seconds."""
+        """Counts one value, in seconds."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -34,7 +34,7 @@ class Histogram:
 
 
 class ProcessMetrics:
-    """Counters by name and labels, and spreads by name and one label."""
+    """Counters by name and labels, histograms by name and one label, and the lag of the event loop."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, ...]] = Counter()
@@ -42,11 +42,11 @@ class ProcessMetrics:
         self.lag = Histogram(LAG_BOUNDS)
 
     def count(self, name: str, *labels: str) -> None:
-        """One more of these."""
+        """Adds 1 to the counter of this name and these labels."""
         self.counts[name, *labels] += 1
 
     def took(self, name: str, label: str, seconds: float) -> None:
-        """Something of this kind took so long."""
+        """Adds a duration in seconds to the histogram of this name and label; below 0 counts as 0."""
         self.spreads.setdefault((name, label), Histogram()).add(max(0.0, seconds))
 
     def of(self, name: str) -> dict[tuple[str, ...], int]:
@@ -58,7 +58,7 @@ class ProcessMetrics:
         return {label: spread for (kept, label), spread in self.spreads.items() if kept == name}
 
     async def measure_lag(self) -> None:
-        """How late the event loop wakes its tasks; runs until cancelled."""
+        """Measures how late the event loop wakes its tasks, every half second, until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_SECONDS

@@ -28,12 +28,12 @@ _place: ContextVar[Callable[[], Mapping[str, Any]] | None] = ContextVar("place",
 
 
 def belongs_to(place: Callable[[], Mapping[str, Any]]) -> None:
-    """From now on lines of this task belong there; `place` is asked for each line."""
+    """Gives every line that this asyncio task logs from now on a place; `place` is called for each line."""
     _place.set(place)
 
 
 def place_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Where a line belongs; None for what does not apply to it."""
+    """Job, round, attempt, phase and silo of a line; None for what does not apply to it."""
     asked = _place.get()
     around = asked() if asked is not None else {}
     place = {}

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
@@ -13,6 +14,7 @@ from typing import Any, overload
 from typing_extensions import override
 
 from roundtable.core.errors import ResourceError
+from roundtable.core.foreign_text import printable
 from roundtable.core.paths import AnyPath
 from roundtable.engine import figures
 from roundtable.engine.messages import RoundRecord
@@ -88,7 +90,10 @@ class History(Sequence[Row]):
     @override
     def __repr__(self) -> str:
         columns, rows = self.columns, self[-_SHOWN:]
-        cells = [columns, *([_text(row.get(name)) for name in columns] for row in rows)]
+        cells = [
+            [printable(name) for name in columns],
+            *([_text(row.get(name)) for name in columns] for row in rows),
+        ]
         widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
@@ -99,7 +104,7 @@ class History(Sequence[Row]):
 
     def _repr_html_(self) -> str:
         columns = self.columns
-        head = "".join(f"<th>{name}</th>" for name in columns)
+        head = "".join(f"<th>{escape(printable(name))}</th>" for name in columns)
         body = "".join(
             "<tr>" + "".join(f"<td>{_text(row.get(name))}</td>" for name in columns) + "</tr>" for row in self
         )

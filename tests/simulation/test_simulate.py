@@ -274,3 +274,14 @@ class TestPandas:
         monkeypatch.setattr("roundtable.simulation.reporting.history.import_module", absent)
         with pytest.raises(ResourceError, match=r"pip install 'roundtable\[pandas\]'"):
             history.to_pandas()
+
+
+def test_names_of_metrics_are_text_in_a_notebook_and_a_terminal(make_job):
+    class Hostile(Perceptron):
+        def metrics(self, model, batch):
+            return {"<script>\x1b[2J": (1.0, 1)}
+
+    history = simulate(make_job(rounds=1), Hostile()).history
+    assert "<script>" not in history._repr_html_()
+    assert "&lt;script&gt;" in history._repr_html_()
+    assert repr(history).replace("\n", "").isprintable()

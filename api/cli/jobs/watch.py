@@ -34,10 +34,10 @@ class Display(Protocol):
     """Where a job's updates are shown."""
 
     def show(self, update: JobUpdate) -> None:
-        """Something has happened."""
+        """Shows what has happened."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Ends the display: no more events follow."""
 
 
 def follow(updates: Iterable[JobUpdate], display: Display) -> Job | None:
@@ -63,7 +63,7 @@ def make_display(as_json: bool) -> Display:
 
 
 class Silent:
-    """Nothing is shown; only how it ends matters."""
+    """Shows nothing, for callers that want only the job's end."""
 
     def show(self, update: JobUpdate) -> None:
         pass
