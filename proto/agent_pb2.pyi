@@ -21,6 +21,37 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class RenewRequest(google.protobuf.message.Message):
+    """The keys are those of the certificates that are renewed: of this connection, and `identity`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    identity: builtins.bytes
+    """The silo's present identity certificate (PEM), Unix time, and the identity's Ed25519 signature over
+    core.signing's statement of this renewal.
+    """
+    time: builtins.float
+    signature: builtins.bytes
+    @property
+    def requests(self) -> roundtable.proto.common_pb2.CertificateRequests: ...
+    def __init__(
+        self,
+        *,
+        requests: roundtable.proto.common_pb2.CertificateRequests | None = ...,
+        identity: builtins.bytes = ...,
+        time: builtins.float = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["requests", b"requests"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "requests", b"requests", "signature", b"signature", "time", b"time"]) -> None: ...
+
+global___RenewRequest = RenewRequest
+
+@typing.final
 class FromAgent(google.protobuf.message.Message):
     """Agent to coordinator."""
 

@@ -38,7 +38,7 @@ class AgentsStub(object):
                 )
         self.Renew = channel.unary_unary(
                 '/roundtable.v1.Agents/Renew',
-                request_serializer=roundtable_dot_proto_dot_common__pb2.CertificateRequests.SerializeToString,
+                request_serializer=roundtable_dot_proto_dot_agent__pb2.RenewRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_common__pb2.Certificates.FromString,
                 )
 
@@ -107,7 +107,7 @@ def add_AgentsServicer_to_server(servicer, server):
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
-                    request_deserializer=roundtable_dot_proto_dot_common__pb2.CertificateRequests.FromString,
+                    request_deserializer=roundtable_dot_proto_dot_agent__pb2.RenewRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_common__pb2.Certificates.SerializeToString,
             ),
     }
@@ -201,7 +201,7 @@ class Agents(object):
             timeout=None,
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Agents/Renew',
-            roundtable_dot_proto_dot_common__pb2.CertificateRequests.SerializeToString,
+            roundtable_dot_proto_dot_agent__pb2.RenewRequest.SerializeToString,
             roundtable_dot_proto_dot_common__pb2.Certificates.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -47,7 +47,7 @@ class AgentsStub:
     """An update's bytes: a header, then chunks from the header's offset onwards."""
 
     Renew: grpc.UnaryUnaryMultiCallable[
-        roundtable.proto.common_pb2.CertificateRequests,
+        roundtable.proto.agent_pb2.RenewRequest,
         roundtable.proto.common_pb2.Certificates,
     ]
     """New certificates for the same keys, before the old ones expire."""
@@ -80,7 +80,7 @@ class AgentsAsyncStub:
     """An update's bytes: a header, then chunks from the header's offset onwards."""
 
     Renew: grpc.aio.UnaryUnaryMultiCallable[
-        roundtable.proto.common_pb2.CertificateRequests,
+        roundtable.proto.agent_pb2.RenewRequest,
         roundtable.proto.common_pb2.Certificates,
     ]
     """New certificates for the same keys, before the old ones expire."""
@@ -123,7 +123,7 @@ class AgentsServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Renew(
         self,
-        request: roundtable.proto.common_pb2.CertificateRequests,
+        request: roundtable.proto.agent_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.common_pb2.Certificates, collections.abc.Awaitable[roundtable.proto.common_pb2.Certificates]]:
         """New certificates for the same keys, before the old ones expire."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from roundtable.core.identity import certificates as x
 from roundtable.core.identity.credentials import (
     CA_CERTIFICATE,
     IDENTITY_CERTIFICATE,
-    IDENTITY_KEY,
     NODE_CERTIFICATE,
     NODE_KEY,
     check_chain,
     load_credentials,
+    load_silo_identity,
 )
-from roundtable.proto import agent_pb2_grpc
+from roundtable.core.identity.signing import renewal_values, sign
+from roundtable.proto import agent_pb2, agent_pb2_grpc
 
 _log = logging.getLogger("roundtable.agent")
 CHECK_SECONDS = 3600.0
@@ -60,10 +62,9 @@ def is_due(folder: Path, now: datetime | None = None) -> bool:
 
 async def _renewed(stub: agent_pb2_grpc.AgentsAsyncStub, folder: Path) -> bool:
     """Asks for certificates and keeps them. Each file is whole at any moment, and each fits its key."""
-    node, identity = x.load_key(folder / NODE_KEY), x.load_key(folder / IDENTITY_KEY)
     try:
         with calling("the certificate could not be renewed"):
-            response = await stub.Renew(requests_of(node, identity), timeout=30.0)
+            response = await stub.Renew(renewal_request(folder), timeout=30.0)
     except (ProtocolError, UnavailableError) as error:
         _log.warning("%s; trying again", error)
         return False
@@ -71,6 +72,17 @@ async def _renewed(stub: agent_pb2_grpc.AgentsAsyncStub, folder: Path) -> bool:
     x.replace(folder / NODE_CERTIFICATE, response.node)
     _log.info("the certificate was renewed until %s", f"{load_credentials(folder).expires:%Y-%m-%d %H:%M}")
     return True
+
+
+def renewal_request(folder: Path) -> agent_pb2.RenewRequest:
+    """Asks for certificates of the keys in a folder, signed with the identity that is to be renewed."""
+    identity = load_silo_identity(folder)
+    requests = requests_of(x.load_key(folder / NODE_KEY), identity.key)
+    now = time.time()
+    signature = sign(identity, "renewal", renewal_values(requests.node, requests.identity, now))
+    return agent_pb2.RenewRequest(
+        requests=requests, identity=identity.certificate, time=now, signature=signature
+    )
 
 
 def _depth(folder: Path) -> int | None:

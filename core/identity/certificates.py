@@ -167,6 +167,11 @@ def public_bytes(key: object) -> bytes:
     return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
+def raw_bytes(key: PublicKey) -> bytes:
+    """The 32 bytes of an Ed25519 key; empty for another one."""
+    return key.public_bytes_raw() if isinstance(key, ed25519.Ed25519PublicKey) else b""
+
+
 def pem_of(certificate: x509.Certificate) -> bytes:
     """The certificate as PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)

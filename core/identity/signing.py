@@ -9,6 +9,7 @@ purpose is none for another. The purposes:
     seal        the audit log up to an entry
     provenance  where a model comes from
     backup      what a coordinator's backup holds
+    renewal     a silo's request for new certificates of its keys
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from roundtable.core.identity.credentials import Role, SiloIdentity, identity_of
 VOUCHED_FOR = ("token:", "oidc:")
 """How the names begin of those who have nothing to sign with; no certificate's name can."""
 SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
-Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "backup"]
+Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "backup", "renewal"]
 
 
 def canonical(values: Mapping[str, Any]) -> bytes:
@@ -66,6 +67,11 @@ def job_values(
         "model": model,
         "request": request,
     }
+
+
+def renewal_values(node: bytes, identity: bytes, time: float) -> dict[str, str | float]:
+    """What a silo signs to have both its certificates renewed: the two requests, now."""
+    return {"node": blake3(node).hexdigest(), "identity": blake3(identity).hexdigest(), "time": time}
 
 
 def sign(identity: SiloIdentity, purpose: Purpose, values: Mapping[str, Any]) -> bytes:

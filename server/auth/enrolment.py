@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,18 +22,27 @@ from typing_extensions import override
 from roundtable.core.errors import IdentityError
 from roundtable.core.evidence.audit_log import entry
 from roundtable.core.identity import certificates as x
-from roundtable.core.identity.credentials import ISSUING_KEY, Authority, check_name, fingerprint_of
+from roundtable.core.identity.credentials import (
+    ISSUING_KEY,
+    Authority,
+    check_name,
+    fingerprint_of,
+    verify_identity,
+)
 from roundtable.core.identity.invitation import Invitation, Secret
-from roundtable.proto import administration_pb2, administration_pb2_grpc, common_pb2
+from roundtable.core.identity.signing import check_signature, renewal_values
+from roundtable.proto import administration_pb2, administration_pb2_grpc, agent_pb2, common_pb2
 from roundtable.server.auth.access import Context, Refusal, address_of, check_lockout
 from roundtable.server.auth.principals import Principals, label_of
-from roundtable.server.auth.rate_limit import Lockouts, WrongSecret
+from roundtable.server.auth.rate_limit import Lockouts, RateLimit, WrongSecret
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store import trust_rows as store
 
 log = logging.getLogger("roundtable.server.auth.enrolment")
 
+RENEWAL_SECONDS = 600.0
+RENEWALS_A_SECOND, RENEWALS_AT_ONCE = 1 / 3600, 5.0
 _MAX_REQUEST = 8192
 _WRONG = "this invitation does not hold: it was used, has expired or was withdrawn; ask for a new one"
 
@@ -67,6 +77,7 @@ class Enrolment:
         self._principals = principals
         self._clock = clock
         self._days = days
+        self._renewals = RateLimit(RENEWALS_A_SECOND, RENEWALS_AT_ONCE, time.monotonic)
 
     async def invite(self, silo: str, seconds: float, uses: int, author: str) -> tuple[Invitation, float]:
         """A new invitation and when it ends; IdentityError for what cannot name a silo."""
@@ -88,14 +99,44 @@ class Enrolment:
         await self._principals.refresh()
         return made
 
-    async def renew(self, name: str, requests: common_pb2.CertificateRequests) -> common_pb2.Certificates:
-        """Certificates for a silo that is known by its present one."""
-        issuer, keys = self._issuer(), _keys(requests)
+    async def renew(
+        self, name: str, shown: bytes, request: agent_pb2.RenewRequest
+    ) -> common_pb2.Certificates:
+        """New certificates of the same two keys, for a silo that proves that it holds both.
+
+        `shown` is the certificate of the connection, PEM. IdentityError for any other key: a silo gets new
+        keys by a new invitation, which is an operator's decision.
+        """
+        issuer, keys = self._issuer(), _keys(request.requests)
+        self._check_renewal(name, shown, keys, request)
+        if not self._renewals.allows(name):
+            raise Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the certificates of {name!r} were renewed just now"
+            )
         made = await self._database.write(
             lambda connection: self._certify(connection, issuer, name, keys, "")
         )
         await self._principals.refresh()
         return made
+
+    def _check_renewal(self, name: str, shown: bytes, keys: _Keys, request: agent_pb2.RenewRequest) -> None:
+        """IdentityError unless who asks holds the keys of both certificates that the silo has."""
+        holder, key = verify_identity(request.identity, self._authority)
+        self._principals.of_certificate(request.identity)
+        node = x.certificates_in(shown, "the connection's certificate")[0].public_key()
+        same = x.public_bytes(keys.node) == x.public_bytes(node) and x.raw_bytes(keys.identity) == key
+        if holder != name or not same:
+            raise IdentityError(
+                f"certificates are renewed for the keys that {name!r} has, and the request is for others; a "
+                "new key needs a new invitation: `roundtable invite`"
+            )
+        if not abs(request.time - self._clock()) <= RENEWAL_SECONDS:
+            raise IdentityError(
+                "the request for a renewal was signed at another time than now; check the clocks"
+            )
+        requests = request.requests
+        values = renewal_values(requests.node, requests.identity, request.time)
+        check_signature(key, "renewal", values, request.signature, name)
 
     def _enroll(
         self, connection: Connection, issuer: Authority, secret: Secret, keys: _Keys

@@ -126,10 +126,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         return self._signed(name, seen.header, receipt)
 
     @override
-    async def Renew(
-        self, request: common_pb2.CertificateRequests, context: Context
-    ) -> common_pb2.Certificates:
-        return await self._security.enrolment.renew(caller(context), request)
+    async def Renew(self, request: agent_pb2.RenewRequest, context: Context) -> common_pb2.Certificates:
+        shown = next(iter(context.auth_context()["x509_pem_cert"]))
+        return await self._security.enrolment.renew(caller(context), shown, request)
 
     def _signed(
         self, name: str, header: agent_pb2.UploadHeader, receipt: agent_pb2.UploadReceipt

@@ -29,7 +29,7 @@ from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.core.identity.handshake import trusted_root
 from roundtable.core.identity.revocation import load_list, revoke
 from roundtable.operator import OperatorClient
-from roundtable.proto import common_pb2
+from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import agents_stub
 
 Listening: TypeAlias = Callable[..., Any]
@@ -120,7 +120,7 @@ async def test_another_certificate_cannot_be_slipped_in_after_the_look(
             async with listening(place / "hub", port) as other:
                 stub = agents_stub(channel)
                 with pytest.raises(grpc.aio.AioRpcError, match="failed to connect") as refused:
-                    await stub.Renew(common_pb2.CertificateRequests(), timeout=20)
+                    await stub.Renew(agent_pb2.RenewRequest(), timeout=20)
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
                 assert other.hellos == []
 

@@ -519,6 +519,43 @@ async def test_renewal_gives_new_certificates_for_the_same_keys(
     await agent.close()
 
 
+@pytest.mark.parametrize("stolen", ["the connection's key", "own node key", "another identity", "old"])
+async def test_nobody_renews_for_keys_that_are_not_the_silos(
+    open_coordinator: Coordinator, parties: Path, tmp_path: Path, stolen: str
+) -> None:
+    """Who has got the key of a silo's connection gets no certificate for keys of his own."""
+    from roundtable.client.agent.renewal import renewal_request
+
+    for name in ("north", "south"):
+        await enrolled(open_coordinator, await invite(open_coordinator, parties, name), tmp_path / name)
+    north, thief = tmp_path / "north", tmp_path / "thief"
+    shutil.copytree(north, thief)
+    fresh = issue(parties / "ca", "fresh", "agent", tmp_path / "fresh")
+    if stolen == "the connection's key":
+        # His own identity beside the silo's connection, under the silo's certificate.
+        shutil.copy(tmp_path / "south" / "identity.key", thief)
+        shutil.copy(tmp_path / "south" / "identity.crt", thief)
+    elif stolen == "own node key":
+        shutil.copy(fresh / "node.key", thief)
+    request = renewal_request(thief)
+    if stolen == "another identity":
+        request.identity = (tmp_path / "south" / "identity.crt").read_bytes()
+    elif stolen == "old":
+        later = open_coordinator.clock() + 3600
+        open_coordinator.security.enrolment._clock = lambda: later
+    agent = ScriptedAgent(open_coordinator.port, north)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"request is for others|another time than now"):
+        await agent.stub.Renew(request)
+    request = renewal_request(north)
+    request.signature = bytes(64)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"under this renewal is not right|another time"):
+        await agent.stub.Renew(request)
+    await agent.close()
+    assert not [entry for entry in await audited(open_coordinator) if entry["action"] == "renewed"]
+    refused = [entry for entry in await audited(open_coordinator) if entry["object"] == "Agents/Renew"]
+    assert [(entry["actor"], entry["action"]) for entry in refused] == [("agent/north", "refused")] * 2
+
+
 async def test_a_request_cannot_choose_its_name_or_a_weak_key(
     open_coordinator: Coordinator, parties: Path, tmp_path: Path
 ) -> None:
