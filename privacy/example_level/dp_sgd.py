@@ -24,6 +24,7 @@ from roundtable.core.privacy_table import ExampleLevel
 from roundtable.privacy.accounting.charge import Charge
 from roundtable.privacy.accounting.dp_sgd_charge import step_charge
 from roundtable.privacy.example_level.checks import Fetch, check_model
+from roundtable.privacy.example_level.lone_losses import checked
 from roundtable.privacy.example_level.per_example_clipping import ClippedSum, LossFunction
 from roundtable.privacy.example_level.probe import choose
 from roundtable.privacy.mechanisms.gaussian import standard_normal
@@ -70,7 +71,7 @@ def make_private(
     charge = step_charge(privacy, total, total_steps)
     assert privacy.batch_size is not None
     size = min(physical_batch, max(2, round(privacy.batch_size)), dataset_size)
-    sums = choose(model, loss_fn, fetch, dataset_size, size, privacy.clip_norm, mode)
+    sums = choose(model, checked(loss_fn), fetch, dataset_size, size, privacy.clip_norm, mode)
     return PrivateTraining(
         model, optimizer, sums, fetch, dataset_size, charge, privacy, physical_batch, sources, group
     )

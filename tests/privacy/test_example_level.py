@@ -24,6 +24,7 @@ from roundtable.privacy.example_level import (
     make_private,
 )
 from roundtable.privacy.example_level.checks import sums_one_by_one
+from roundtable.privacy.example_level.per_example_clipping import LossFunction
 
 
 class Attention(nn.Module):
@@ -360,10 +361,77 @@ def test_losses_that_mix_examples_are_refused() -> None:
 
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    with pytest.raises(PrivacyError, match="not the mean over the examples"):
+    with pytest.raises(PrivacyError, match="no mean over the examples"):
         make_private(model, optimizer, centred, data, 30, config(), mode="auto")
     with pytest.raises(PrivacyError, match="the loss has shape"):
         make_private(model, optimizer, lambda m, b: m(b[0]), data, 30, config(), mode="bookkeeping")
+
+
+def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], torch.tensor([1.0, 20.0, 400.0]))
+
+
+def over_tokens(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A language model's mean over the tokens of a batch that count: -100 marks padding."""
+    scores = model(batch[0]).unsqueeze(1).expand(-1, batch[1].shape[1], -1)
+    return F.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("mode", ["auto", "first", "bookkeeping"])
+@pytest.mark.parametrize("loss", [weighted, over_tokens])
+def test_means_over_something_else_than_examples_are_refused_however_the_data_are_sorted(
+    loss: LossFunction, mode: str
+) -> None:
+    """Among examples of one class, or of one length, such a loss looks like a mean: each batch is checked."""
+    data = Data((300, 12))
+    data.y = torch.arange(300) // 290
+    if loss is over_tokens:
+        data.y = torch.where(torch.arange(6) < 6 - data.y[:, None], 1, -100)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+
+    def train(examples: int) -> None:
+        """The last ten are of another kind, of which a probe of a few examples sees nothing."""
+        with make_private(model, optimizer, loss, data, examples, config(), mode=mode) as training:
+            training.step(torch.arange(250, 270))
+            training.step(torch.arange(285, 299))
+
+    with pytest.raises(PrivacyError, match=r"is no mean over the examples.*return one loss for each"):
+        train(290)
+    with pytest.raises(PrivacyError, match="is no mean over the examples"):
+        train(300)
+
+
+def test_an_example_without_a_finite_loss_does_not_hide_what_the_others_make() -> None:
+    data, model = Data((60, 12)), mlp()
+    data.y = torch.arange(60) // 30
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for loss, refused in ((mean_loss, False), (weighted, True)):
+        data.x[0] = 0.0
+        with make_private(model, optimizer, loss, data, 30, config(), mode="bookkeeping") as training:
+            data.x[0] = math.nan
+            training.step(torch.arange(20))
+            if refused:
+                with pytest.raises(PrivacyError, match="is no mean over the examples"):
+                    training.step(torch.tensor([0, 1, 2, 40, 41]))
+            else:
+                training.step(torch.tensor([0, 1, 2, 40, 41]))
+
+
+def test_one_loss_for_each_example_is_compared_one_by_one() -> None:
+    def normalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return losses / losses.detach().sum() * len(losses)
+
+    def own(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], torch.tensor([1.0, 20.0, 400.0]), reduction="none")
+
+    model, data = mlp(), Data(VECTORS)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with pytest.raises(PrivacyError, match="is no mean over the examples"):
+        make_private(model, optimizer, normalised, data, 30, config(), mode="bookkeeping")
+    with make_private(model, optimizer, own, data, 30, config(), mode="bookkeeping") as training:
+        training.step(torch.arange(30))
 
 
 def test_a_batch_in_another_dimension_is_refused() -> None:
