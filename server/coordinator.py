@@ -113,7 +113,7 @@ class Coordinator:
             task.cancel()
         if self._server is not None:
             self._sessions.end_all()
-            self.jobs.say_stopping()
+            self.jobs.announce_stop()
             await self._server.stop(STOP_SECONDS)
             await self.jobs.stop()
             await asyncio.gather(*self._background, return_exceptions=True)

@@ -20,7 +20,7 @@ from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Inte
 from roundtable.engine.selection import quorum
 from roundtable.proto.pieces import traffic
 from roundtable.server.config import ServerConfig
-from roundtable.server.jobs.job_registry import JobRegistry, offers
+from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.privacy_report import Books, books
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Sessions
@@ -235,7 +235,7 @@ def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:
 
 
 def _offering(runner: JobRunner, silos: list[AgentRow]) -> float:
-    return float(sum(offers(silo, runner.job.task) for silo in silos))
+    return float(sum(silo.offers(runner.job.task) for silo in silos))
 
 
 def _account(book: Books) -> tuple[float, float, float]:

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.encodings import get_encoding
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError, RoundtableError, StorageError
 from roundtable.core.failpoints import failpoint
-from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.core.observability.tracking import check_inside, check_trackers
-from roundtable.core.privacy_table import NoPrivacy, masking_of
-from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
+from roundtable.core.privacy_table import NoPrivacy
+from roundtable.engine import RoundEngine
 from roundtable.engine import messages as m
-from roundtable.proto import common_pb2
 from roundtable.server.jobs import wire
-from roundtable.server.jobs.actions import JobActions
-from roundtable.server.jobs.aggregate_action import AggregateAction
-from roundtable.server.jobs.background import BackgroundTasks
-from roundtable.server.jobs.combiner import Combiner
-from roundtable.server.jobs.job_account import JobAccount, NoAccount
-from roundtable.server.jobs.job_inbox import JobInbox
+from roundtable.server.jobs.job_driver import StoredJob, client_info, make_driver, parse_job, plan_of
 from roundtable.server.jobs.job_services import JobServices
-from roundtable.server.jobs.job_tracking import JobTracking
-from roundtable.server.jobs.plain_rounds import PlainRounds
-from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all, population_of, worst_charges
-from roundtable.server.jobs.round_collection import RoundCollection
+from roundtable.server.jobs.privacy_budget import population_of
 from roundtable.server.jobs.runner import JobRunner
-from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
-from roundtable.server.jobs.step_instructions import StepInstructions
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import FINAL, AgentRow, ArtifactRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
@@ -44,8 +28,6 @@ from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import Total, totals
 
 log = logging.getLogger("roundtable.server.jobs.job_registry")
-
-MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -98,9 +80,9 @@ class JobRegistry:
                 await self._take_up(row)
             except RoundtableError as error:
                 log.error("job %s cannot be taken up: %s", row.id, error, extra={"job": row.id})
-                await self._stand_still(row.id, f"it could not be taken up after a restart: {error}")
+                await self._pause_broken(row.id, f"it could not be taken up after a restart: {error}")
 
-    def say_stopping(self) -> None:
+    def announce_stop(self) -> None:
         """Ends the streams of those who follow a job: the coordinator is about to stop."""
         self.stopping = True
         for runner in self._runners.values():
@@ -114,27 +96,29 @@ class JobRegistry:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def submit(self, wish: Submission) -> JobRow:
+    async def submit(self, submission: Submission) -> JobRow:
         """Returns the job of this request, made now or by an earlier call.
 
         ConfigError for one that cannot work.
         """
-        if not 0 < len(wish.request_id) <= 200:
+        if not 0 < len(submission.request_id) <= 200:
             raise ConfigError("request_id: between 1 and 200 characters that name this submission")
         async with self._submitting:
             stored = await self._services.database.read(
-                lambda connection: store.job_of_request(connection, wish.request_id)
+                lambda connection: store.job_of_request(connection, submission.request_id)
             )
             if stored is not None:
-                if stored.submitter != wish.submitter:
-                    raise ConfigError(f"request_id {wish.request_id!r} is taken by another operator's job")
+                if stored.submitter != submission.submitter:
+                    raise ConfigError(
+                        f"request_id {submission.request_id!r} is taken by another operator's job"
+                    )
                 if stored.status not in FINAL and stored.id not in self._runners:
                     # It was stored, and the answer to that was lost: nobody drives it yet.
                     await self._take_up(stored)
                 return self._newest(stored)
-            job = _parse(wish.config)
+            job = parse_job(submission.config)
             population, spent = await self._population(job), await self._spent(job)
-            row, artifact = await asyncio.to_thread(self._prepare, wish, job, population, spent)
+            row, artifact = await asyncio.to_thread(self._prepare, submission, job, population, spent)
             first = EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
             await self._services.database.write(
                 lambda connection: store.insert_job(connection, row, artifact, [first])
@@ -143,9 +127,9 @@ class JobRegistry:
             await self._take_up(row)
             return row
 
-    async def find(self, wanted: str) -> JobRow:
+    async def find(self, name: str) -> JobRow:
         """Finds a job by identifier, unique prefix, or name; UnknownJob otherwise."""
-        return self._newest(await self._services.database.read(lambda c: store.find_job(c, wanted)))
+        return self._newest(await self._services.database.read(lambda c: store.find_job(c, name)))
 
     async def rows(self) -> list[JobRow]:
         """Every job, newest first."""
@@ -160,14 +144,14 @@ class JobRegistry:
     def joined(self, client: AgentRow) -> None:
         """Tells every job whose task the agent has that it is connected."""
         for runner in self._runners.values():
-            if offers(client, runner.job.task):
-                runner.inbox.post(m.ClientJoined(_info(client)))
+            if client.offers(runner.job.task):
+                runner.inbox.post(m.ClientJoined(client_info(client)))
                 runner.collection.rejoined(client.name)
 
     def left(self, client: AgentRow) -> None:
         """Tells every job whose task the agent has that its connection has ended."""
         for runner in self._runners.values():
-            if offers(client, runner.job.task):
+            if client.offers(runner.job.task):
                 runner.inbox.post(m.ClientLeft(client.name))
 
     def may_read(self, client: str, digest: str) -> bool:
@@ -186,7 +170,7 @@ class JobRegistry:
 
     async def _population(self, job: JobConfig) -> int:
         agents = await self._services.database.read(all_clients)
-        return max(1, sum(offers(client, job.task) for client in agents))
+        return max(1, sum(agent.offers(job.task) for agent in agents))
 
     async def _spent(self, job: JobConfig) -> list[Total]:
         """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
@@ -196,39 +180,39 @@ class JobRegistry:
         return await self._services.database.read(lambda connection: totals(connection, name))
 
     def _prepare(
-        self, wish: Submission, job: JobConfig, population: int, spent: list[Total]
+        self, submission: Submission, job: JobConfig, population: int, spent: list[Total]
     ) -> tuple[JobRow, ArtifactRow]:
-        size = self._services.artifacts.size(wish.model)
+        size = self._services.artifacts.size(submission.model)
         if size is None:
             raise ConfigError(
-                f"the initial model {wish.model[:12]} is not stored here: upload it before the job"
+                f"the initial model {submission.model[:12]} is not stored here: upload it before the job"
             )
-        path = self._services.artifacts.path(wish.model)
+        path = self._services.artifacts.path(submission.model)
         try:
             layout = open_model(path).layout
         except (EncodingError, LayoutError) as error:
-            reason = str(error).replace(str(path), f"artifact {wish.model[:12]}")
+            reason = str(error).replace(str(path), f"artifact {submission.model[:12]}")
             raise ConfigError(f"the initial model cannot be used: {reason}") from error
         check_inside(job.tracking)
         check_trackers(job.tracking)
-        plan = _plan(job, layout, population, spent)
+        plan = plan_of(job, layout, population, spent)
         if plan.aggregation.takes("root_update") and not self._services.trusted.offers(job.task):
             raise ConfigError(
                 f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
                 f"and this coordinator has none for the task {job.task!r}: give its coordinator.toml a table "
                 "[root_data.NAME] with task and data"
             )
-        engine = RoundEngine.begin(job, wish.model, secrets.randbits(63), separation=plan.separation)
+        engine = RoundEngine.begin(job, submission.model, secrets.randbits(63), separation=plan.separation)
         noise = plan.central.noise_multiplier if plan.central else None
         now = self._services.clock()
         row = JobRow(
-            id=wish.job,
+            id=submission.job,
             name=job.title[:100],
-            request_id=wish.request_id,
-            submitter=wish.submitter,
+            request_id=submission.request_id,
+            submitter=submission.submitter,
             config=job.to_json(),
-            initial_model=wish.model,
-            model=wish.model,
+            initial_model=submission.model,
+            model=submission.model,
             optimizer="",
             status=engine.state.status,
             reason=engine.state.reason,
@@ -238,16 +222,16 @@ class JobRegistry:
                 "engine": engine.snapshot(),
                 "population": population,
                 "noise_multiplier": noise,
-                "signature": wish.signature.hex(),
-                "certificate": wish.certificate.decode(),
-                "signed": {"time": wish.time, "coordinator": wish.coordinator},
+                "signature": submission.signature.hex(),
+                "certificate": submission.certificate.decode(),
+                "signed": {"time": submission.time, "coordinator": submission.coordinator},
             },
             version=1,
             writer=self._services.writer,
             submitted=now,
             updated=now,
         )
-        return row, ArtifactRow(wish.model, size, "model", now)
+        return row, ArtifactRow(submission.model, size, "model", now)
 
     async def _take_up(self, row: JobRow) -> JobRunner:
         """Makes the driver of a stored job and starts it."""
@@ -255,56 +239,17 @@ class JobRegistry:
         sequence = await database.read(lambda connection: store.last_sequence(connection, row.id))
         records = await database.read(lambda connection: store.history(connection, row.id))
         agents = await database.read(all_clients)
-        runner = await asyncio.to_thread(self._restore, row, records, agents, sequence)
+        stored = StoredJob(row, sequence, records, agents)
+        runner = await asyncio.to_thread(make_driver, stored, self._services, self._reserving)
         self._runners[row.id] = runner
         task = asyncio.get_running_loop().create_task(runner.run(), name=f"job {row.id}")
         self._tasks[row.id] = task
         task.add_done_callback(lambda ended: self._ended(row.id, ended))
         for client in self._services.sessions.clients():
-            if offers(client, runner.job.task):
-                runner.inbox.post(m.ClientJoined(_info(client)))
+            if client.offers(runner.job.task):
+                runner.inbox.post(m.ClientJoined(client_info(client)))
         runner.inbox.post(m.Start())
         return runner
-
-    def _restore(self, row: JobRow, records: list[str], known: list[AgentRow], sequence: int) -> JobRunner:
-        services = self._services
-        job = _parse(row.config)
-        layout = open_model(services.artifacts.path(row.initial_model)).layout
-        plan = _plan(_with_noise(job, row.snapshot.get("noise_multiplier")), layout, _people(row))
-        history = [record_from_plain(json.loads(record)) for record in records]
-        engine = RoundEngine.restore(job, row.snapshot["engine"], history)
-        for client in known:
-            if offers(client, job.task):
-                engine.handle(m.ClientJoined(_info(client), online=False), services.clock())
-        inbox = JobInbox()
-        tasks = BackgroundTasks(row.id)
-        account: JobAccount = NoAccount()
-        if not isinstance(job.privacy, NoPrivacy):
-            account = Account(row.id, job, plan, services.database, services.clock, self._reserving)
-        collection: RoundCollection = PlainRounds(job, layout.size, services)
-        if masking_of(job.privacy) is not None:
-            collection = SecureRounds(row.id, job, layout.size, services, inbox, tasks)
-        combiner = Combiner(job, plan, services.artifacts, services.trusted)
-        aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox)
-        instructions = StepInstructions(row.id, row.config, layout.fingerprint, _submission(row), services)
-        tracking = JobTracking(row.id, job, services.tracking, history)
-        actions = JobActions(
-            row.id, instructions, collection, aggregate, account, tracking, services, inbox, tasks
-        )
-        return JobRunner(
-            row,
-            job,
-            layout,
-            engine,
-            inbox,
-            instructions,
-            collection,
-            account,
-            aggregate,
-            actions,
-            services,
-            sequence,
-        )
 
     def _ended(self, job: str, task: asyncio.Task[None]) -> None:
         """Forgets the driver of a job that is over; pauses a job whose driver has failed."""
@@ -321,7 +266,7 @@ class JobRegistry:
             log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
             runner.stop()
             reason = "the coordinator failed at this job; its log says why. Resume it to try again"
-            work = self._stand_still(job, reason)
+            work = self._pause_broken(job, reason)
             self._background = asyncio.get_running_loop().create_task(work)
             self._background.add_done_callback(lambda _: runner.inbox.notify())
 
@@ -329,10 +274,11 @@ class JobRegistry:
         """Tells agents to forget a job that is over."""
         message = wire.job_over(runner.row.id, f"the job is {runner.row.status}: {runner.row.reason}")
         for client in self._services.sessions.clients():
-            if offers(client, runner.job.task):
+            if client.offers(runner.job.task):
                 self._services.sessions.send(client.name, message)
 
-    async def _stand_still(self, job: str, reason: str) -> None:
+    async def _pause_broken(self, job: str, reason: str) -> None:
+        """Stores that a job is paused whose driver cannot do so itself."""
         now = self._services.clock()
         try:
             await self._services.database.write(
@@ -340,60 +286,3 @@ class JobRegistry:
             )
         except StorageError as error:
             log.error("job %s: %s", job, error, extra={"job": job})
-
-
-def offers(client: AgentRow, task: str) -> bool:
-    """Whether an agent has the task, by its whole name or by the stem of its file (`digits.py:Digits`)."""
-    return task in client.tasks or Path(task.partition(":")[0]).stem in client.tasks
-
-
-def _info(client: AgentRow) -> m.ClientInfo:
-    metadata: Mapping[str, str] = client.metadata
-    return m.ClientInfo(client.name, metadata, client.examples)
-
-
-def _parse(text: str) -> JobConfig:
-    if len(text) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"the job is {len(text)} characters long; at most {MAX_CONFIG_BYTES} are accepted")
-    return job_from_json(text)
-
-
-def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
-    """The job with the noise that was solved for it at its submission: its own charges do not change it."""
-    if noise is None:
-        return job
-    return job.model_copy(update={"privacy": job.privacy.model_copy(update={"noise_multiplier": noise})})
-
-
-def _submission(row: JobRow) -> common_pb2.Submission:
-    """The submitter's signature as silos get it; jobs of older versions have none."""
-    return common_pb2.Submission(
-        submitter=row.submitter,
-        request_id=row.request_id,
-        signature=bytes.fromhex(row.snapshot.get("signature", "")),
-        certificate=row.snapshot.get("certificate", "").encode(),
-        initial_model=row.initial_model,
-        **row.snapshot.get("signed", {}),
-    )
-
-
-def _people(row: JobRow) -> int:
-    return int(row.snapshot["population"])
-
-
-def _plan(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
-    """The job's plan; refuses what only other drivers can do, and what a budget does not hold even once."""
-    slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
-    bears = worst_charges(job.privacy, spent)
-    plan = make_plan(job, population, slices, bears)
-    if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
-        check_all(budgets_of(job.privacy, population_of(job)), spent, charge)
-    if plan.server is not None:
-        raise ConfigError(
-            f"algorithm.name = {job.algorithm.name!r}: its silos keep a state that must move only with the "
-            "updates that are used, and silos are not told which are; a coordinator offers fedavg and "
-            "fedprox, a simulation all algorithms"
-        )
-    if get_encoding(job.transfer.encoding).dense_dtype is None:
-        raise ConfigError(f"transfer.encoding = {job.transfer.encoding!r} is not offered by this coordinator")
-    return plan

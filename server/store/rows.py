@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import Row
@@ -74,6 +75,10 @@ class AgentRow:
         values["devices"] = tuple(json.loads(values["devices"]))
         values["metadata"] = json.loads(values["metadata"])
         return cls(**values)
+
+    def offers(self, task: str) -> bool:
+        """Whether the agent has a task, by its whole name or by its file's stem (`digits.py:Digits`)."""
+        return task in self.tasks or Path(task.partition(":")[0]).stem in self.tasks
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,10 @@ async def test_a_restarted_coordinator_goes_on_with_the_same_groups(tmp_path: Pa
 async def test_each_group_has_noise_of_its_own_and_a_round_is_charged_once(tmp_path: Path) -> None:
     text = GROUPED.replace('rule = "minimum_diameter_averaging"\nparameters = { f = 1 }',
                            'rule = "median"\nweighting = "uniform"')  # fmt: skip
-    text += 'level = "distributed"\nnoise_multiplier = 0.5\ndelta = 1e-3\n'
+    text = (
+        text.replace('level = "none"\nsecure_aggregation = true', 'level = "distributed"')
+        + "noise_multiplier = 0.5\ndelta = 1e-3\n"
+    )
     federation = Federation.make(tmp_path, *NINE)
     async with (
         federation.coordinator(),

@@ -1,0 +1,144 @@
+"""From a job's text or row to its plan and its driver: which collaborators a job needs is decided here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.encodings import get_encoding
+from roundtable.core.errors import ConfigError
+from roundtable.core.layout import Layout
+from roundtable.core.models import open_model
+from roundtable.core.privacy_table import NoPrivacy, masking_of
+from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
+from roundtable.engine import messages as m
+from roundtable.proto import common_pb2
+from roundtable.server.jobs.actions import JobActions
+from roundtable.server.jobs.aggregate_action import AggregateAction
+from roundtable.server.jobs.background import BackgroundTasks
+from roundtable.server.jobs.combiner import Combiner
+from roundtable.server.jobs.job_account import JobAccount, NoAccount
+from roundtable.server.jobs.job_inbox import JobInbox
+from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.job_tracking import JobTracking
+from roundtable.server.jobs.plain_rounds import PlainRounds
+from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all, population_of, worst_charges
+from roundtable.server.jobs.round_collection import RoundCollection
+from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
+from roundtable.server.jobs.step_instructions import StepInstructions
+from roundtable.server.store import AgentRow, JobRow
+from roundtable.server.store.ledger import Total
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class StoredJob:
+    """A job as the database has it: its row, its newest event's number, its rounds' records, all agents."""
+
+    row: JobRow
+    sequence: int
+    records: Sequence[str]
+    agents: Sequence[AgentRow]
+
+
+def parse_job(text: str) -> JobConfig:
+    """The job that an operator has submitted as JSON. ConfigError for one that is too long or wrong."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"the job is {len(text)} characters long; at most {MAX_CONFIG_BYTES} are accepted")
+    return job_from_json(text)
+
+
+def plan_of(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
+    """The job's plan over a population of so many silos.
+
+    Raises ConfigError for what a coordinator does not offer, BudgetExceeded where a budget does not hold one
+    round beside what is `spent`.
+    """
+    slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
+    plan = make_plan(job, population, slices, worst_charges(job.privacy, spent))
+    if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
+        check_all(budgets_of(job.privacy, population_of(job)), spent, charge)
+    if plan.server is not None:
+        raise ConfigError(
+            f"algorithm.name = {job.algorithm.name!r}: its silos keep a state that must move only with the "
+            "updates that are used, and silos are not told which are; a coordinator offers fedavg and "
+            "fedprox, a simulation all algorithms"
+        )
+    if get_encoding(job.transfer.encoding).dense_dtype is None:
+        raise ConfigError(f"transfer.encoding = {job.transfer.encoding!r} is not offered by this coordinator")
+    return plan
+
+
+def client_info(agent: AgentRow) -> m.ClientInfo:
+    """What the engine may know of an agent."""
+    return m.ClientInfo(agent.name, agent.metadata, agent.examples)
+
+
+def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Lock) -> JobRunner:
+    """The driver of a stored job, its engine as it was; `reserving` is held while any job reserves privacy.
+
+    Blocks: reads the layout from the initial model. Raises RoundtableError where the job cannot go on.
+    """
+    row = stored.row
+    job = parse_job(row.config)
+    layout = open_model(services.artifacts.path(row.initial_model)).layout
+    noise = row.snapshot.get("noise_multiplier")
+    plan = plan_of(_with_noise(job, noise), layout, int(row.snapshot["population"]))
+    history = [record_from_plain(json.loads(record)) for record in stored.records]
+    engine = RoundEngine.restore(job, row.snapshot["engine"], history)
+    for agent in stored.agents:
+        if agent.offers(job.task):
+            engine.handle(m.ClientJoined(client_info(agent), online=False), services.clock())
+    inbox = JobInbox()
+    tasks = BackgroundTasks(row.id)
+    account: JobAccount = NoAccount()
+    if not isinstance(job.privacy, NoPrivacy):
+        account = Account(row.id, job, plan, services.database, services.clock, reserving)
+    collection: RoundCollection = PlainRounds(job, layout.size, services)
+    if masking_of(job.privacy) is not None:
+        collection = SecureRounds(row.id, job, layout.size, services, inbox, tasks)
+    combiner = Combiner(job, plan, services.artifacts, services.trusted)
+    aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox)
+    instructions = StepInstructions(row.id, row.config, layout.fingerprint, _submission(row), services)
+    tracking = JobTracking(row.id, job, services.tracking, history)
+    actions = JobActions(
+        row.id, instructions, collection, aggregate, account, tracking, services, inbox, tasks
+    )
+    return JobRunner(
+        row,
+        job,
+        layout,
+        engine,
+        inbox,
+        instructions,
+        collection,
+        account,
+        aggregate,
+        actions,
+        services,
+        stored.sequence,
+    )
+
+
+def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
+    """The job with the noise that was solved for it at its submission: its own charges do not change it."""
+    if noise is None:
+        return job
+    return job.model_copy(update={"privacy": job.privacy.model_copy(update={"noise_multiplier": noise})})
+
+
+def _submission(row: JobRow) -> common_pb2.Submission:
+    """The submitter's signature as silos get it; jobs of older versions have none."""
+    return common_pb2.Submission(
+        submitter=row.submitter,
+        request_id=row.request_id,
+        signature=bytes.fromhex(row.snapshot.get("signature", "")),
+        certificate=row.snapshot.get("certificate", "").encode(),
+        initial_model=row.initial_model,
+        **row.snapshot.get("signed", {}),
+    )
