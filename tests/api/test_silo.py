@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
-from roundtable.core.config import load_job
+from roundtable.core.config import load_job, override_job
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.core.identity.signing import job_digest
 
@@ -56,6 +57,22 @@ def test_a_job_is_listed_and_approved(roundtable: Command, job_file: Path, silo:
     assert "The policy refuses it all the same: 'ada' may not submit" in said.out
     (listed,) = json.loads(roundtable("client", "--config", silo, "jobs", "--json").out)
     assert (listed["job"], listed["approved"], len(listed["objections"])) == ("abc123", True, 1)
+
+
+def test_what_a_person_approves_cannot_rewrite_the_screen(
+    roundtable: Command, job_file: Path, silo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = "\x1b[2J\x9b2J\u202e[/b]\nJob approved by everybody"
+    job = override_job(load_job(job_file), {"simulation.data": {"path": hostile, hostile: 1}})
+    config = job.to_json()
+    known = KnownJob("abc123", job_digest(config), config, hostile, hostile, "r1", "0" * 64, time.time())
+    KnownJobs(silo.parent / "state").remember(known)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    for words in (("jobs",), ("jobs", "--json"), ("approve", "abc")):
+        said = roundtable("client", "--config", silo, *words)
+        assert said.code == 0, said.err
+        assert said.out.replace("\n", "").isprintable(), said.out
+        assert not [line for line in said.out.splitlines() if line.startswith("Job approved by")]
 
 
 def test_the_hash_of_a_tasks_code(roundtable: Command, silo: Path) -> None:
