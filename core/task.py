@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import TaskError
 from roundtable.core.paths import AnyPath
 from roundtable.core.plugins import described, import_file, import_module
@@ -53,6 +57,9 @@ class Site:
 
 class Task:
     """Subclass this, or write plain functions with these names on any object.
+
+    `loss`, `metrics` and `optimizer` may have one more parameter, `context`, and are then told the round, the
+    job, the site, the number of steps, the device and a stream of random numbers (`Context`).
 
     `model` and `data` and `loss` are needed; `metrics` and `optimizer` are optional. The same task
     runs in a simulation, at a silo, and over a silo's cluster.
@@ -105,6 +112,9 @@ class ArrayTask:
 
 
 AnyTask = Task | ArrayTask
+CONTEXT = "context"
+TOLD = ("loss", "metrics", "optimizer", "fit", "evaluate")
+"""Methods that are told where and when they run, if they have a parameter of the name `context`."""
 ENTRY_POINTS = "roundtable.tasks"
 _ABSENT = object()
 
@@ -119,9 +129,66 @@ def load_task(reference: str, folder: AnyPath | None = None, *, trains: bool = T
     the import said.
     """
     task = _find(reference, Path.cwd() if folder is None else Path(folder))
+    check_signatures(task)
     if lacking := [name for name in lacks(task) if trains or name in ("model", "weights")]:
         raise TaskError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
     return task
+
+
+def check_signatures(task: AnyTask) -> None:
+    """Raises TaskError for a context that is asked for where nobody has one."""
+    for name in ("model", "weights", "data"):
+        if _asks(task, name):
+            raise TaskError(
+                f"{type(task).__name__}.{name}() asks for a context, and is called outside of rounds: what "
+                f"it makes is the same in all of them; {', '.join(TOLD)} may ask"
+            )
+
+
+def told(task: AnyTask) -> frozenset[str]:
+    """The methods of a task that ask for a context; looked up once for each task."""
+    try:
+        known = _told.get(task)
+    except TypeError:
+        return _asking(task)  # It cannot be hashed or referred to weakly.
+    if known is None:
+        known = _told[task] = _asking(task)
+    return known
+
+
+_told: WeakKeyDictionary[AnyTask, frozenset[str]] = WeakKeyDictionary()
+
+
+def _asking(task: AnyTask) -> frozenset[str]:
+    return frozenset(name for name in TOLD if _asks(task, name))
+
+
+def in_context(task: Any, context: Context) -> Any:
+    """The task with `context` handed to the methods that ask for one; itself where none does."""
+    asking = told(task)
+    return _InContext(task, context, asking) if asking else task
+
+
+class _InContext:
+    """A task for one client's round."""
+
+    def __init__(self, task: AnyTask, context: Context, asking: Iterable[str]) -> None:
+        self._task = task
+        for name in asking:
+            setattr(self, name, partial(getattr(task, name), **{CONTEXT: context}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+def _asks(task: AnyTask, name: str) -> bool:
+    method = getattr(task, name, None)
+    if not callable(method):
+        return False
+    try:
+        return CONTEXT in inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def lacks(task: AnyTask) -> list[str]:

@@ -18,9 +18,10 @@ from roundtable.client.training.batches import ordered_batches
 from roundtable.client.training.local_training import local_of, module_of
 from roundtable.client.training.metrics import Metrics, add, checked
 from roundtable.client.training.module_state import borrowed, isolated_randomness, seed_all
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed
-from roundtable.core.task import AnyTask, ArrayTask
+from roundtable.core.task import AnyTask, ArrayTask, in_context
 
 Prepare = Callable[[nn.Module], None]
 
@@ -36,6 +37,7 @@ def evaluate(
     local: Mapping[str, Tensor] | None = None,
     batch_size: int = 256,
     prepare: Prepare | None = None,
+    context: Context | None = None,
 ) -> Metrics:
     """Named (sum, count) of the model `vector` over the client's test data, "loss" among them.
 
@@ -43,7 +45,15 @@ def evaluate(
     the task's own `evaluate` says.
     """
     with evaluation(
-        task, model, layout, vector, device=device, local=local, batch_size=batch_size, prepare=prepare
+        task,
+        model,
+        layout,
+        vector,
+        device=device,
+        local=local,
+        batch_size=batch_size,
+        prepare=prepare,
+        context=context,
     ) as measure:
         return measure(data)
 
@@ -59,6 +69,7 @@ def evaluation(
     local: Mapping[str, Tensor] | None = None,
     batch_size: int = 256,
     prepare: Prepare | None = None,
+    context: Context | None = None,
 ) -> Iterator[Callable[[Any], Metrics]]:
     """`evaluate` for one data set after the other: the model is put in place once for all of them, and each
     begins with the same seed. A task must not change the model meanwhile; `prepare` may, once, before: an
@@ -71,17 +82,19 @@ def evaluation(
         if isinstance(task, ArrayTask):
             local = {**local_of(model, layout), **(local or {})}
             arrays = arrays_of(layout, vector, local)
-            yield lambda data: checked(task.evaluate(arrays, data), task)
+            evaluate_arrays = (task if context is None else in_context(task, context)).evaluate
+            yield lambda data: checked(evaluate_arrays(arrays, data), task)
             return
         module = module_of(model).to(device)
+        told_task = task if context is None else in_context(task, context)
 
         def measure(data: Any) -> Metrics:
             seed_all(seed, device)
             sums: Metrics = {}
             for batch in ordered_batches(data, batch_size, device):
-                loss = task.loss(module, batch.data)
+                loss = told_task.loss(module, batch.data)
                 add(sums, {"loss": (float(loss) * batch.size, batch.size)})
-                if (own := getattr(task, "metrics", None)) is not None:
+                if (own := getattr(told_task, "metrics", None)) is not None:
                     add(sums, checked(own(module, batch.data), task, reserved="loss"))
             return sums
 

@@ -32,7 +32,7 @@ from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy, OwnNoise
 from roundtable.core.seeds import derive_seed
-from roundtable.core.task import AnyTask, ArrayTask, Site, Task
+from roundtable.core.task import AnyTask, ArrayTask, Site, Task, in_context
 
 
 def split_data(task: AnyTask, site: Site) -> tuple[Any, Any]:
@@ -65,15 +65,17 @@ def train(
     asked of the silo and not there, CannotSplit where parts of batches would train another model, and
     whatever the task raises.
     """
+    context = work.context(data, torch.device(execution.device))
     check_privacy(work.job, execution.protection is not None)
     by_example = isinstance(work.job.privacy, ExampleLevel)
     _check_divisible(task, by_example, execution)
     seed = derive_seed(work.job.seed, work.round, work.client, "training")
     with isolated_randomness(seed, torch.device(execution.device)):
         if isinstance(task, ArrayTask):
-            update = _train_arrays(task, model, data, work, execution, seed)
+            update = _train_arrays(in_context(task, context), model, data, work, execution, seed)
         else:
-            update = _train_module(task, module_of(model), data, work, execution)
+            mine = in_context(task, context)
+            update = _train_module(mine, module_of(model), data, work, execution)
     return _protected(update, work.job, execution.protection)
 
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.privacy_table import ExampleLevel
-from roundtable.core.task import AnyTask, ArrayTask, Task
+from roundtable.core.task import AnyTask, ArrayTask, Task, told
 from roundtable.simulation.backend import World
 
 
@@ -50,6 +50,11 @@ def mixed(world: World) -> bool:
     """Whether clients train in mixed precision. Raises ConfigError where that is impossible."""
     if world.job.simulation.precision == "float32":
         return False
+    if told(world.task):
+        raise ConfigError(
+            f'simulation.precision = "bf16": {type(world.task).__name__} asks for a context, which is not '
+            'handed through the mixed precision of its loss; set simulation.precision = "float32"'
+        )
     if isinstance(world.task, ArrayTask):
         raise ConfigError(
             'simulation.precision = "bf16": an ArrayTask trains with code of its own; '

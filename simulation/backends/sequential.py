@@ -23,7 +23,7 @@ from roundtable.client.training.silo_account import Protection
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
 from roundtable.core.plugins import described
 from roundtable.core.privacy_table import OwnNoise
-from roundtable.core.task import initial_state
+from roundtable.core.task import initial_state, told
 from roundtable.privacy import NoiseSource, SeededNoise
 from roundtable.simulation.backend import Failed, Measured, Metrics, Trained, Work, World
 from roundtable.simulation.backends.precision import mixed, trained_task
@@ -102,7 +102,9 @@ class Sequential:
         """The next clients, as many as need nothing else in the model: putting it in place takes longer than
         a small client's test data."""
         first, world = left[0], self.world
-        prepare = preparation(world.local_work(0, vector, first), torch.device(self.device))
+        work, device = world.local_work(0, vector, first), torch.device(self.device)
+        prepare = preparation(work, device)
+        apart = prepare is not None or told(world.task)
         place = evaluation(
             world.task,
             self._model,
@@ -111,6 +113,7 @@ class Sequential:
             device=self.device,
             local=first.local,
             prepare=prepare,
+            context=work.context(None, device),
         )
         answers: list[Measured | Failed] = []
         with ExitStack() as stack:
@@ -120,7 +123,7 @@ class Sequential:
                 return [opened]
             found = _condition(self._model)
             while left and len(answers) < _EVALUATED_TOGETHER:
-                if answers and (prepare or not self._fits(left[0], first, found)):
+                if answers and (apart or not self._fits(left[0], first, found)):
                     break
                 answers.append(answer_of(left[0], partial(self._measured, opened[1], left.popleft())))
         return answers

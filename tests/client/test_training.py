@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +22,10 @@ from roundtable.core import (
     Site,
     Task,
     initial_state,
+    load_task,
     torch_generator,
 )
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 
 
@@ -400,3 +403,40 @@ def test_an_array_task_that_reports_nothing_is_refused() -> None:
     layout = Layout.of(state)
     with pytest.raises(NoExamples, match="zero examples"):
         train(Idle(), state, None, LocalWork(job_of(), layout, layout.flatten(state), 1, "a"))
+
+
+def test_methods_that_ask_are_told_where_and_when_they_run() -> None:
+    heard: list[Context] = []
+
+    class Curious(Linear):
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], context: Context) -> Tensor:  # type: ignore[override]
+            heard.append(context)
+            return super().loss(model, batch)
+
+    task, job = Curious(), job_of(epochs=2)
+    model = initial_state(task, job.seed)
+    layout = Layout.of(model)
+    work = LocalWork(job, layout, layout.flatten(model).clone(), 3, "a")
+    update = train(task, model, toy_data(10), work)
+    assert {(c.job, c.round, c.site, c.steps, c.device.type) for c in heard} == {
+        (job.title, 3, "a", update.steps, "cpu")
+    }
+    one, other = heard[0].generator("noise"), heard[0].generator("order")
+    assert torch.equal(torch.rand(3, generator=one), torch.rand(3, generator=heard[1].generator("noise")))
+    assert not torch.equal(torch.rand(3, generator=one), torch.rand(3, generator=other))
+    plain = train(Linear(), model, toy_data(10), work)
+    assert torch.equal(plain.delta, update.delta)
+    heard.clear()
+    evaluate(
+        task, model, toy_data(7, seed=1), layout, work.vector, context=work.context(None, torch.device("cpu"))
+    )
+    assert {c.site for c in heard} == {"a"}
+
+
+def test_what_is_the_same_in_all_rounds_cannot_ask(tmp_path: Path) -> None:
+    (tmp_path / "curious.py").write_text(
+        "from roundtable import Task\nclass Curious(Task):\n    def model(self, context): ...\n"
+        "    def data(self, site): ...\n    def loss(self, model, batch): ...\n"
+    )
+    with pytest.raises(TaskError, match=r"Curious\.model\(\) asks for a context"):
+        load_task("curious.py", tmp_path)

@@ -201,7 +201,7 @@ class Settled(Perceptron):
     def data(self, site: Site) -> tuple[Any, Any]:
         (inputs, labels), test = super().data(site)
         if site.index:
-            inputs = 60.0 * inputs
+            inputs = 80.0 * inputs
             with torch.no_grad():
                 labels = initial_state(self, 0)(inputs).argmax(1)  # type: ignore[operator]
         return (inputs, labels), test

@@ -32,7 +32,7 @@ from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.errors import InvalidUpdate, RoundtableError
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
-from roundtable.core.task import ArrayTask, Task, initial_state
+from roundtable.core.task import ArrayTask, Task, initial_state, told
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.sequential import Sequential, answer_of
 from roundtable.simulation.backends.vectorised.library import load
@@ -56,6 +56,10 @@ def why_not(world: World) -> str | None:
     if (hook := type(world.algorithm).hooked()) is not None:
         name = world.job.algorithm.name
         return f"algorithm {name!r} works on each client's module by its {hook}, one client at a time"
+    if "loss" in told(task):
+        return (
+            f"{type(task).__name__}.loss() is told its context, so that it may differ from client to client"
+        )
     if isinstance(task, ArrayTask):
         return "an ArrayTask trains with code of its own, not with torch"
     if isinstance(world.job.privacy, OwnNoise):
