@@ -224,6 +224,9 @@ class FtrlLevel(NoisyLevel):
 
 Private = ClientLevel | ClientLocalLevel | ExampleLevel | DistributedLevel | FtrlLevel
 Privacy = Annotated[NoPrivacy | Private, Field(discriminator="level")]
+BareUpdates = ClientLevel | FtrlLevel
+"""Levels at which the coordinator sees updates without noise: an exact function of one, such as its digest or
+its example count, tells others whether a silo took part and with what, since training can be repeated."""
 OwnNoise = ExampleLevel | ClientLocalLevel
 """Levels at which the silo makes its update private itself."""
 Accounted = OwnNoise | DistributedLevel

@@ -154,3 +154,22 @@ def test_training_metrics_are_not_passed_on() -> None:
         driver.update(client)
     assert driver.records[0].training == {}
     assert driver.records[0].client_metrics == {}
+
+
+@pytest.mark.parametrize("level", ["none", "client", "dp_ftrl", "client_local"])
+def test_events_tell_nothing_exact_of_an_update_that_has_no_noise_yet(level: str) -> None:
+    """Who knows the data can train again: a digest, or a count of examples, would settle who took part."""
+    text = FTRL.format(strategy="uniform", bands=1, more="").replace("bands = 1", "")
+    figures = "clip_norm = 1.0\ndelta = 1e-3\n"
+    text = text.replace(figures, figures + "noise_multiplier = 1.0\n" if level != "none" else "")
+    driver = Driver(job(text.replace("dp_ftrl", level)), automatic=False)
+    driver.join("a", "b")
+    driver.send(m.Start())
+    driver.finish_pending()
+    for client in driver.cohort():
+        driver.update(client)
+    received = [note for note in driver.notes if note.kind == "update_received"]
+    assert len(received) == 2
+    bare = level in ("client", "dp_ftrl")
+    for note in received:
+        assert ({"digest", "examples"} & set(note.detail or {}) == set()) is bare
