@@ -1,9 +1,9 @@
 """A coordinator of this version starts on what each older version has left, and goes on with its jobs.
 
 `databases/NAME/` holds a state folder: one job that is finished, one that waits for silos. A release adds its
-own: `python tests/server/store/test_upgrade.py FOLDER NAME` writes it. `0002` was written by the code of
-its time, whose newest migration had that number, so that all later ones run over rows that they did not
-expect.
+own: `PYTHONPATH=tests/kit python tests/server/store/test_upgrade.py FOLDER NAME` writes it. `0002` was
+written by the code of its time, whose newest migration had that number, so that all later ones run over rows
+that they did not expect; its jobs' configurations are as the first release writes them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def test_a_coordinator_goes_on_with_what_a_release_has_left(
 
 def test_older_tables_are_really_older() -> None:
     """Otherwise no migration would be tried here."""
-    connection = sqlite3.connect(f"file:{DATABASES / '0002' / 'coordinator.db'}?mode=ro", uri=True)
+    connection = sqlite3.connect(f"file:{DATABASES / '0002' / 'coordinator.db'}?immutable=1", uri=True)
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
     connection.close()
@@ -111,5 +111,4 @@ async def write(folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kit"))
     asyncio.run(write(Path(sys.argv[1]), sys.argv[2]))
