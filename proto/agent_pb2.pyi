@@ -66,6 +66,9 @@ class FromAgent(google.protobuf.message.Message):
     REPLY_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
     TROUBLE_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
+    proof: builtins.bytes
+    """The installation's signature over core.signing's statement of a challenge."""
     @property
     def hello(self) -> global___Hello:
         """First message on the stream."""
@@ -114,10 +117,11 @@ class FromAgent(google.protobuf.message.Message):
         reply: global___Reply | None = ...,
         goodbye: global___Goodbye | None = ...,
         trouble: global___Trouble | None = ...,
+        proof: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "reply", b"reply", "trouble", b"trouble"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "reply", b"reply", "trouble", b"trouble"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble", "proof"] | None: ...
 
 global___FromAgent = FromAgent
 
@@ -133,8 +137,11 @@ class ToAgent(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
     REVOCATIONS_FIELD_NUMBER: builtins.int
+    CHALLENGE_FIELD_NUMBER: builtins.int
     revocations: builtins.bytes
     """The list of the Welcome, once there is another one."""
+    challenge: builtins.bytes
+    """Before the welcome, to an agent that names its installation: sign this."""
     @property
     def welcome(self) -> global___Welcome:
         """First message on the stream."""
@@ -164,10 +171,11 @@ class ToAgent(google.protobuf.message.Message):
         refused: global___Refused | None = ...,
         heartbeat: global___Heartbeat | None = ...,
         revocations: builtins.bytes = ...,
+        challenge: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations"] | None: ...
+    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -203,6 +211,7 @@ class Hello(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     COORDINATOR_FIELD_NUMBER: builtins.int
     SEEN_FIELD_NUMBER: builtins.int
+    INSTALLATION_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The agent's software version."""
     protocol: builtins.int
@@ -215,6 +224,8 @@ class Hello(google.protobuf.message.Message):
     """The coordinator (see Welcome) that the silo worked for last, and the newest step that it was asked for in
     each of its jobs: a coordinator that knows of less was restored from an old backup.
     """
+    installation: builtins.bytes
+    """Ed25519 public key of this installation of the agent (32 bytes): the coordinator answers with a challenge."""
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the tasks that this silo has installed and allows."""
@@ -246,8 +257,9 @@ class Hello(google.protobuf.message.Message):
         identity: builtins.bytes = ...,
         coordinator: builtins.str = ...,
         seen: collections.abc.Iterable[roundtable.proto.common_pb2.Step] | None = ...,
+        installation: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "metadata", b"metadata", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "installation", b"installation", "metadata", b"metadata", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Hello = Hello
 

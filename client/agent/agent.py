@@ -23,6 +23,7 @@ from roundtable.client.agent.connection import (
 )
 from roundtable.client.agent.coordinator_memory import MEMORY_FILE, CoordinatorMemory
 from roundtable.client.agent.first_contact import check_first_contact
+from roundtable.client.agent.installation import Installation
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.renewal import keep_renewed
 from roundtable.client.agent.secure_attempts import certificate_of
@@ -86,6 +87,7 @@ class Agent:
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self._address = next(self._addresses)
         self._memory: CoordinatorMemory
+        self._installation: Installation
         self._observer: AgentObserver
 
     def stop(self, *, deliver: bool = False) -> None:
@@ -116,6 +118,7 @@ class Agent:
             )
             spool = Spool(self._config.state / "spool")
             self._memory = CoordinatorMemory(self._config.state / MEMORY_FILE)
+            self._installation = Installation(self._config.state, identity.name)
             handler = StepHandler(self._config, observer, link, trainer, models, spool)
             self._observer = observer
             page = AgentPage(
@@ -162,7 +165,8 @@ class Agent:
                 session = ControlStream(stub)
                 own = certificate_of(config.credentials)
                 greeting = hello(config.tasks, dict(config.metadata), list_devices(), handler.spooled, own)
-                welcome = await session.greet(self._memory.introduce(greeting))
+                greeting = self._installation.introduce(self._memory.introduce(greeting))
+                welcome = await session.greet(greeting, self._installation.prove)
                 self._connected(welcome, name)
                 for message in self._memory.meet(welcome.coordinator):
                     handler.handle(message)

@@ -189,9 +189,26 @@ class ControlStream:
         self._heard = time.monotonic()
         self.outbox: asyncio.Queue[agent_pb2.FromAgent] = asyncio.Queue()
 
-    async def greet(self, hello: agent_pb2.Hello) -> agent_pb2.Welcome:
-        """Says Hello and returns the Welcome; Refused if that is the answer, and no answer is an error."""
+    async def greet(
+        self, hello: agent_pb2.Hello, prove: Callable[[bytes], bytes] | None = None
+    ) -> agent_pb2.Welcome:
+        """Says Hello and returns the Welcome; Refused if that is the answer, and no answer is an error.
+
+        `prove` signs the coordinator's challenge, where the hello names an installation.
+        """
         await self._put(agent_pb2.FromAgent(hello=hello))
+        answer = await self._answer()
+        if answer.HasField("challenge") and prove is not None:
+            await self._put(agent_pb2.FromAgent(proof=prove(answer.challenge)))
+            answer = await self._answer()
+        if not answer.HasField("welcome"):
+            raise ProtocolError(
+                f"the coordinator began with {answer.WhichOneof('message')}, not with a welcome"
+            )
+        return answer.welcome
+
+    async def _answer(self) -> agent_pb2.ToAgent:
+        """The coordinator's next message of the greeting; Refused where it is that."""
         try:
             answer = await asyncio.wait_for(self._call.read(), _GREETING_SECONDS)
         except TimeoutError:
@@ -202,11 +219,7 @@ class ControlStream:
         assert isinstance(answer, agent_pb2.ToAgent)
         if answer.HasField("refused"):
             raise Refused(f"the coordinator refused this agent: {answer.refused.reason}")
-        if not answer.HasField("welcome"):
-            raise ProtocolError(
-                f"the coordinator began with {answer.WhichOneof('message')}, not with a welcome"
-            )
-        return answer.welcome
+        return answer
 
     async def run(
         self, beat: float, handle: Callable[[agent_pb2.ToAgent], None], state: Callable[[], str]

@@ -10,6 +10,7 @@ purpose is none for another. The purposes:
     provenance  where a model comes from
     backup      what a coordinator's backup holds
     renewal     a silo's request for new certificates of its keys
+    installation  which installation of an agent says hello
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from roundtable.core.identity.credentials import Role, SiloIdentity, identity_of
 VOUCHED_FOR = ("token:", "oidc:")
 """How the names begin of those who have nothing to sign with; no certificate's name can."""
 SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
-Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "backup", "renewal"]
+Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "backup", "renewal", "installation"]
 
 
 def canonical(values: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error", "critical")
 
 @dataclass(frozen=True)
 class Incident:
-    """One incident. `kind` is one of FAILURE_KINDS, or quorum_missed, storage or takeover."""
+    """One incident. `kind` is one of FAILURE_KINDS, or quorum_missed, storage, takeover or clone."""
 
     kind: str
     severity: Severity
@@ -120,4 +120,16 @@ def storage_incident(detail: str) -> Incident:
         "critical",
         f"mend it, and the job goes on by itself: {detail}",
         "waited and retried; nothing is acknowledged meanwhile",
+    )
+
+
+def clone_incident(silo: str) -> Incident:
+    """Somebody else has come with a silo's certificate."""
+    return Incident(
+        "clone",
+        "critical",
+        "ask the silo's people whether they have moved the agent; if not, its credentials are stolen: "
+        "`roundtable client revoke`, then invite it anew",
+        "refused the second installation; the first one goes on",
+        site=silo,
     )

@@ -27,6 +27,7 @@ from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import AgentSession, Identity
 from roundtable.server.services import transfer
+from roundtable.server.services.installations import Installations
 from roundtable.server.services.security import Security
 from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
@@ -65,11 +66,14 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self._version = version
         self._authority = authority
         self._security = security
+        self._installations = Installations(
+            services.database, security.audit, services.alerts, services.clock
+        )
         self._messages = RateLimit(MESSAGES_A_SECOND, MESSAGES_AT_ONCE, time.monotonic)
 
     @override
     async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
-        client, problem = await self._greet(caller(context), requests)
+        client, problem = await self._greet(caller(context), requests, context)
         if problem:
             log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
             await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=problem)))
@@ -142,7 +146,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             )
         return receipt
 
-    async def _greet(self, name: str, requests: AsyncIterator[agent_pb2.FromAgent]) -> tuple[AgentRow, str]:
+    async def _greet(
+        self, name: str, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
+    ) -> tuple[AgentRow, str]:
         """Reads the agent's introduction; returns it with the reason why it is refused, or an empty one."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
@@ -168,6 +174,11 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             )
         if old := await forgotten(self._jobs, self._services.database, hello):
             return client, old
+        if not client.tasks:
+            # A doctor: it is asked for nothing, and speaks for nobody.
+            return client, ""
+        if clone := await self._installations.objection(name, hello, requests, context):
+            return client, clone
         return client, self._identify(name, hello.identity)
 
     def _identify(self, name: str, certificate: bytes) -> str:

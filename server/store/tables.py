@@ -205,6 +205,16 @@ certificates = Table(
     Column("expires", Double, nullable=False),
 )
 
+installations = Table(
+    "installations",
+    metadata,
+    # SHA-256 of the public key of a silo's connection, and the agent's installation that came with it first.
+    Column("key", DIGEST, primary_key=True),
+    Column("name", NAME, nullable=False),
+    Column("installation", String(64), nullable=False),
+    Column("bound", Double, nullable=False),
+)
+
 revoked = Table(
     "revoked",
     metadata,

@@ -52,6 +52,16 @@ class TokenRow:
 
 
 @dataclass(frozen=True)
+class InstallationRow:
+    """The installation of an agent that a key belongs to: both in hexadecimal."""
+
+    key: str
+    name: str
+    installation: str
+    bound: float
+
+
+@dataclass(frozen=True)
 class PendingRow:
     """A request of an administrator that a second one must confirm; `author` as the audit log names it."""
 
@@ -144,6 +154,21 @@ def revoked_silos(connection: Connection) -> set[str]:
     """Silos that were revoked and have enrolled no more since."""
     found = revoked_parties(connection)
     return {name for (role, name), gone in found.items() if role == "agent" and not gone.reissued}
+
+
+def installation_of(connection: Connection, key: str) -> str:
+    """The installation that a key belongs to; empty where none is bound yet."""
+    table = tables.installations.c
+    found = connection.execute(sa.select(table.installation).where(table.key == key)).scalar_one_or_none()
+    return str(found or "")
+
+
+def bind_installation(connection: Connection, row: InstallationRow) -> str:
+    """Binds a key to an installation unless it is bound; the one that it belongs to now."""
+    if bound := installation_of(connection, row.key):
+        return bound
+    connection.execute(sa.insert(tables.installations).values(asdict(row)))
+    return row.installation
 
 
 def add_pending(connection: Connection, row: PendingRow) -> None:

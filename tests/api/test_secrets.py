@@ -162,7 +162,9 @@ def test_a_silos_whole_life_leaves_no_secret_behind(tmp_path: Path) -> None:
     for path in written:
         if b"PRIVATE KEY" in path.read_bytes():
             assert path.stat().st_mode & 0o077 == 0, path
-            assert path.name in ("ca.key", "issuing.key", "node.key", "identity.key"), path
+            assert path.name in ("ca.key", "issuing.key", "node.key", "identity.key", "installation.key"), (
+                path
+            )
 
 
 def _answers(stage: Stage, me: tuple[str, ...], sealed: dict[str, str]) -> bool:

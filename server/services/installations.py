@@ -1,0 +1,106 @@
+"""Tells a silo's agent from a clone that has copied its credentials.
+
+Each installation of an agent makes an Ed25519 key in its state folder, which is no part of the credentials.
+The first one that connects with a certificate's key is bound to it, and proves itself at each hello by
+signing a number that was drawn for this hello. Another installation with the same credentials is refused,
+operators are told, and the agent that was bound goes on undisturbed. Enrolling anew gives a new key, which
+binds anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+
+from roundtable.core.errors import IdentityError
+from roundtable.core.identity import certificates as x
+from roundtable.core.identity.signing import check_signature
+from roundtable.proto import agent_pb2
+from roundtable.server.auth.access import Context, address_of
+from roundtable.server.auth.audit import AuditLog
+from roundtable.server.auth.principals import label_of
+from roundtable.server.auth.rate_limit import RateLimit
+from roundtable.server.operations.alerts import Alerts
+from roundtable.server.operations.incidents import clone_incident
+from roundtable.server.store import Database
+from roundtable.server.store import trust_rows as store
+
+log = logging.getLogger("roundtable.server.services.installations")
+
+PROOF_SECONDS = 30.0
+ALERTS_A_SECOND = 1 / 3600
+
+
+class Installations:
+    """Asks who says hello for a proof, and compares with what is bound."""
+
+    def __init__(
+        self, database: Database, audit: AuditLog, alerts: Alerts, clock: Callable[[], float]
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._audit = audit
+        self._alerts = alerts
+        self._told = RateLimit(ALERTS_A_SECOND, 1.0, time.monotonic)
+
+    async def objection(
+        self,
+        name: str,
+        hello: agent_pb2.Hello,
+        requests: AsyncIterator[agent_pb2.FromAgent],
+        context: Context,
+    ) -> str:
+        """Why this is not the installation that the certificate belongs to; empty for the one that is."""
+        installation = hello.installation
+        if installation:
+            try:
+                await _challenge(name, installation, requests, context)
+            except IdentityError as error:
+                return await self._refused(name, str(error), context)
+        row = store.InstallationRow(_key_of(context), name, installation.hex(), self._clock())
+        bound = await self._database.read(lambda connection: store.installation_of(connection, row.key))
+        if not bound and installation:
+            bound = await self._database.write(lambda connection: store.bind_installation(connection, row))
+        if bound == row.installation:
+            return ""
+        return await self._refused(
+            name,
+            f"the certificate of {name!r} belongs to another installation of the agent, and this one has "
+            "copied it or lost its state folder; bring that folder back, or enrol anew with a new invitation",
+            context,
+        )
+
+    async def _refused(self, name: str, reason: str, context: Context) -> str:
+        """Tells operators of what may be a clone; the reason."""
+        address = address_of(context)
+        self._audit.refused(label_of("agent", name), "Agents/Connect", reason, address)
+        log.warning("a second installation as %s, from %s, is refused", name, address, extra={"site": name})
+        if self._told.allows(name):
+            self._alerts.tell(clone_incident(name), f"{reason} (from {address})", self._clock())
+        return reason
+
+
+async def _challenge(
+    name: str, installation: bytes, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
+) -> None:
+    """IdentityError unless the next message is the installation's signature over a fresh number."""
+    nonce = secrets.token_bytes(32)
+    await context.write(agent_pb2.ToAgent(challenge=nonce))
+    try:
+        async with asyncio.timeout(PROOF_SECONDS):
+            answer = await anext(aiter(requests))
+    except (TimeoutError, StopAsyncIteration):
+        raise IdentityError(f"{name!r} did not prove which installation it is") from None
+    values = {"nonce": nonce.hex(), "name": name}
+    check_signature(installation, "installation", values, answer.proof, name)
+
+
+def _key_of(context: Context) -> str:
+    """SHA-256 of the public key of the connection's certificate: the same after a renewal."""
+    shown = next(iter(context.auth_context()["x509_pem_cert"]))
+    key = x.certificates_in(shown, "the connection's certificate")[0].public_key()
+    return hashlib.sha256(x.public_bytes(key)).hexdigest()
