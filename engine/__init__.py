@@ -8,7 +8,8 @@ from roundtable.engine.population import NumberedClients, NumberedNames, Populat
 from roundtable.engine.round_engine import RoundEngine
 from roundtable.engine.selection import STRATEGIES, Candidate
 from roundtable.engine.state import record_from_plain, record_to_plain
-from roundtable.engine.validation.round_plan import CentralNoise, Plan, make_plan
+from roundtable.engine.validation.round_noise import CentralNoise
+from roundtable.engine.validation.round_plan import Plan, make_plan
 from roundtable.engine.view import ClientView, EngineView
 
 __all__ = [

@@ -91,8 +91,7 @@ class SimulatedLedger:
         """The guarantee that a real run would have, in words that begin by saying that this has none."""
         privacy = self._privacy
         assert not isinstance(privacy, NoPrivacy), "without a guarantee there is nothing to state"
-        sampling = self._plan.central.sampling if self._plan.central else ""
-        return statement(privacy, self._spent(privacy), sampling, guarantee=False)
+        return statement(privacy, self._spent(privacy), self._plan.sampling, guarantee=False)
 
     def resume(self, history: Sequence[m.RoundRecord]) -> None:
         """The accounts after these rounds."""

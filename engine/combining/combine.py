@@ -24,8 +24,17 @@ from roundtable.engine.combining.server_step import take_step
 from roundtable.engine.combining.staleness import discounted
 from roundtable.engine.combining.update_history import remembered, sums_with
 from roundtable.engine.messages import Aggregated, Step
-from roundtable.engine.validation.round_plan import CentralNoise, Plan
-from roundtable.privacy import BandedFTRL, CorrelatedNoise, NoiseSource, SecureNoise, local_gaussian_charge
+from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise, SiloNoise
+from roundtable.engine.validation.round_plan import Plan
+from roundtable.privacy import (
+    BandedFTRL,
+    CentralDP,
+    CentralResult,
+    Charge,
+    CorrelatedNoise,
+    NoiseSource,
+    SecureNoise,
+)
 
 
 @dataclass(frozen=True)
@@ -97,14 +106,16 @@ def combine(
     data. Raises AggregationError where what was received gives no sound answer.
     """
     noise = noise or SecureNoise()
-    match received:
-        case Rows() if plan.central is not None:
-            delta = _with_noise(plan, plan.central, received, state, round, noise)
-        case Rows():
+    match received, plan.noise:
+        case Rows(), FreshNoise():
+            delta = _with_fresh_noise(plan, plan.noise, received, state, noise)
+        case Rows(), CorrelatedRounds():
+            delta = _with_correlated_noise(plan, plan.noise, received, state, round, noise)
+        case Rows(), _:
             delta = _of_rows(plan, received, state, round, seed, noise, diagnose, root_update)
-        case Mean():
+        case Mean(), _:
             delta = _of_mean(received)
-        case GroupMeans():
+        case GroupMeans(), _:
             delta = _of_groups(plan, received, state, round, seed, diagnose)
     present = _present(received, delta.account)
     optimizer, vector = take_step(plan, state.optimizer, model, delta.vector, round, present)
@@ -230,29 +241,46 @@ def _aggregated(
     return aggregate(rows.matrix, clients, plan.aggregation, chance, context=context, diagnose=diagnose)
 
 
-def _with_noise(
-    plan: Plan, central: CentralNoise, rows: Rows, state: ServerState, round: int, noise: NoiseSource
+def _with_fresh_noise(
+    plan: Plan, fresh: FreshNoise, rows: Rows, state: ServerState, noise: NoiseSource
 ) -> _Delta:
-    """The sum of clipped updates with noise, over the cohort that was expected."""
-    mechanism = central.at(state.clip_norm)
-    correlated = _correlated(central.ftrl, state, round, rows.matrix.columns) if central.ftrl else None
-    draw = correlated.draw(noise) if correlated else None
-    result = mechanism.prepare(rows.matrix, noise, correlated=draw)
-    charge = {
-        "level": plan.privacy.level,
-        "charge": central.charge_of(round).to_json(),
-        "clip_norm": mechanism.bound,
-        "noise_multiplier": central.noise_multiplier,
-        "standard_deviation": result.standard_deviation,
-        "guarantee": result.guarantee,
-    }
-    names = [rows.updates[row].client for row in result.rejected]
-    excluded = dict.fromkeys(names, "the update holds values that are not finite")
+    """The sum of clipped updates with independent noise, over the cohort that was expected."""
+    mechanism = fresh.at(state.clip_norm)
+    result = mechanism.prepare(rows.matrix, noise)
     after = ServerState(clip_norm=result.next_clip.clip_norm if result.next_clip else None)
-    if correlated is not None and draw is not None:
-        following = correlated.after(draw)
-        after = replace(after, drawn=following.history, draws=following.done)
-    return _Delta(result.vector, after, RoundAccount(excluded=excluded, charge=charge))
+    account = _noisy_account(plan, mechanism, result, rows, fresh.charge, fresh.noise_multiplier)
+    return _Delta(result.vector, after, account)
+
+
+def _with_correlated_noise(
+    plan: Plan, rounds: CorrelatedRounds, rows: Rows, state: ServerState, round: int, noise: NoiseSource
+) -> _Delta:
+    """The same with noise that depends on that of earlier rounds."""
+    correlated = _correlated(rounds.ftrl, state, round, rows.matrix.columns)
+    draw = correlated.draw(noise)
+    result = rounds.mechanism.prepare(rows.matrix, noise, correlated=draw)
+    following = correlated.after(draw)
+    after = ServerState(drawn=following.history, draws=following.done)
+    charge = rounds.ftrl.charge(round)
+    account = _noisy_account(plan, rounds.mechanism, result, rows, charge, rounds.noise_multiplier)
+    return _Delta(result.vector, after, account)
+
+
+def _noisy_account(
+    plan: Plan, mechanism: CentralDP, result: CentralResult, rows: Rows, charge: Charge, multiplier: float
+) -> RoundAccount:
+    names = [rows.updates[row].client for row in result.rejected]
+    return RoundAccount(
+        excluded=dict.fromkeys(names, "the update holds values that are not finite"),
+        charge={
+            "level": plan.privacy.level,
+            "charge": charge.to_json(),
+            "clip_norm": mechanism.bound,
+            "noise_multiplier": multiplier,
+            "standard_deviation": result.standard_deviation,
+            "guarantee": result.guarantee,
+        },
+    )
 
 
 def _correlated(ftrl: BandedFTRL, state: ServerState, round: int, columns: int) -> CorrelatedNoise:
@@ -276,7 +304,7 @@ def _noise_of_silos(plan: Plan, noise: NoiseSource) -> Mapping[str, Any]:
         "clip_norm": privacy.clip_norm,
         "guarantee": noise.guarantee,
     }
-    if plan.silo_noise is not None:
-        account["noise_multiplier"] = plan.silo_noise
-        account["silo_charge"] = local_gaussian_charge(plan.silo_noise).to_json()
+    if isinstance(plan.noise, SiloNoise):
+        account["noise_multiplier"] = plan.noise.noise_multiplier
+        account["silo_charge"] = plan.noise.charge.to_json()
     return account

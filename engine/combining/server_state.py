@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
 from roundtable.engine.combining.server_step import initial_optimizer_state
+from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise
 from roundtable.engine.validation.round_plan import Plan
 
 
@@ -79,6 +80,11 @@ class ServerState:
 
 def initial_server_state(plan: Plan, columns: int) -> ServerState:
     """The state before round 1 of a model with `columns` values."""
-    clip_norm = plan.central.mechanism.bound if plan.central and plan.central.mechanism.adaptive else None
-    drawn = plan.central.ftrl.init(columns).history if plan.central and plan.central.ftrl else None
-    return ServerState(initial_optimizer_state(plan, columns), clip_norm=clip_norm, drawn=drawn)
+    state = ServerState(initial_optimizer_state(plan, columns))
+    match plan.noise:
+        case FreshNoise(mechanism) if mechanism.adaptive is not None:
+            return replace(state, clip_norm=mechanism.bound)
+        case CorrelatedRounds(ftrl=ftrl):
+            return replace(state, drawn=ftrl.init(columns).history)
+        case _:
+            return state

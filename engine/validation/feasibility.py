@@ -11,6 +11,7 @@ from roundtable.aggregation.registry import RULES
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, ConfigError
 from roundtable.core.privacy_table import ClientLevel, masking_of
+from roundtable.engine.validation.round_noise import FreshNoise
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import compose
 
@@ -48,12 +49,12 @@ def check_budget(plan: Plan) -> None:
     Left to the ledger are jobs whose silos account for themselves, and what earlier jobs have spent.
     """
     privacy = plan.privacy
-    if not isinstance(privacy, ClientLevel) or plan.central is None:
+    if not isinstance(privacy, ClientLevel) or not isinstance(plan.noise, FreshNoise):
         return
     noise = privacy.noise_multiplier
     if noise is None or privacy.epsilon is None:
         return
-    first = compose([plan.central.charge], privacy.delta, privacy.accountant)
+    first = compose([plan.noise.charge], privacy.delta, privacy.accountant)
     if first > privacy.epsilon:
         raise ConfigError(
             f"the first round would spend epsilon = {first:.3g} of privacy.epsilon = {privacy.epsilon:g}, so "

@@ -6,7 +6,7 @@ Everything that can be wrong with a job and be known beforehand is refused here,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,49 +27,25 @@ from roundtable.core.privacy_table import (
 from roundtable.engine.validation.algorithm_composition import check_algorithm
 from roundtable.engine.validation.buffered_composition import check_buffered
 from roundtable.engine.validation.privacy_soundness import check_soundness
+from roundtable.engine.validation.round_noise import (
+    CorrelatedRounds,
+    FreshNoise,
+    NoiseElsewhere,
+    NoiseInShares,
+    RoundNoise,
+    SiloNoise,
+)
 from roundtable.engine.validation.secure_feasibility import check_secure
 from roundtable.privacy import (
-    BandedFTRL,
-    CentralDP,
     Charge,
     central_noise,
     check_delta,
     correlated_noise,
     distributed_noise,
-    local_gaussian_charge,
     noise_for,
     sampling_of,
     weak_signal,
 )
-
-
-@dataclass(frozen=True)
-class CentralNoise:
-    """Central noise of a job: the mechanism, what one round of it costs, and why, in words.
-
-    With `ftrl` the noise is correlated over rounds, and what a round costs depends on its number.
-    """
-
-    mechanism: CentralDP
-    charge: Charge
-    sampling: str
-    ftrl: BandedFTRL | None = None
-
-    @property
-    def noise_multiplier(self) -> float:
-        """What the job file calls so; a job that is taken up again must go on with the same."""
-        return self.ftrl.noise_multiplier if self.ftrl else self.mechanism.noise_multiplier
-
-    def charge_of(self, round: int) -> Charge:
-        """What publishing a round (from 1) costs."""
-        return self.ftrl.charge(round) if self.ftrl else self.charge
-
-    def at(self, clip_norm: float | None) -> CentralDP:
-        """The mechanism with the clip norm that adaptive clipping has reached; None for where it starts."""
-        adaptive = self.mechanism.adaptive
-        if adaptive is None or clip_norm is None:
-            return self.mechanism
-        return replace(self.mechanism, adaptive=replace(adaptive, clip_norm=clip_norm))
 
 
 @dataclass(frozen=True)
@@ -98,34 +74,41 @@ class ServerPart:
 class Plan:
     """What the rounds of a checked job need.
 
-    `central` is there where the coordinator adds the noise: client and dp_ftrl.
-    `silo_noise` is the noise multiplier of each silo's own noise at level client_local, `shares` what a
-    sum with noise in shares costs at level distributed; `staleness_exponent` discounts late updates; `server`
-    is the server's part of an algorithm that has one.
+    `noise` says who hides the updates and what a round costs; `staleness_exponent` discounts late updates;
+    `server` is the server's part of an algorithm that has one.
     """
 
     aggregation: AggregationConfig
     optimizer: ServerOptimizer
     privacy: NoPrivacy | Private
-    central: CentralNoise | None
-    silo_noise: float | None = None
-    shares: Charge | None = None
+    noise: RoundNoise
     staleness_exponent: float = 0.0
     server: ServerPart | None = None
 
     def charge_of(self, round: int) -> Charge | None:
         """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
-        return self.central.charge_of(round) if self.central else self.shares
+        match self.noise:
+            case FreshNoise(charge=charge) | NoiseInShares(charge):
+                return charge
+            case CorrelatedRounds(ftrl=ftrl):
+                return ftrl.charge(round)
+            case SiloNoise() | NoiseElsewhere():
+                return None
 
     @property
     def silo_charge(self) -> Charge | None:
         """What a round costs each silo that answers it, where its own noise hides its update."""
-        return None if self.silo_noise is None else local_gaussian_charge(self.silo_noise)
+        return self.noise.charge if isinstance(self.noise, SiloNoise) else None
 
     @property
     def separation(self) -> int:
         """The least number of rounds from one contribution of a client to its next."""
-        return self.central.ftrl.separation if self.central and self.central.ftrl else 1
+        return self.noise.ftrl.separation if isinstance(self.noise, CorrelatedRounds) else 1
+
+    @property
+    def sampling(self) -> str:
+        """How the draw of cohorts enters into what a round costs, in words; "" where it does not."""
+        return self.noise.sampling if isinstance(self.noise, FreshNoise) else ""
 
 
 def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) -> str | None:
@@ -133,9 +116,9 @@ def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) 
     privacy = plan.privacy
     if isinstance(privacy, NoPrivacy) or dimension == 0:
         return None
-    noise = privacy.noise_multiplier or plan.silo_noise
-    if plan.central is not None:
-        noise = plan.central.noise_multiplier
+    noise = privacy.noise_multiplier
+    if isinstance(plan.noise, FreshNoise | CorrelatedRounds | SiloNoise):
+        noise = plan.noise.noise_multiplier
     steps = privacy.local_steps or job.algorithm.steps if isinstance(privacy, ExampleLevel) else 1
     if noise is None or steps is None:
         return None  # How many steps a pass over its data takes, only the silo knows.
@@ -164,22 +147,11 @@ def make_plan(
         check_buffered(job)
     check_soundness(job, aggregation)
     check_secure(job, aggregation)
-    central, silo_noise, shares = None, None, None
-    match privacy := job.privacy:
-        case ClientLevel():
-            central = _central(job, privacy, population, slices, spent)
-        case FtrlLevel():
-            central = _correlated(job, privacy, population, spent)
-        case ClientLocalLevel():
-            silo_noise = _local(job, privacy, population)
-        case DistributedLevel() if slices:
-            shares = distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
-        case _:
-            pass
+    noise = _noise(job, population, slices, spent)
     exponent = job.round.staleness_exponent if job.round.mode == "buffered" else 0.0
     server = algorithm.server()
     part = ServerPart(server, algorithm.places, population) if server is not None else None
-    return Plan(aggregation, optimizer, privacy, central, silo_noise, shares, exponent, part)
+    return Plan(aggregation, optimizer, job.privacy, noise, exponent, part)
 
 
 def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:
@@ -212,30 +184,46 @@ def _named(table: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]]:
     return name, values
 
 
-def _central(
+def _noise(job: JobConfig, population: int, slices: tuple[slice, ...], spent: Sequence[Charge]) -> RoundNoise:
+    match privacy := job.privacy:
+        case ClientLevel():
+            return _fresh(job, privacy, population, slices, spent)
+        case FtrlLevel():
+            return _correlated(job, privacy, population, spent)
+        case ClientLocalLevel():
+            return _local(job, privacy, population)
+        case DistributedLevel() if slices:
+            return NoiseInShares(
+                distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
+            )
+        case _:
+            return NoiseElsewhere()
+
+
+def _fresh(
     job: JobConfig,
     privacy: ClientLevel,
     population: int,
     slices: tuple[slice, ...],
     spent: Sequence[Charge],
-) -> CentralNoise:
+) -> FreshNoise:
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
     sampling = sampling_of(job.cohort, population)
     mechanism = central_noise(privacy, noise_for(job, population, 1, spent), sampling, slices)
-    return CentralNoise(mechanism, mechanism.charge(sampling.fields()), sampling.sentence)
+    return FreshNoise(mechanism, mechanism.charge(sampling.fields()), sampling.sentence)
 
 
-def _correlated(job: JobConfig, privacy: FtrlLevel, population: int, spent: Sequence[Charge]) -> CentralNoise:
+def _correlated(
+    job: JobConfig, privacy: FtrlLevel, population: int, spent: Sequence[Charge]
+) -> CorrelatedRounds:
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
     ftrl = correlated_noise(job, noise_for(job, population, 1, spent), population)
-    sentence = f"A silo contributes at most once in {ftrl.separation} rounds, which selection enforces."
-    cohort = sampling_of(job.cohort, population).cohort
-    return CentralNoise(ftrl.central(cohort), ftrl.charge(1), sentence, ftrl)
+    return CorrelatedRounds(ftrl.central(sampling_of(job.cohort, population).cohort), ftrl)
 
 
-def _local(job: JobConfig, privacy: ClientLocalLevel, population: int) -> float:
+def _local(job: JobConfig, privacy: ClientLocalLevel, population: int) -> SiloNoise:
     check_delta(privacy.delta, max(population, privacy.population or 0))
     # Each silo computes the same again: the population makes no difference to it.
-    return noise_for(job, 1, 1)
+    return SiloNoise(noise_for(job, 1, 1))

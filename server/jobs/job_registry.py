@@ -13,7 +13,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.models import open_model
 from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
-from roundtable.engine import RoundEngine
+from roundtable.engine import CentralNoise, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_driver import StoredJob, client_info, make_driver, parse_job, plan_of
@@ -203,7 +203,7 @@ class JobRegistry:
                 "[root_data.NAME] with task and data"
             )
         engine = RoundEngine.begin(job, submission.model, secrets.randbits(63), separation=plan.separation)
-        noise = plan.central.noise_multiplier if plan.central else None
+        noise = plan.noise.noise_multiplier if isinstance(plan.noise, CentralNoise) else None
         now = self._services.clock()
         row = JobRow(
             id=submission.job,

@@ -129,7 +129,7 @@ class Account:
 
     def _guarantee(self, paid: Sequence[Total], jobs: tuple[str, ...]) -> Guarantee:
         spent = worst(paid, self.population, self._privacy.delta, self._privacy.accountant, jobs)
-        words = statement(self._privacy, spent, self._plan.central.sampling if self._plan.central else "")
+        words = statement(self._privacy, spent, self._plan.sampling)
         return Guarantee(words, {"epsilon": spent.epsilon, "delta": spent.delta})
 
     def _row(self, silo: str, step: m.Step, charge: Charge, released: bool) -> LedgerRow:

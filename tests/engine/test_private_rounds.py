@@ -13,6 +13,7 @@ from roundtable.core.errors import AggregationError, ConfigError, PrivacyError
 from roundtable.core.models import open_model, save_model
 from roundtable.engine import Plan, Rows, ServerState, combine, initial_server_state, make_plan
 from roundtable.engine import messages as m
+from roundtable.engine.validation.round_noise import CorrelatedRounds
 from roundtable.privacy import SeededNoise, compose
 
 FTRL = """
@@ -89,9 +90,9 @@ def test_noise_that_is_lost_ends_the_run() -> None:
 
 
 def test_all_rounds_together_spend_the_budget() -> None:
-    central = plan_of("epsilon = 3.0", rounds=6).central
-    assert central is not None
-    spent = compose([central.charge_of(round) for round in range(1, 7)], 1e-3)
+    noise = plan_of("epsilon = 3.0", rounds=6).noise
+    assert isinstance(noise, CorrelatedRounds)
+    spent = compose([noise.ftrl.charge(round) for round in range(1, 7)], 1e-3)
     assert 2.98 < spent <= 3.0
 
 

@@ -23,6 +23,7 @@ from roundtable.engine import (
     make_plan,
 )
 from roundtable.engine.messages import RowReference, Update
+from roundtable.engine.validation.round_noise import FreshNoise, NoiseElsewhere
 from roundtable.privacy import SecureNoise, SeededNoise, compose
 
 
@@ -126,8 +127,8 @@ def private(strategy: str = "poisson", noise: str = "epsilon = 4.0", cohort: str
 
 @pytest.mark.parametrize("strategy", ["poisson", "uniform", "round_robin"])
 def test_solved_noise_spends_the_budget_and_no_more(strategy: str) -> None:
-    central = make_plan(private(strategy), population=1000).central
-    assert central is not None
+    central = make_plan(private(strategy), population=1000).noise
+    assert isinstance(central, FreshNoise)
     spent = compose([central.charge.repeated(50)], 1e-5)
     assert 3.98 < spent <= 4.0
     # Under replacement of one silo the sum moves by 2C: the charge states half of what is drawn.
@@ -138,13 +139,10 @@ def test_solved_noise_spends_the_budget_and_no_more(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["poisson", "uniform"])
 def test_a_stated_population_amplifies_nothing(strategy: str) -> None:
     """The draw is from the silos that there are: to state more of them must not make epsilon smaller."""
-    plain = make_plan(private(strategy, "noise_multiplier = 1.0"), population=1000).central
+    plain = make_plan(private(strategy, "noise_multiplier = 1.0"), population=1000).noise
     stated = private(strategy, "noise_multiplier = 1.0\npopulation = 50000")
-    found = make_plan(stated, population=1000).central
-    assert plain is not None
-    assert found is not None
-    assert found.charge == plain.charge
-    assert found.mechanism == plain.mechanism
+    assert isinstance(plain, FreshNoise)
+    assert make_plan(stated, population=1000).noise == plain
     with pytest.raises(ConfigError, match="not below 1 / 200000"):
         make_plan(private(strategy, "noise_multiplier = 1.0\npopulation = 200000"), population=1000)
 
@@ -206,8 +204,8 @@ def test_an_empty_poisson_cohort_is_pure_noise() -> None:
 
 def test_adaptive_clipping_passes_from_round_to_round_and_is_charged() -> None:
     plan = make_plan(private(noise='noise_multiplier = 1.0\nclipping = "adaptive"'), population=1000)
-    assert plan.central is not None
-    assert "clip_bit" in dict(plan.central.charge.parts)
+    assert isinstance(plan.noise, FreshNoise)
+    assert "clip_bit" in dict(plan.noise.charge.parts)
     state = initial_server_state(plan, 4)
     assert state.clip_norm == 2.0
     for number in range(1, 15):
@@ -289,7 +287,7 @@ QUIET = "[evaluation]\nevery = 0\n"
 def test_secure_aggregation_needs_little() -> None:
     plan = make_plan(job(SECURE + QUIET), population=3)
     assert masking_of(plan.privacy) == Masking(1.0, None, None, 0.3)
-    assert plan.central is None
+    assert plan.noise == NoiseElsewhere()
 
 
 @pytest.mark.parametrize(
@@ -314,6 +312,6 @@ def test_secure_aggregation_refuses_what_makes_no_sense_with_it(text: str, messa
 @pytest.mark.parametrize("probability", [0.0005, 0.0015, 0.01234])
 def test_the_charge_states_the_rate_that_the_sampler_uses(probability: float) -> None:
     table = private(noise="noise_multiplier = 1.0", cohort=f"probability = {probability}")
-    central = make_plan(table, population=1000).central
-    assert central is not None
-    assert central.charge_of(1).rate == pytest.approx(probability, rel=1e-12)
+    charge = make_plan(table, population=1000).charge_of(1)
+    assert charge is not None
+    assert charge.rate == pytest.approx(probability, rel=1e-12)

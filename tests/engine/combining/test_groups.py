@@ -16,6 +16,7 @@ from roundtable.engine import (
     initial_server_state,
     make_plan,
 )
+from roundtable.engine.validation.round_noise import NoiseInShares
 from roundtable.engine.validation.secure_feasibility import (
     fewest,
     fewest_groups,
@@ -159,21 +160,21 @@ def test_noise_is_made_up_within_each_group_and_charged_once() -> None:
     """A silo is in one group only, so that a round costs what the sum of one group does."""
     config = job(privacy="group_size = 4\nnoise_multiplier = 2.0", weighting="uniform", level=NOISY)
     plan = make_plan(config, 12, (slice(0, 50),))
-    assert plan.shares is not None
+    assert isinstance(plan.noise, NoiseInShares)
     # 70 % of four silos at least are in a group's sum: two shares make up the noise, not eight of twelve.
-    assert plan.shares.shares == 2
+    assert plan.noise.charge.shares == 2
     alone = job("mean", "", "noise_multiplier = 2.0", "size = 4", "uniform", NOISY)
     small = make_plan(alone, 4, (slice(0, 50),))
-    assert small.shares is not None
-    assert small.shares.shares == 2
-    assert compose([plan.shares], 1e-3) == pytest.approx(compose([small.shares], 1e-3), rel=0.02)
+    assert isinstance(small.noise, NoiseInShares)
+    assert small.noise.charge.shares == 2
+    assert compose([plan.noise.charge], 1e-3) == pytest.approx(compose([small.noise.charge], 1e-3), rel=0.02)
 
 
 def test_noise_for_a_budget_is_solved_for_the_group() -> None:
     config = job(privacy="group_size = 4\nepsilon = 8.0", weighting="uniform", level=NOISY)
     plan = make_plan(config, 12, (slice(0, 50),))
-    assert plan.shares is not None
-    spent = compose([plan.shares.repeated(config.rounds)], 1e-3)
+    assert isinstance(plan.noise, NoiseInShares)
+    spent = compose([plan.noise.charge.repeated(config.rounds)], 1e-3)
     assert 7.9 < spent <= 8.0
 
 

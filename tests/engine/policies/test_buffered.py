@@ -7,6 +7,7 @@ from engine_driver import Driver, job
 
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.engine import messages as m
+from roundtable.engine.validation.round_noise import SiloNoise
 
 NAMES = ("a", "b", "c", "d")
 
@@ -298,7 +299,7 @@ class TestWhatDoesNotGoTogether:
 
         text = '[round]\nmode = "buffered"\nbuffer = 4\n[privacy]\nlevel = "client_local"\nclip_norm = 1.0\n'
         text += 'noise_multiplier = 1.0\ndelta = 1e-6\n[aggregation]\nweighting = "uniform"\n'
-        assert make_plan(job(text + "[evaluation]\nevery = 0"), 100).silo_noise == 1.0
+        assert make_plan(job(text + "[evaluation]\nevery = 0"), 100).noise == SiloNoise(1.0)
 
     @pytest.mark.parametrize(
         ("text", "words"),

@@ -89,8 +89,8 @@ def test_a_strategy_that_is_not_chance_amplifies_nothing(strategy: str) -> None:
     job["privacy"] = job["privacy"].format(level="client", more="")
     text = 'task = "t"\n' + "".join(f"[{name}]\n{body}\n" for name, body in job.items())
     try:
-        central = make_plan(parse_job(text), 50).central
+        charge = make_plan(parse_job(text), 50).charge_of(1)
     except ConfigError as error:
         pytest.skip(f"{strategy}: {error}")
-    assert central is not None
-    assert central.charge.sampling == "none"
+    assert charge is not None
+    assert charge.sampling == "none"

@@ -1,0 +1,78 @@
+"""The noise of a job's rounds: who adds it, what a round costs, and whose account pays.
+
+One class for each way; code that treats them differently matches on the class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from roundtable.privacy import BandedFTRL, CentralDP, Charge, local_gaussian_charge
+
+
+@dataclass(frozen=True)
+class NoiseElsewhere:
+    """The rounds add none: there is no privacy, or each silo hides its records while it trains."""
+
+
+@dataclass(frozen=True)
+class FreshNoise:
+    """The coordinator adds independent noise to each round's sum (level `client`).
+
+    `charge` is what one round costs, `sampling` why, in words.
+    """
+
+    mechanism: CentralDP
+    charge: Charge
+    sampling: str
+
+    @property
+    def noise_multiplier(self) -> float:
+        """As the job file states it: σ over the clip norm."""
+        return self.mechanism.noise_multiplier
+
+    def at(self, clip_norm: float | None) -> CentralDP:
+        """The mechanism with the clip norm that adaptive clipping has reached; None for where it starts."""
+        adaptive = self.mechanism.adaptive
+        if adaptive is None or clip_norm is None:
+            return self.mechanism
+        return replace(self.mechanism, adaptive=replace(adaptive, clip_norm=clip_norm))
+
+
+@dataclass(frozen=True)
+class CorrelatedRounds:
+    """The coordinator adds noise that is correlated over rounds (level `dp_ftrl`).
+
+    What a round costs depends on its number.
+    """
+
+    mechanism: CentralDP
+    ftrl: BandedFTRL
+
+    @property
+    def noise_multiplier(self) -> float:
+        """As the job file states it: over the clip norm and the sensitivity of the whole run."""
+        return self.ftrl.noise_multiplier
+
+
+@dataclass(frozen=True)
+class SiloNoise:
+    """Each silo adds all of the noise that hides its update (level `client_local`)."""
+
+    noise_multiplier: float
+
+    @property
+    def charge(self) -> Charge:
+        """What a round costs each silo that answers it."""
+        return local_gaussian_charge(self.noise_multiplier)
+
+
+@dataclass(frozen=True)
+class NoiseInShares:
+    """Each silo adds a share, and the sum has enough (level `distributed`); `charge` is one round's."""
+
+    charge: Charge
+
+
+CentralNoise = FreshNoise | CorrelatedRounds
+RoundNoise = NoiseElsewhere | FreshNoise | CorrelatedRounds | SiloNoise | NoiseInShares
