@@ -205,15 +205,15 @@ class Phases:
     def stop(self, status: m.JobStatus, reason: str, now: float) -> None:
         """Ends or pauses the job; a commit that is under way is completed first.
 
-        So is a round that cannot be repeated: with the model that it has made, or else without one.
+        So is a round whose model clients have been given: made again it would be a second release of the same
+        round, which nobody has paid for. A round whose sum may be known and gave no model is closed.
         """
         attempt = self._state.attempt
-        if attempt is not None and attempt.spent is not None:
-            if attempt.phase == m.EVALUATE:
-                self._context.withdraw_awaited(f"the job is {status}")
-                self.commit(now)
-            elif attempt.phase == m.AGGREGATE:
-                self.close_round(f"the job was {status} while it was unmasked: {reason}", now)
+        if attempt is not None and attempt.phase == m.EVALUATE:
+            self._context.withdraw_awaited(f"the job is {status}")
+            self.commit(now)
+        elif attempt is not None and attempt.phase == m.AGGREGATE and attempt.spent is not None:
+            self.close_round(f"the job was {status} while it was unmasked: {reason}", now)
         if attempt is not None and attempt.phase == m.COMMIT:
             self._state.stopping = (status, reason)
             return

@@ -184,6 +184,15 @@ class RoundMachine(RuleBasedStateMachine):
             assert not record.closed or not (record.contributors or record.weights or record.training)
 
     @invariant()
+    def a_model_that_was_shown_is_that_of_its_round(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        shown = {action.step for action in self.driver.instructions if action.step.phase == "evaluate"}
+        assert len({step.round for step in shown}) == len(shown)
+        attempts = {record.round: record.attempt for record in self.driver.records}
+        assert all(attempts.get(step.round, step.attempt) == step.attempt for step in shown)
+
+    @invariant()
     def the_model_that_clients_get_is_the_one_last_committed(self) -> None:
         if not hasattr(self, "driver"):
             return

@@ -174,3 +174,22 @@ def test_events_tell_nothing_exact_of_an_update_that_has_no_noise_yet(level: str
     bare = level in ("client", "dp_ftrl")
     for note in received:
         assert ({"digest", "examples"} & set(note.detail or {}) == set()) is bare
+
+
+@pytest.mark.parametrize("level", ["client", "dp_ftrl", "client_local"])
+def test_pauses_in_evaluation_release_one_model_a_round(level: str) -> None:
+    """Each model made anew from a round would have noise of its own: their mean has less than was charged."""
+    text = FTRL.format(strategy="uniform", bands=1, more="noise_multiplier = 1.0\npublic_evaluation = true")
+    text = text.replace("every = 0", "every = 1").replace("dp_ftrl", level)
+    driver = Driver(job(text if level == "dp_ftrl" else text.replace("bands = 1", ""), rounds=2))
+    driver.join("a", "b")
+    driver.send(m.Start())
+    for _ in range(6):
+        for client in driver.cohort():
+            driver.update(client)
+        driver.send(m.Pause("lunch"), m.Resume())
+        if driver.engine.state.attempt is None:
+            break
+    shown = {(i.step.round, i.step.attempt) for i in driver.instructions if i.step.phase == m.EVALUATE}
+    assert sorted(shown) == [(1, 1), (2, 1)]
+    assert [(record.round, record.attempt) for record in driver.records] == sorted(shown)
