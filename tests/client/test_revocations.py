@@ -17,6 +17,7 @@ from roundtable.client.agent import revocations
 from roundtable.client.agent.agent import Agent
 from roundtable.client.agent.connection import open_channel
 from roundtable.client.agent.first_contact import check_first_contact
+from roundtable.client.agent.release_ledger import NAME, ReleaseLedger
 from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.secure_attempts import SecureAttempts, certificate_of
 from roundtable.client.failures import WorkFailed
@@ -188,15 +189,19 @@ async def test_peers_on_the_list_are_no_peers(place: Path, listening: Listening)
         "127.0.0.1:1", place / "alder", place / "state", policy=PolicyTable(minimum_cohort=3)
     )
     job = parse_job('task = "t"\n[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0\n')
-    step = StepKey("j", 1, 1, "train")
-    SecureAttempts(config, "alder").begin(step, job, 8, shown)
+
+    def begin(config: AgentConfig, name: str, attempt: int) -> None:
+        attempts = SecureAttempts(config, name, ReleaseLedger(config.state / NAME))
+        attempts.begin(StepKey("j", 1, attempt, "train"), job, 8, "model", shown)
+
+    begin(config, "alder", 1)
     put_on_the_list(place, "cedar/identity.crt", into="alder")
     with pytest.raises(WorkFailed, match="peer cannot be trusted: the certificate of the silo 'cedar'"):
-        SecureAttempts(config, "alder").begin(step, job, 8, shown)
+        begin(config, "alder", 2)
     other = replace(config, state=place / "second")
     put_on_the_list(place, "ca/issuing.crt", into="birch")
     with pytest.raises(WorkFailed, match="cedar"):
-        SecureAttempts(replace(other, credentials=place / "birch"), "birch").begin(step, job, 8, shown)
+        begin(replace(other, credentials=place / "birch"), "birch", 1)
 
 
 async def test_nobody_listens_where_a_list_is_known(place: Path, listening: Listening) -> None:
