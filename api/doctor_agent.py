@@ -13,6 +13,7 @@ import grpc
 from roundtable.client.agent.connection import ControlStream, explain, hello, open_channel
 from roundtable.client.agent.state_lock import locked
 from roundtable.client.policy.config import AgentConfig, load_agent_config
+from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.client.worker.executor import choose_device
 from roundtable.core.errors import ResourceError, RoundtableError
@@ -33,6 +34,7 @@ def examine_agent(file: Path) -> list[Check]:
         *machine(),
         *_device(config),
         *_tasks(config),
+        *_policy(config),
         folder_writable("state", config.state, "state in agent.toml"),
         disk(config.state),
         *_metrics(config),
@@ -66,6 +68,15 @@ def _tasks(config: AgentConfig) -> Iterator[Check]:
             yield Check("tasks", "fail", message, f"read it, then `roundtable client hash {name}`")
         else:
             yield Check("tasks", "ok", f"{name}: {reference}")
+
+
+def _policy(config: AgentConfig) -> Iterator[Check]:
+    """What each rule guarantees, and against whom."""
+    for rule in guarantees(config.policy):
+        if rule.gap:
+            yield Check("policy", "warn", f"{rule.key}: {rule.sentence}", rule.gap)
+        else:
+            yield Check("policy", "ok", f"{rule.key}: {rule.sentence}")
 
 
 def _metrics(config: AgentConfig) -> Iterator[Check]:

@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from roundtable.client.policy.privacy_rules import privacy_objections
 from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import TaskError
 from roundtable.core.identity.signing import VOUCHED_FOR
-from roundtable.core.privacy_table import Accounted, NoPrivacy, hides_figures, levels_of, masking_of
+from roundtable.core.privacy_table import ExampleLevel, hides_figures
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
@@ -54,7 +55,9 @@ class PolicyTable(Table):
         gt=0,
         description="most that the silo's own account may spend over all jobs",
     )
-    delta: float | None = Field(None, gt=0, lt=1, description="of epsilon; default: each job's")
+    delta: float | None = Field(
+        None, gt=0, lt=1, description="most of a job where an epsilon is limited; default: 1e-3"
+    )
     minimum_cohort: int = Field(
         MINIMUM_COHORT,
         ge=MINIMUM_COHORT,
@@ -66,7 +69,10 @@ class PolicyTable(Table):
         description="root: in secure aggregation only peers count whose identity the root certified offline",
     )
     client_level_epsilon: float | None = Field(
-        None, gt=0, description="most that a job may spend on hiding a whole silo; jobs without are refused"
+        None,
+        gt=0,
+        description="most that a job may spend on hiding a whole silo, by noise that the silos add; others "
+        "are refused",
     )
     example_level_epsilon: float | None = Field(
         None, gt=0, description="most that a job may spend on hiding a record; jobs without are refused"
@@ -87,8 +93,12 @@ class PolicyTable(Table):
     rounds: int | None = Field(
         None, ge=1, description="most rounds of a job, most updates and most evaluations that leave for it"
     )
-    epochs: int | None = Field(None, ge=1, description="most passes over the data a round")
-    steps: int | None = Field(None, ge=1, description="most optimizer steps a round, where a job counts them")
+    epochs: int | None = Field(
+        None, ge=1, description="most passes over the data a round; alone, it refuses jobs that count steps"
+    )
+    steps: int | None = Field(
+        None, ge=1, description="most optimizer steps a round; alone, it refuses jobs that count epochs"
+    )
     batch_size: int | None = Field(None, ge=1, description="largest batch")
     seconds: Seconds | None = Field(None, gt=0, description="most time for one step of a round")
     max_memory: str | None = Field(
@@ -164,7 +174,7 @@ class Rules:
             *self._to_task(job),
             *self._to_submitter(submitter),
             *self._to_size(job),
-            *self._to_privacy(job),
+            *privacy_objections(self.policy, job),
             *self._to_time(now),
         ]
 
@@ -227,39 +237,23 @@ class Rules:
             yield f"{submitter!r} may not submit jobs for this silo ([policy] submitters){hint}"
 
     def _to_size(self, job: JobConfig) -> Iterator[str]:
-        policy, asked = self.policy, job.algorithm
-        if asked.steps is not None and policy.steps is None and policy.epochs is not None:
+        policy, asked, private = self.policy, job.algorithm, job.privacy
+        steps, batch = asked.steps, asked.batch_size
+        if isinstance(private, ExampleLevel):
+            steps, batch = private.local_steps or steps, private.batch_size or batch
+        if steps is not None and policy.steps is None and policy.epochs is not None:
             yield "the job counts steps, and this silo bounds epochs ([policy] steps)"
+        if steps is None and policy.epochs is None and policy.steps is not None:
+            yield "the job counts epochs, and this silo bounds steps ([policy] epochs)"
         wishes = [
             ("rounds", job.rounds, policy.rounds),
-            ("epochs", asked.passes if asked.steps is None else None, policy.epochs),
-            ("steps", asked.steps, policy.steps),
-            ("batch_size", asked.batch_size, policy.batch_size),
+            ("epochs", asked.passes if steps is None else None, policy.epochs),
+            ("steps", steps, policy.steps),
+            ("batch_size", batch, policy.batch_size),
         ]
         for name, wanted, most in wishes:
             if wanted is not None and most is not None and wanted > most:
                 yield f"the job asks for {name} = {wanted}, and this silo allows {most} ([policy] {name})"
-
-    def _to_privacy(self, job: JobConfig) -> Iterator[str]:
-        policy, masked = self.policy, masking_of(job.privacy) is not None
-        if policy.secure_aggregation and not masked:
-            yield (
-                "this silo takes part only with secure aggregation ([policy] secure_aggregation = true); "
-                "set privacy.secure_aggregation = true in the job"
-            )
-        known, least = job.cohort.size, policy.minimum_cohort
-        if known is not None and known < least and (masked or "minimum_cohort" in policy.model_fields_set):
-            yield (
-                f"the job's cohort is {known} silos, and this one {'hides only' if masked else 'takes part'} "
-                f"among at least {least} ([policy] minimum_cohort)"
-            )
-        if policy.epsilon is not None and not isinstance(job.privacy, Accounted):
-            yield (
-                f"the job's privacy.level is {job.privacy.level!r}, for which no silo can keep an account "
-                "([policy] epsilon): use 'client_local', 'distributed' or 'example'"
-            )
-        yield from _to_level(job, "client_level_epsilon", policy.client_level_epsilon, "client")
-        yield from _to_level(job, "example_level_epsilon", policy.example_level_epsilon, "example")
 
     def _to_time(self, now: datetime) -> Iterator[str]:
         if self.policy.hours is None:
@@ -269,22 +263,6 @@ class Rules:
         inside = first <= clock < last if first <= last else clock >= first or clock < last
         if not inside:
             yield f"this silo works from {first:%H:%M} to {last:%H:%M} ([policy] hours)"
-
-
-def _to_level(job: JobConfig, rule: str, most: float | None, unit: str) -> Iterator[str]:
-    privacy = job.privacy
-    if most is None:
-        return
-    if isinstance(privacy, NoPrivacy) or privacy.unit != unit:
-        yield (
-            f"the job's privacy.level is {privacy.level!r}, and [policy] {rule} asks for "
-            f"{' or '.join(map(repr, levels_of(unit)))}"
-        )
-    elif privacy.epsilon is None:
-        yield f"the job states no privacy.epsilon, and this silo allows {most:g} ([policy] {rule})"
-    elif privacy.epsilon > most:
-        asked = privacy.epsilon
-        yield f"the job's privacy.epsilon is {asked:g}, and this silo allows {most:g} ([policy] {rule})"
 
 
 def _size(text: str) -> int:

@@ -18,6 +18,7 @@ from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.spool import Finished
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig, load_agent_config
+from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.known_jobs import KnownJobs
 from roundtable.client.policy.rules import PolicyTable, Rules
 from roundtable.client.policy.task_hash import hash_of_task
@@ -34,6 +35,7 @@ from roundtable.proto.receipts import receipt_values
 
 NOON = datetime(2026, 6, 1, 12, 0)
 MODEL = "a" * 64
+EXAMPLE = '[privacy]\nlevel = "example"\nepsilon = 1.0\ndelta = 1e-5\nclip_norm = 1.0\n'
 
 
 def job(text: str = "", rounds: int = 3) -> JobConfig:
@@ -53,19 +55,41 @@ def said(
         ({"rounds": 2}, "", "rounds = 3, and this silo allows 2"),
         ({"epochs": 1}, "[algorithm]\nepochs = 5", "epochs = 5, and this silo allows 1"),
         ({"epochs": 1}, "[algorithm]\nsteps = 5", "counts steps"),
+        ({"steps": 4}, "[algorithm]\nepochs = 10000", "counts epochs"),
+        (
+            {"steps": 4},
+            f"[algorithm]\nsteps = 4\n{EXAMPLE}local_steps = 900",
+            "steps = 900, and this silo allows 4",
+        ),
+        ({"batch_size": 64}, f"{EXAMPLE}batch_size = 65", "batch_size = 65, and this silo allows 64"),
         ({"steps": 4}, "[algorithm]\nsteps = 5", "steps = 5, and this silo allows 4"),
         ({"batch_size": 16}, "", "batch_size = 32, and this silo allows 16"),
         ({"secure_aggregation": True}, "", "only with secure aggregation"),
         ({"client_level_epsilon": 8.0}, "", "privacy.level is 'none'"),
         (
             {"client_level_epsilon": 8.0},
-            '[privacy]\nlevel = "client"\nepsilon = 9.0\ndelta = 1e-5\nclip_norm = 1.0',
+            '[privacy]\nlevel = "client_local"\nepsilon = 9.0\ndelta = 1e-5\nclip_norm = 1.0',
             "epsilon is 9, and this silo allows 8",
         ),
         (
             {"client_level_epsilon": 8.0},
-            '[privacy]\nlevel = "client"\nnoise_multiplier = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
+            '[privacy]\nlevel = "client_local"\nnoise_multiplier = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
             "states no privacy.epsilon",
+        ),
+        (
+            {"client_level_epsilon": 8.0},
+            '[privacy]\nlevel = "client"\nepsilon = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
+            "this silo's bare update leaves it",
+        ),
+        (
+            {"client_level_epsilon": 8.0},
+            '[privacy]\nlevel = "dp_ftrl"\nepsilon = 1.0\ndelta = 1e-5\nclip_norm = 1.0',
+            "asks for 'client_local' or 'distributed'",
+        ),
+        (
+            {"epsilon": 1.0},
+            '[privacy]\nlevel = "client_local"\nepsilon = 1.0\ndelta = 0.9\nclip_norm = 1.0',
+            "privacy.delta is 0.9, and this silo allows 0.001",
         ),
         ({"epsilon": 1.0}, "", "privacy.level is 'none', for which no silo can keep an account"),
         (
@@ -83,6 +107,7 @@ def said(
             "[cohort]\nsize = 4",
             "is 4 silos, and this one takes part among at least 5",
         ),
+        ({"minimum_cohort": 5}, "", "names no cohort.size, and this silo takes part among at least 5"),
         ({"submitters": ["ada"]}, "", "not signed by its submitter"),
         ({"hours": "20:00-06:00"}, "", "works from 20:00 to 06:00"),
     ],
@@ -101,9 +126,17 @@ def test_what_the_rules_allow_is_allowed() -> None:
         "submitters": ["ada"],
         "hours": "08:00-18:00",
     }
-    private = '[privacy]\nlevel = "client"\nepsilon = 8.0\ndelta = 1e-5\nclip_norm = 1.0'
+    private = '[privacy]\nlevel = "client_local"\nepsilon = 8.0\ndelta = 1e-5\nclip_norm = 1.0'
     assert said(policy, job(private), "ada") == ""
     assert "'eve' may not submit" in said(policy, job(private), "eve")
+
+
+def test_a_rule_whose_promise_needs_another_says_so() -> None:
+    alone = guarantees(PolicyTable(minimum_cohort=5, epsilon=1.0))
+    assert {each.key for each in alone if each.gap} == {"minimum_cohort", "epsilon"}
+    whole = guarantees(PolicyTable(minimum_cohort=5, epsilon=1.0, delta=1e-5, secure_aggregation=True))
+    assert len(whole) == 3
+    assert not any(each.gap for each in whole)
 
 
 def test_secure_aggregation_has_a_least_cohort_of_its_own() -> None:
