@@ -34,7 +34,8 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.client.policy.rules import PolicyTable, Rules, TaskTable
+from roundtable.client.policy.policy_table import PolicyTable, TaskTable
+from roundtable.client.policy.rules import Rules
 from roundtable.core.errors import ConfigError
 from roundtable.core.identity.handshake import split_address
 from roundtable.core.observability.logs import LogFormat

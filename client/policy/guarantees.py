@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.policy.privacy_rules import LARGEST_DELTA
-from roundtable.client.policy.rules import PolicyTable
 
 
 @dataclass(frozen=True)
-class Guarantee:
+class RuleGuarantee:
     """A key, what it guarantees against whom, and what it lacks for that; "" if nothing."""
 
     key: str
@@ -35,11 +35,13 @@ _SENTENCES = {
 }
 
 
-def guarantees(policy: PolicyTable) -> list[Guarantee]:
+def guarantees(policy: PolicyTable) -> list[RuleGuarantee]:
     """One for each key that is set and whose promise needs words, in the order of the table above."""
     given = policy.model_dump(exclude_unset=True, exclude_defaults=True)
     return [
-        Guarantee(key, sentence, _gap(policy, key)) for key, sentence in _SENTENCES.items() if key in given
+        RuleGuarantee(key, sentence, _gap(policy, key))
+        for key, sentence in _SENTENCES.items()
+        if key in given
     ]
 
 

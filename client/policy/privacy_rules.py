@@ -7,13 +7,11 @@ key that promises privacy is satisfied by them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.config import JobConfig
 from roundtable.core.privacy_table import Accounted, NoPrivacy, levels_of, masking_of
-
-if TYPE_CHECKING:
-    from roundtable.client.policy.rules import PolicyTable
 
 LARGEST_DELTA = 1e-3
 """Of a job, where the policy limits an epsilon and names no delta: near 1 any epsilon is true of anything."""

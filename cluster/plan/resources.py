@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.errors import ConfigError
 
 

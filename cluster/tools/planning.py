@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.training.local_training import split_data
 from roundtable.cluster.plan.links import Links, read_links
 from roundtable.cluster.plan.model_probe import example_batch, probe_model

@@ -9,7 +9,7 @@ from typing import Any
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import load_agent_config
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import ArrayTask, Task, load_task

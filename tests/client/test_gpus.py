@@ -11,7 +11,7 @@ import torch
 
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.gpus import bound_gpu_memory, memory_fraction, shown_gpus
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.errors import ConfigError
 

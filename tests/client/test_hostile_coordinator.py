@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roundtable.client.agent.secure_attempts import certificate_of
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.config import JobConfig
 from roundtable.core.identity.credentials import issue
 from roundtable.core.models import Model

@@ -20,7 +20,8 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.known_jobs import KnownJobs
-from roundtable.client.policy.rules import PolicyTable, Rules
+from roundtable.client.policy.policy_table import PolicyTable
+from roundtable.client.policy.rules import Rules
 from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.client.step_key import StepKey
 from roundtable.core import parse_job

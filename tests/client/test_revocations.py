@@ -22,7 +22,7 @@ from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.secure_attempts import SecureAttempts, certificate_of
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.step_key import StepKey
 from roundtable.core import parse_job
 from roundtable.core.errors import IdentityError, UnavailableError

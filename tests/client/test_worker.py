@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.worker.worker_trainer import _post_mortem
 
 KEY = ("job-1", 1, 1, "train")

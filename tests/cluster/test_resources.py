@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.cluster.agent.launcher import _environment
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 

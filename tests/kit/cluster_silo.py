@@ -12,7 +12,7 @@ import torch
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.policy.rules import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import StepWork
 from roundtable.client.training.local_training import train
