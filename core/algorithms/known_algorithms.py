@@ -67,7 +67,7 @@ def find_algorithm(name: str, folder: Path | None = None) -> type[ClientAlgorith
     kind = resolve("algorithm", name, BUILTINS, ENTRY_POINTS, folder)
     if not (isinstance(kind, type) and issubclass(kind, ClientAlgorithm)):
         raise ConfigError(
-            f"algorithm {name!r}: it is no subclass of roundtable.ClientAlgorithm, but {kind!r}"
+            f"algorithm {name!r}: {kind!r} is no subclass of ClientAlgorithm (core.algorithms.contract)"
         )
     return kind
 
