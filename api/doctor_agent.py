@@ -10,8 +10,9 @@ from pathlib import Path
 
 import grpc
 
-from roundtable.client.agent.connection import ControlStream, explain, hello, open_channel
+from roundtable.client.agent.connection import ControlStream, explain, open_channel
 from roundtable.client.agent.state_lock import locked
+from roundtable.client.door.outgoing import hello
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.task_hash import hash_of_task

@@ -18,7 +18,6 @@ from roundtable.client.agent.connection import (
     Refused,
     either,
     explain,
-    hello,
     open_channel,
 )
 from roundtable.client.agent.coordinator_memory import MEMORY_FILE, CoordinatorMemory
@@ -30,6 +29,7 @@ from roundtable.client.agent.secure_attempts import certificate_of
 from roundtable.client.agent.spool import Spool
 from roundtable.client.agent.state_lock import locked
 from roundtable.client.agent.step_handler import StepHandler
+from roundtable.client.door import incoming, outgoing
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import Trainer
 from roundtable.client.worker.executor import choose_device, list_devices
@@ -41,7 +41,6 @@ from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
 from roundtable.core.observability.watchdog import keep_watchdog
-from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import agents_stub
 
 _log = logging.getLogger("roundtable.agent")
@@ -164,8 +163,17 @@ class Agent:
                 stub = agents_stub(channel)
                 session = ControlStream(stub)
                 own = certificate_of(config.credentials)
-                greeting = hello(config.tasks, dict(config.metadata), list_devices(), handler.spooled, own)
-                greeting = self._installation.introduce(self._memory.introduce(greeting))
+                memory = self._memory
+                greeting = outgoing.hello(
+                    config.tasks,
+                    config.metadata,
+                    list_devices(),
+                    handler.spooled,
+                    own,
+                    memory.coordinator,
+                    memory.seen,
+                    self._installation.public_key,
+                )
                 welcome = await session.greet(greeting, self._installation.prove)
                 self._connected(welcome, name)
                 for message in self._memory.meet(welcome.coordinator):
@@ -174,15 +182,16 @@ class Agent:
                 handler.gate.revocations.learn(welcome.revocations)
                 backoff.reset()
 
-                def handle(message: agent_pb2.ToAgent) -> None:
+                def handle(message: incoming.Message) -> None:
                     self._memory.note(message)
-                    handler.gate.revocations.learn(message.revocations)
+                    if isinstance(message, incoming.RevocationNews):
+                        handler.gate.revocations.learn(message.revocations)
                     handler.handle(message)
 
                 link.attach(stub, session.outbox)
                 try:
                     await either(
-                        session.run(welcome.heartbeat_seconds, handle, lambda: handler.state),
+                        session.run(welcome.heartbeat, handle, lambda: handler.state),
                         keep_renewed(stub, config.credentials),
                         handler.gate.revocations.watch(revoked),
                     )
@@ -208,7 +217,7 @@ class Agent:
         # One of several is active, or will be within seconds.
         return min(backoff.next(), _STANDBY_SECONDS) if self._config.standbys else backoff.next()
 
-    def _connected(self, welcome: agent_pb2.Welcome, name: str) -> None:
+    def _connected(self, welcome: incoming.Welcome, name: str) -> None:
         again = " again" if self._coordinator else ""
         self._observer.tally.count("connections")
         _log.info("connected%s to %s as %s", again, self._address, name)
@@ -231,7 +240,7 @@ class Agent:
 
     async def _leave(self, session: asyncio.Task[None], link: Link) -> None:
         """Says Goodbye; the coordinator then closes the stream."""
-        link.send(agent_pb2.FromAgent(goodbye=agent_pb2.Goodbye(reason="the agent was stopped")))
+        link.send(outgoing.goodbye("the agent was stopped"))
         await asyncio.wait([session], timeout=_GOODBYE_SECONDS)
         session.cancel()
         await asyncio.gather(session, return_exceptions=True)

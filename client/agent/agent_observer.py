@@ -13,6 +13,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from roundtable.client.door.incoming import Receipt
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
 from roundtable.core.identity.credentials import Credentials
@@ -20,16 +21,8 @@ from roundtable.core.observability.histograms import ProcessMetrics
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Interval
 from roundtable.core.observability.tracing import Span, Tracer
-from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import traffic
 
-_Receipt = agent_pb2.UploadReceipt
-_RECEIPTS = {
-    _Receipt.ACCEPTED: "accepted",
-    _Receipt.REJECTED: "rejected",
-    _Receipt.STALE: "stale",
-    _Receipt.DUPLICATE: "duplicate",
-}
 _STEPS_KEPT = 256
 _GPU_SECONDS = 10.0
 _GPU_QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu")
@@ -82,11 +75,10 @@ class AgentObserver:
             span = Span(*step[:3], (step.phase, self.silo), known.began, now, error, {"silo": self.silo})
             self._tracer.tell(span)
 
-    def receipt(self, step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
+    def receipt(self, step: StepKey, receipt: Receipt) -> None:
         """What became of an update."""
-        result = _RECEIPTS.get(receipt.status, "unknown")
-        self.tally.count("updates", result)
-        self.ended(step, result, receipt.reason if result == "rejected" else "")
+        self.tally.count("updates", receipt.status)
+        self.ended(step, receipt.status, receipt.reason if receipt.status == "rejected" else "")
 
     def close(self) -> None:
         """Passes on what waits."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from roundtable.client.step_key import StepKey
+from roundtable.client.door import incoming, outgoing
+from roundtable.client.door.outgoing import FromAgent
 from roundtable.core.errors import IdentityError, ProtocolError, RoundtableError, UnavailableError
 from roundtable.core.identity.credentials import load_credentials
 from roundtable.core.identity.handshake import check_connection, trusted_root
 from roundtable.core.identity.revocation import NOTHING, RevocationList
-from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc
+from roundtable.proto import PROTOCOL_VERSION, agent_pb2_grpc
 from roundtable.proto.channel import CLIENT_OPTIONS
 
 _log = logging.getLogger("roundtable.agent")
@@ -66,7 +66,7 @@ class Link:
     def __init__(self) -> None:
         self._stub: agent_pb2_grpc.AgentsAsyncStub | None = None
         self._up = asyncio.Event()
-        self._outbox: asyncio.Queue[agent_pb2.FromAgent] | None = None
+        self._outbox: asyncio.Queue[FromAgent] | None = None
 
     @property
     def stands(self) -> bool:
@@ -79,7 +79,7 @@ class Link:
             await self._up.wait()
         return self._stub
 
-    def send(self, message: agent_pb2.FromAgent) -> None:
+    def send(self, message: FromAgent) -> None:
         """Puts a message on the control stream; it is lost while there is none.
 
         Nothing depends on it: what the coordinator still waits for it asks for again.
@@ -87,9 +87,7 @@ class Link:
         if self._outbox is not None:
             self._outbox.put_nowait(message)
 
-    def attach(
-        self, stub: agent_pb2_grpc.AgentsAsyncStub, outbox: asyncio.Queue[agent_pb2.FromAgent]
-    ) -> None:
+    def attach(self, stub: agent_pb2_grpc.AgentsAsyncStub, outbox: asyncio.Queue[FromAgent]) -> None:
         """The connection stands."""
         self._stub, self._outbox = stub, outbox
         self._up.set()
@@ -187,27 +185,29 @@ class ControlStream:
     def __init__(self, stub: agent_pb2_grpc.AgentsAsyncStub) -> None:
         self._call = stub.Connect()  # type: ignore[call-arg]
         self._heard = time.monotonic()
-        self.outbox: asyncio.Queue[agent_pb2.FromAgent] = asyncio.Queue()
+        self.outbox: asyncio.Queue[FromAgent] = asyncio.Queue()
 
     async def greet(
-        self, hello: agent_pb2.Hello, prove: Callable[[bytes], bytes] | None = None
-    ) -> agent_pb2.Welcome:
+        self, hello: FromAgent, prove: Callable[[bytes], bytes] | None = None
+    ) -> incoming.Welcome:
         """Says Hello and returns the Welcome; Refused if that is the answer, and no answer is an error.
 
         `prove` signs the coordinator's challenge, where the hello names an installation.
         """
-        await self._put(agent_pb2.FromAgent(hello=hello))
+        await self._put(hello)
         answer = await self._answer()
-        if answer.HasField("challenge") and prove is not None:
-            await self._put(agent_pb2.FromAgent(proof=prove(answer.challenge)))
+        if isinstance(answer, incoming.Challenge) and prove is not None:
+            await self._put(outgoing.proof(prove(answer.nonce)))
             answer = await self._answer()
-        if not answer.HasField("welcome"):
-            raise ProtocolError(
-                f"the coordinator began with {answer.WhichOneof('message')}, not with a welcome"
-            )
-        return answer.welcome
+        match answer:
+            case incoming.Welcome():
+                return answer
+            case incoming.BadMessage(reason):
+                raise ProtocolError(f"the coordinator's welcome is refused: {reason}")
+            case _:
+                raise ProtocolError(f"the coordinator began with {type(answer).__name__}, not with a welcome")
 
-    async def _answer(self) -> agent_pb2.ToAgent:
+    async def _answer(self) -> incoming.Message:
         """The coordinator's next message of the greeting; Refused where it is that."""
         try:
             answer = await asyncio.wait_for(self._call.read(), _GREETING_SECONDS)
@@ -216,13 +216,13 @@ class ControlStream:
         if answer is EOF:
             # The status of the ended call says why.
             await self._fail()
-        assert isinstance(answer, agent_pb2.ToAgent)
-        if answer.HasField("refused"):
-            raise Refused(f"the coordinator refused this agent: {answer.refused.reason}")
-        return answer
+        decoded = incoming.message_of(answer)
+        if isinstance(decoded, incoming.Dismissal):
+            raise Refused(f"the coordinator refused this agent: {decoded.reason}")
+        return decoded
 
     async def run(
-        self, beat: float, handle: Callable[[agent_pb2.ToAgent], None], state: Callable[[], str]
+        self, beat: float, handle: Callable[[incoming.Message], None], state: Callable[[], str]
     ) -> None:
         """Serves the stream until it ends, which is always an error: UnavailableError or Refused."""
         try:
@@ -232,17 +232,17 @@ class ControlStream:
 
     async def leave(self, reason: str) -> None:
         """Says Goodbye on a stream that nobody runs, and waits a moment for the coordinator to end it."""
-        await self._put(agent_pb2.FromAgent(goodbye=agent_pb2.Goodbye(reason=reason)))
+        await self._put(outgoing.goodbye(reason))
         async with asyncio.timeout(_GOODBYE_SECONDS):
             await self._call.code()
 
-    async def _read(self, handle: Callable[[agent_pb2.ToAgent], None]) -> None:
+    async def _read(self, handle: Callable[[incoming.Message], None]) -> None:
         while (message := await self._call.read()) is not EOF:
-            assert isinstance(message, agent_pb2.ToAgent)
             self._heard = time.monotonic()
-            if message.HasField("refused"):
-                raise Refused(f"the coordinator ended the connection: {message.refused.reason}")
-            handle(message)
+            decoded = incoming.message_of(message)
+            if isinstance(decoded, incoming.Dismissal):
+                raise Refused(f"the coordinator ended the connection: {decoded.reason}")
+            handle(decoded)
         await self._fail()
 
     async def _fail(self) -> None:
@@ -262,7 +262,7 @@ class ControlStream:
         while True:
             await self._put(await self.outbox.get())
 
-    async def _put(self, message: agent_pb2.FromAgent) -> None:
+    async def _put(self, message: FromAgent) -> None:
         try:
             await self._call.write(message)
         except asyncio.InvalidStateError:
@@ -273,24 +273,4 @@ class ControlStream:
             await asyncio.sleep(beat)
             if time.monotonic() - self._heard > 3 * beat + 1:
                 raise UnavailableError(f"the coordinator has been silent for more than {3 * beat:g} s")
-            self.outbox.put_nowait(agent_pb2.FromAgent(heartbeat=agent_pb2.Heartbeat(state=state())))
-
-
-def hello(
-    tasks: Iterable[str],
-    metadata: dict[str, str],
-    devices: Iterable[str],
-    spooled: Iterable[StepKey],
-    identity: bytes = b"",
-) -> agent_pb2.Hello:
-    """What the agent says of itself."""
-    return agent_pb2.Hello(
-        version=importlib.metadata.version("roundtable"),
-        protocol=PROTOCOL_VERSION,
-        tasks=sorted(tasks),
-        metadata=metadata,
-        devices=devices,
-        clock=time.time(),
-        spooled=[step.message() for step in spooled],
-        identity=identity,
-    )
+            self.outbox.put_nowait(outgoing.heartbeat(state()))

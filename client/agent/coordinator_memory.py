@@ -12,9 +12,9 @@ import json
 import logging
 from pathlib import Path
 
+from roundtable.client.door.incoming import Message, StepInstruction, Withdrawal
 from roundtable.client.durable_files import write_file
 from roundtable.core.errors import ResourceError
-from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
 _JOBS_KEPT = 200
@@ -37,28 +37,30 @@ class CoordinatorMemory:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("what is remembered of the coordinator cannot be read and is dropped: %s", error)
 
-    def introduce(self, hello: agent_pb2.Hello) -> agent_pb2.Hello:
-        """The hello, with what was seen."""
-        hello.coordinator = self._coordinator
-        for job, (round, attempt) in self._seen.items():
-            hello.seen.add(job=job, round=round, attempt=attempt)
-        return hello
+    @property
+    def coordinator(self) -> str:
+        """The identity of the coordinator that the silo worked for last; empty before the first."""
+        return self._coordinator
 
-    def meet(self, coordinator: str) -> list[agent_pb2.ToAgent]:
+    @property
+    def seen(self) -> dict[str, tuple[int, int]]:
+        """The newest (round, attempt) that the silo was asked for, by job."""
+        return dict(self._seen)
+
+    def meet(self, coordinator: str) -> list[Withdrawal]:
         """Now it is this coordinator; what has to be heard so that the jobs of another one are forgotten."""
         if coordinator == self._coordinator:
             return []
         old, self._coordinator, self._seen = list(self._seen), coordinator, {}
         self._write()
         reason = "the coordinator's database was replaced"
-        steps = [common_pb2.Step(job=job) for job in old]
-        return [agent_pb2.ToAgent(withdraw=agent_pb2.Withdraw(step=step, reason=reason)) for step in steps]
+        return [Withdrawal(job, None, reason) for job in old]
 
-    def note(self, message: agent_pb2.ToAgent) -> None:
+    def note(self, message: Message) -> None:
         """Remembers how far a job has come that the silo is asked for; before it begins."""
-        if message.WhichOneof("message") != "instruction":
+        if not isinstance(message, StepInstruction):
             return
-        step = message.instruction.step
+        step = message.step
         if (step.round, step.attempt) > self._seen.get(step.job, (0, 0)):
             self._seen[step.job] = (step.round, step.attempt)
             for job in list(self._seen)[:-_JOBS_KEPT]:

@@ -17,16 +17,17 @@ import grpc
 from roundtable.client.agent.connection import Backoff, Link, calling
 from roundtable.client.agent.spool import Finished, Spool
 from roundtable.client.agent.step_reports import StepReporter
+from roundtable.client.door import outgoing
+from roundtable.client.door.incoming import Receipt, receipt_of, upload_state_of
 from roundtable.client.durable_files import digest_of
 from roundtable.client.step_key import StepKey
 from roundtable.core.errors import ResourceError, TransferError, UnavailableError
 from roundtable.core.failpoints import failpoint
-from roundtable.proto import CHUNK_BYTES, agent_pb2, agent_pb2_grpc
+from roundtable.proto import CHUNK_BYTES, agent_pb2_grpc
 from roundtable.proto.pieces import Piece
 
 Sent = Callable[[int, int], None]
 _log = logging.getLogger("roundtable.agent")
-_Receipt = agent_pb2.UploadReceipt
 _SYNC_AFTER_SECONDS = 2.0
 _KEPT = 4
 
@@ -40,7 +41,7 @@ class Delivery:
         self._reporter = reporter
         self._delivered: OrderedDict[str, Finished] = OrderedDict()
 
-    async def deliver(self, finished: Finished, fresh: bool) -> agent_pb2.UploadReceipt:
+    async def deliver(self, finished: Finished, fresh: bool) -> Receipt:
         """Sends the update; a fresh one is kept first, against power cuts too if it has to wait.
 
         Raises ProtocolError where the coordinator does not take it, TransferError where it is no longer what
@@ -86,7 +87,7 @@ class Delivery:
         except ResourceError as error:
             _log.warning("%s: a crash before its delivery would lose it: %s", finished.step, error)
 
-    async def _send(self, finished: Finished, ask: bool) -> agent_pb2.UploadReceipt:
+    async def _send(self, finished: Finished, ask: bool) -> Receipt:
         step, backoff, place = finished.step, Backoff(), self._spool.bytes_of(finished.step)
         while True:
             stub = await self._link.stub()
@@ -116,27 +117,25 @@ def _damaged(error: UnavailableError) -> bool:
 
 async def upload(
     stub: agent_pb2_grpc.AgentsAsyncStub, update: Finished, source: Path, sent: Sent, *, ask: bool
-) -> agent_pb2.UploadReceipt:
+) -> Receipt:
     """Sends the update and returns the receipt. With `ask`, resumes behind what has arrived before.
 
     `sent` is called with (bytes sent, bytes in all). Raises grpc's error for a lost connection.
     """
     offset = 0
     if ask:
-        state = await stub.UploadStatus(update.header())
-        if not state.wanted:
+        state = upload_state_of(await stub.UploadStatus(header_of(update)), update.size)
+        if state.receipt is not None:
             return state.receipt
         offset = state.offset
     parts: Any = _parts(update, source, offset, sent)
-    receipt = await stub.Upload(parts)
+    receipt = receipt_of(await stub.Upload(parts))
     failpoint("receipt_here", update.step.round, update.step.phase)
     return receipt
 
 
-async def _parts(
-    update: Finished, source: Path, offset: int, sent: Sent
-) -> AsyncIterator[agent_pb2.UploadHeader | Piece]:
-    yield update.header(offset)
+async def _parts(update: Finished, source: Path, offset: int, sent: Sent) -> AsyncIterator[Any]:
+    yield header_of(update, offset)
     with source.open("rb") as file:
         file.seek(offset)
         while data := file.read(CHUNK_BYTES):
@@ -146,11 +145,26 @@ async def _parts(
             failpoint("upload_part", update.step.round, update.step.phase)
 
 
-def tell(step: StepKey, receipt: agent_pb2.UploadReceipt) -> None:
+def header_of(update: Finished, offset: int = 0) -> Any:
+    """What goes before an update's bytes from `offset` onwards."""
+    announcement = bytes.fromhex(update.announcement)
+    return outgoing.upload_header(
+        update.step,
+        update.content,
+        update.layout,
+        update.encoding,
+        update.examples,
+        update.metrics,
+        announcement,
+        offset,
+    )
+
+
+def tell(step: StepKey, receipt: Receipt) -> None:
     """What became of an update, in the silo's log."""
-    if receipt.status in (_Receipt.ACCEPTED, _Receipt.DUPLICATE):
+    if receipt.status in ("accepted", "duplicate"):
         _log.info("%s: delivered", step)
-    elif receipt.status == _Receipt.STALE:
+    elif receipt.status == "stale":
         _log.info("%s: came too late and is dropped (%s)", step, receipt.reason or "the step is over")
     else:
         _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason)

@@ -14,6 +14,8 @@ from datetime import datetime
 from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.silo_log import NAME, SiloLog
 from roundtable.client.agent.spool import Finished
+from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstruction, SubmissionProof
+from roundtable.client.door.outgoing import receipt_statement
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
@@ -24,8 +26,6 @@ from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, verify_identity
 from roundtable.core.identity.signing import check_submission, job_digest, job_values, verify
 from roundtable.core.privacy_table import hides_figures
-from roundtable.proto import agent_pb2, common_pb2
-from roundtable.proto.receipts import receipt_values
 
 _log = logging.getLogger("roundtable.agent")
 _TRAIN = "train"
@@ -50,7 +50,7 @@ class Gatekeeper:
         """The certificate of the identity under which the coordinator signs, and jobs are signed for."""
         self._coordinator = identity
 
-    def admit(self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig) -> str:
+    def admit(self, step: StepKey, instruction: StepInstruction, job: JobConfig) -> str:
         """The silo's own code for the step; WorkFailed with every reason why the silo does not do it."""
         try:
             known = self._known(step, instruction, job)
@@ -66,7 +66,6 @@ class Gatekeeper:
         if reasons:
             self.silo_log.note(self._name, "refused", step.job, step=str(step), reasons=reasons)
             raise WorkFailed("refused", "; ".join(reasons))
-        model = instruction.train.model if step.phase == _TRAIN else instruction.evaluate.model
         self.silo_log.note(
             "coordinator",
             "instructed",
@@ -75,7 +74,7 @@ class Gatekeeper:
             round=step.round,
             attempt=step.attempt,
             phase=step.phase,
-            model=model.digest,
+            model=_model(instruction),
             submitter=known.submitter,
         )
         return self.rules.references[self.rules.task_name(job.task)]
@@ -93,13 +92,10 @@ class Gatekeeper:
         """Whether the progress of training stays here: it holds counts and the loss in the clear."""
         return hides_figures(job.privacy) or self._config.policy.metrics == "none"
 
-    def received(self, finished: Finished, receipt: agent_pb2.UploadReceipt) -> None:
+    def received(self, finished: Finished, receipt: Receipt) -> None:
         """Keeps a receipt; a signature that does not hold is noted, and the coordinator named."""
         step = finished.step
-        header = agent_pb2.UploadHeader(
-            step=step.message(), content=common_pb2.Artifact(digest=finished.digest, size=finished.size)
-        )
-        values = receipt_values(self._name, header, receipt)
+        values = receipt_statement(self._name, step, finished.content, receipt)
         signature, sound = receipt.signature, False
         if signature and self._coordinator:
             try:
@@ -116,9 +112,9 @@ class Gatekeeper:
         """Signs the log up to its end."""
         self.silo_log.seal()
 
-    def _known(self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig) -> KnownJob:
+    def _known(self, step: StepKey, instruction: StepInstruction, job: JobConfig) -> KnownJob:
         """The job as this silo knows it from now on; IdentityError for one that has changed."""
-        digest = job_digest(instruction.job_config)
+        digest = job_digest(instruction.config)
         known = self._jobs.get(step.job)
         if known is None:
             known = self._introduced(step, instruction, digest, job)
@@ -130,16 +126,16 @@ class Gatekeeper:
         return known
 
     def _introduced(
-        self, step: StepKey, instruction: agent_pb2.Instruction, digest: str, job: JobConfig
+        self, step: StepKey, instruction: StepInstruction, digest: str, job: JobConfig
     ) -> KnownJob:
         submission, submitter = instruction.submission, ""
         if submission.signature:
-            self._check_submission(step, instruction.job_config, submission)
+            self._check_submission(step, instruction.config, submission)
             submitter = submission.submitter
         return KnownJob(
             step.job,
             digest,
-            instruction.job_config,
+            instruction.config,
             job.task,
             submitter,
             submission.request_id if submitter else "",
@@ -147,7 +143,7 @@ class Gatekeeper:
             time.time(),
         )
 
-    def _check_submission(self, step: StepKey, config: str, submission: common_pb2.Submission) -> None:
+    def _check_submission(self, step: StepKey, config: str, submission: SubmissionProof) -> None:
         """IdentityError unless this very job was signed, of late, for the coordinator that asks for it."""
         ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
         values = job_values(
@@ -177,27 +173,32 @@ class Gatekeeper:
             )
 
     def _to_step(
-        self, step: StepKey, instruction: agent_pb2.Instruction, job: JobConfig, known: KnownJob
+        self, step: StepKey, instruction: StepInstruction, job: JobConfig, known: KnownJob
     ) -> list[str]:
         """What is wrong with this step of a job that is allowed."""
         reasons = []
         if not 1 <= step.round <= job.rounds:
             reasons.append(f"round {step.round} is none of the job's, which has {job.rounds}")
-        work = instruction.WhichOneof("work")
+        work = instruction.work.kind
         if work != step.phase:
             reasons.append(f"the step's phase is {step.phase!r}, and its work {work!r}")
         if work == "evaluate":
             reasons += self.rules.to_evaluation(job, step.round)
         first = step.phase == _TRAIN and step.round == 1 and known.initial_model
-        if first and instruction.train.model.digest != known.initial_model:
+        if first and _model(instruction) != known.initial_model:
             reasons.append("round 1 begins with another model than the one that the submitter signed")
         return reasons
 
 
-def job_of(instruction: agent_pb2.Instruction) -> JobConfig:
+def _model(instruction: StepInstruction) -> str:
+    """The digest of the model that a step begins with; an exchange has none."""
+    return "" if isinstance(instruction.work, ExchangeWork) else instruction.work.model.digest
+
+
+def job_of(instruction: StepInstruction) -> JobConfig:
     """The job that an instruction belongs to; WorkFailed where its configuration cannot be read."""
     try:
-        return job_from_json(instruction.job_config)
+        return job_from_json(instruction.config)
     except (RoundtableError, ValueError) as error:
         raise WorkFailed(
             "protocol_violation",

@@ -14,7 +14,6 @@ from roundtable.core.errors import IdentityError
 from roundtable.core.identity import certificates as x
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import sign
-from roundtable.proto import agent_pb2
 
 KEY_FILE = "installation.key"
 
@@ -32,10 +31,10 @@ class Installation:
         self._key = key
         self._name = name
 
-    def introduce(self, hello: agent_pb2.Hello) -> agent_pb2.Hello:
-        """The hello, with this installation's public key."""
-        hello.installation = self._key.public_key().public_bytes_raw()
-        return hello
+    @property
+    def public_key(self) -> bytes:
+        """32 bytes, Ed25519."""
+        return self._key.public_key().public_bytes_raw()
 
     def prove(self, nonce: bytes) -> bytes:
         """The signature that the coordinator asks for."""

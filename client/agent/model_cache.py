@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from blake3 import blake3
 
+from roundtable.client.door import outgoing
+from roundtable.client.door.incoming import ArtifactName
 from roundtable.client.durable_files import digest_of, explained
-from roundtable.core.errors import ProtocolError, ResourceError, TransferError
+from roundtable.core.errors import ResourceError, TransferError
 from roundtable.core.failpoints import failpoint
-from roundtable.proto import agent_pb2_grpc, common_pb2
+from roundtable.proto import agent_pb2_grpc
 
 _log = logging.getLogger("roundtable.agent")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FREE_BYTES = 16 << 20
 
 Received = Callable[[int, int], None]
@@ -37,7 +37,7 @@ class ModelCache:
     async def fetch(
         self,
         stub: agent_pb2_grpc.AgentsAsyncStub,
-        artifact: common_pb2.Artifact,
+        artifact: ArtifactName,
         received: Received,
         users: int = 1,
     ) -> Path:
@@ -47,8 +47,6 @@ class ModelCache:
         models that they may still read are kept. Raises TransferError for bytes that are
         not the artifact's, ResourceError for a full disk, and grpc's error for a lost connection.
         """
-        if not _DIGEST.fullmatch(artifact.digest):
-            raise ProtocolError(f"{artifact.digest!r} is no BLAKE3 digest")
         async with self._turn:
             path = self._folder / f"{artifact.digest}.safetensors"
             if not self._have(path, artifact):
@@ -59,7 +57,7 @@ class ModelCache:
             self._verified.add(artifact.digest)
             return path
 
-    def _have(self, path: Path, artifact: common_pb2.Artifact) -> bool:
+    def _have(self, path: Path, artifact: ArtifactName) -> bool:
         if not path.is_file():
             return False
         # A file from before this process started may have been cut short by a crash of the machine.
@@ -72,7 +70,7 @@ class ModelCache:
     async def _download(
         self,
         stub: agent_pb2_grpc.AgentsAsyncStub,
-        artifact: common_pb2.Artifact,
+        artifact: ArtifactName,
         path: Path,
         received: Received,
     ) -> None:
@@ -114,7 +112,7 @@ class ModelCache:
 
 async def _receive(
     stub: agent_pb2_grpc.AgentsAsyncStub,
-    artifact: common_pb2.Artifact,
+    artifact: ArtifactName,
     partial: Path,
     have: int,
     digest: blake3,
@@ -122,7 +120,7 @@ async def _receive(
 ) -> None:
     with partial.open("ab") as file:
         if have < artifact.size:
-            call = stub.Download(common_pb2.DownloadRequest(digest=artifact.digest, offset=have))
+            call = stub.Download(outgoing.download(artifact.digest, have))
             async for chunk in call:
                 if chunk.offset != have or have + len(chunk.data) > artifact.size:
                     call.cancel()

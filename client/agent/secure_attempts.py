@@ -281,8 +281,9 @@ class SecureAttempts:
         """Everything of the job is over."""
         for key in [key for key in self._attempts if key.job == job]:
             self.forget(key)
-        for path in self._folder.glob(f"{job}.*"):
-            path.unlink()
+        for path in list(self._folder.iterdir()):
+            if path.stem.rsplit(".", 3)[0] == job:
+                path.unlink()
 
     def _own(self) -> SiloIdentity:
         try:

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from roundtable.client.door.incoming import ArtifactName
 from roundtable.client.durable_files import digest_of, sync, write_file
 from roundtable.client.step_key import StepKey
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.failpoints import failpoint
-from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
 
@@ -33,18 +33,10 @@ class Finished:
     metrics: Metrics
     announcement: str = ""
 
-    def header(self, offset: int = 0) -> agent_pb2.UploadHeader:
-        """What goes before the bytes."""
-        return agent_pb2.UploadHeader(
-            step=self.step.message(),
-            content=common_pb2.Artifact(digest=self.digest, size=self.size),
-            layout=self.layout,
-            encoding=self.encoding,
-            examples=self.examples,
-            metrics=metric_messages(self.metrics),
-            offset=offset,
-            announcement=bytes.fromhex(self.announcement),
-        )
+    @property
+    def content(self) -> ArtifactName:
+        """The name of the encoded bytes."""
+        return ArtifactName(self.digest, self.size)
 
 
 class Spool:
@@ -126,8 +118,3 @@ class Spool:
 
     def _description(self, step: StepKey) -> Path:
         return self._folder / f"{step.slug}.json"
-
-
-def metric_messages(metrics: Metrics) -> list[common_pb2.Metric]:
-    """Metrics as they travel."""
-    return [common_pb2.Metric(name=name, sum=value, count=count) for name, (value, count) in metrics.items()]

@@ -30,8 +30,10 @@ from roundtable.client.agent.secure_attempts import (
     SecureAttempts,
     is_secure,
 )
-from roundtable.client.agent.spool import Finished, Spool, metric_messages
+from roundtable.client.agent.spool import Finished, Spool
 from roundtable.client.agent.step_reports import StepReporter
+from roundtable.client.door import incoming, outgoing
+from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.durable_files import explained
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.policy.config import AgentConfig
@@ -47,7 +49,6 @@ from roundtable.core.errors import (
 )
 from roundtable.core.failpoints import failpoint
 from roundtable.core.models import open_model
-from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
 _ANSWERS_KEPT = 256
@@ -78,11 +79,11 @@ class StepHandler:
         self.gate = Gatekeeper(config, self._client)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
-        self._answers: OrderedDict[StepKey, agent_pb2.FromAgent] = OrderedDict()
+        self._answers: OrderedDict[StepKey, outgoing.FromAgent] = OrderedDict()
         self._reporter = StepReporter(link, observer)
         self._report = self._reporter.report
         self._delivery = Delivery(link, spool, self._reporter)
-        self._asked: dict[StepKey, tuple[agent_pb2.Instruction, float]] = {}
+        self._asked: dict[StepKey, tuple[StepInstruction, float]] = {}
 
     @property
     def state(self) -> str:
@@ -103,16 +104,17 @@ class StepHandler:
             _log.info("%s: finished earlier, to be delivered", finished.step)
             self._start_delivery(finished, fresh=False)
 
-    def handle(self, message: agent_pb2.ToAgent) -> None:
-        """One message from the coordinator."""
-        kind = message.WhichOneof("message")
-        try:
-            if kind == "instruction":
-                self._instruct(message.instruction)
-            elif kind == "withdraw":
-                self._withdraw(message.withdraw)
-        except ProtocolError as error:
-            _log.error("a message is ignored: %s", error)
+    def handle(self, message: incoming.Message) -> None:
+        """One message from the coordinator; one that did not pass the door is refused to its sender."""
+        match message:
+            case StepInstruction():
+                self._instruct(message)
+            case incoming.Withdrawal():
+                self._withdraw(message)
+            case incoming.BadMessage(reason, step):
+                _log.error("a message is refused: %s", reason)
+                if step is not None:
+                    self._link.send(outgoing.failure(step, "protocol_violation", reason))
 
     async def settled(self) -> None:
         """Returns when nothing is under way any more."""
@@ -127,15 +129,15 @@ class StepHandler:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.gate.close()
 
-    def _instruct(self, instruction: agent_pb2.Instruction) -> None:
-        step = StepKey.of(instruction.step)
-        if instruction.WhichOneof("work") == "exchange":
-            self._exchange(step, instruction.exchange.payload)
+    def _instruct(self, instruction: StepInstruction) -> None:
+        step = instruction.step
+        if isinstance(instruction.work, ExchangeWork):
+            self._exchange(step, instruction.work.payload)
             return
         if step in self._answers:
             self._link.send(self._answers[step])
             return
-        self._link.send(agent_pb2.FromAgent(accepted=agent_pb2.Accepted(step=step.message())))
+        self._link.send(outgoing.accepted(step))
         if step in self._delivering:
             self._report(step, "uploading", 0, 0)
             return
@@ -145,7 +147,7 @@ class StepHandler:
         kept = self._delivery.take_back(step)
         if kept is not None:
             _log.info("%s: delivered before, and asked for again", step)
-            self._asked[step] = (instruction, time.monotonic() + instruction.deadline_seconds)
+            self._asked[step] = (instruction, time.monotonic() + instruction.seconds)
             self._start_delivery(kept, fresh=True)
             return
         self._delivery.forget(step.job)
@@ -153,16 +155,16 @@ class StepHandler:
             _log.info("%s: given up for a newer step", other)
             self._working[other].cancel()
             self._asked.pop(other, None)
-        if instruction.WhichOneof("work") == "train":
-            self._asked[step] = (instruction, time.monotonic() + instruction.deadline_seconds)
+        if instruction.work.kind == "train":
+            self._asked[step] = (instruction, time.monotonic() + instruction.seconds)
         self._spawn(self._working, step, self._work(step, instruction))
 
-    def _withdraw(self, withdraw: agent_pb2.Withdraw) -> None:
-        """Forgets one step; a step of round 0 means the whole job, which is then over."""
-        if withdraw.step.round == 0:
-            self._end_job(withdraw.step.job, withdraw.reason)
+    def _withdraw(self, withdraw: incoming.Withdrawal) -> None:
+        """Forgets one step, or the whole job, which is then over."""
+        step = withdraw.step
+        if step is None:
+            self._end_job(withdraw.job, withdraw.reason)
             return
-        step = StepKey.of(withdraw.step)
         if step in self._working or step in self._delivering:
             _log.info("%s: withdrawn (%s)", step, withdraw.reason)
         self._drop(step)
@@ -183,32 +185,30 @@ class StepHandler:
                 task.add_done_callback(lambda _: self._spool.remove(step))
                 task.cancel()
 
-    async def _work(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
+    async def _work(self, step: StepKey, instruction: StepInstruction) -> None:
         failpoint("accepted", step.round, step.phase)
         try:
-            async with asyncio.timeout(self.gate.seconds(instruction.deadline_seconds)):
+            async with asyncio.timeout(self.gate.seconds(instruction.seconds)):
                 await self._answer(step, instruction)
         except TimeoutError:
-            reason = f"the silo did not finish within the {instruction.deadline_seconds:.0f} s that were left"
+            reason = f"the silo did not finish within the {instruction.seconds:.0f} s that were left"
             self._fail(step, WorkFailed("slow_node", reason))
         except RoundtableError as error:
             self._fail(step, error)
         except OSError as error:
             self._fail(step, explained(error, Path(error.filename or "a file")))
 
-    async def _answer(self, step: StepKey, instruction: agent_pb2.Instruction) -> None:
+    async def _answer(self, step: StepKey, instruction: StepInstruction) -> None:
         job = job_of(instruction)
-        work_kind = instruction.WhichOneof("work")
+        asked = instruction.work
         task = self.gate.admit(step, instruction, job)
-        if work_kind not in ("train", "evaluate"):
-            raise WorkFailed("protocol_violation", f"this agent does not know the work {work_kind!r}")
-        asked = instruction.train if work_kind == "train" else instruction.evaluate
+        assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
         model = await self._fetch(step, asked.model)
         failpoint("model_here", step.round, step.phase)
         work = StepWork(
             step=step,
             client=self._client,
-            config=instruction.job_config,
+            config=instruction.config,
             job=job,
             task=task,
             model=model,
@@ -216,14 +216,14 @@ class StepHandler:
             output=self._spool.bytes_of(step),
             trouble=partial(self._reporter.trouble, step),
         )
-        if work_kind == "train" and is_secure(job):
+        if asked.kind == "train" and is_secure(job):
             vector = open_model(model).vector
             values = await asyncio.to_thread(values_digest, vector)
-            identities = instruction.train.identities
+            identities = asked.identities
             attempt = self._secure.begin(step, job, len(vector), values, identities)
             self._advertise(step)
             await self._train_secretly(work, attempt)
-        elif work_kind == "train":
+        elif asked.kind == "train":
             await self._train(work, asked.model.digest)
         else:
             await self._evaluate(work, asked.model.digest)
@@ -268,15 +268,13 @@ class StepHandler:
             answer = self._secure.handle(step, message)
         except (WorkFailed, ResourceError) as error:
             diagnosis = diagnose(error)
-            failure = agent_pb2.Failure(step=step.message(), kind=diagnosis.kind, detail=diagnosis.detail)
-            self._link.send(agent_pb2.FromAgent(failure=failure))
+            self._link.send(outgoing.failure(step, diagnosis.kind, diagnosis.detail))
             return
         if answer is not None:
             self._reply(step, answer)
 
     def _reply(self, step: StepKey, payload: bytes) -> None:
-        message = agent_pb2.Reply(step=step._replace(phase=PHASE).message(), payload=payload)
-        self._link.send(agent_pb2.FromAgent(reply=message))
+        self._link.send(outgoing.reply(step._replace(phase=PHASE), payload))
 
     async def _trained(self, work: StepWork) -> TrainedUpdate:
         step, began = work.step, time.monotonic()
@@ -302,12 +300,11 @@ class StepHandler:
         with refusing():
             await asyncio.to_thread(self._ledger.evaluation, step, model)
         _log.info("%s: evaluated%s", step, loss_of(metrics))
-        answer = agent_pb2.Evaluated(step=step.message(), metrics=metric_messages(self.gate.leaving(metrics)))
         self._observer.ended(step, "done")
         failpoint("evaluated", step.round, step.phase)
-        self._remember(step, agent_pb2.FromAgent(evaluated=answer))
+        self._remember(step, outgoing.evaluated(step, self.gate.leaving(metrics)))
 
-    async def _fetch(self, step: StepKey, artifact: common_pb2.Artifact) -> Path:
+    async def _fetch(self, step: StepKey, artifact: incoming.ArtifactName) -> Path:
         backoff, damaged = Backoff(), 0
         while True:
             stub = await self._link.stub()
@@ -345,7 +342,7 @@ class StepHandler:
         self.gate.received(finished, receipt)
         self._observer.receipt(step, receipt)
         tell(step, receipt)
-        arrived = receipt.status in (agent_pb2.UploadReceipt.ACCEPTED, agent_pb2.UploadReceipt.DUPLICATE)
+        arrived = receipt.status in ("accepted", "duplicate")
         if arrived and asked is not None and finished.encoding != MASKED:
             self._delivery.delivered(finished)
         else:
@@ -359,7 +356,7 @@ class StepHandler:
             self._fail(step, error)
             return
         instruction, end = asked
-        instruction.deadline_seconds = max(0.0, end - time.monotonic())
+        instruction = replace(instruction, seconds=max(0.0, end - time.monotonic()))
         self._reporter.trouble(step, "data_corruption", str(error), "trains again")
         self._spawn(self._working, step, self._work(step, instruction))
 
@@ -370,12 +367,11 @@ class StepHandler:
         _log.error(
             "%s: failed (%s): %s%s", step, diagnosis.kind, diagnosis.detail, f"\n{trace}" if trace else ""
         )
-        failure = agent_pb2.Failure(step=step.message(), kind=diagnosis.kind, detail=diagnosis.detail)
-        self._remember(step, agent_pb2.FromAgent(failure=failure))
+        self._remember(step, outgoing.failure(step, diagnosis.kind, diagnosis.detail))
         self._asked.pop(step, None)
         self._spool.remove(step)
 
-    def _remember(self, step: StepKey, answer: agent_pb2.FromAgent) -> None:
+    def _remember(self, step: StepKey, answer: outgoing.FromAgent) -> None:
         """Sends the answer, and keeps it for the case that it is asked for again."""
         self._answers[step] = answer
         if len(self._answers) > _ANSWERS_KEPT:

@@ -8,13 +8,12 @@ import time
 
 from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Link
+from roundtable.client.door import outgoing
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
-from roundtable.proto import agent_pb2, common_pb2
 
 _log = logging.getLogger("roundtable.agent")
 _PROGRESS_SECONDS = 0.5
-_EXACT = ("step", "steps", "memory_bytes")
 
 
 class StepReporter:
@@ -44,25 +43,13 @@ class StepReporter:
         if quiet or (done and now - self._told.get(step, 0.0) < _PROGRESS_SECONDS):
             return
         self._told[step] = now
-        progress = agent_pb2.Progress(
-            step=step.message(), done=done, total=total, loss=loss, activity=activity
-        )
-        if figures is not None:
-            progress.figures.CopyFrom(message_of(figures))
-        self._link.send(agent_pb2.FromAgent(progress=progress))
+        self._link.send(outgoing.progress(step, activity, done, total, loss, figures))
 
     def trouble(self, step: StepKey, kind: str, detail: str, action: str) -> None:
         """Tells of an incident that the silo deals with itself."""
         _log.warning("%s: %s (%s); %s", step, detail, kind, action)
-        trouble = agent_pb2.Trouble(step=step.message(), kind=kind, detail=detail, action=action)
-        self._link.send(agent_pb2.FromAgent(trouble=trouble))
+        self._link.send(outgoing.trouble(step, kind, detail, action))
 
     def forget(self, step: StepKey) -> None:
         """The step is over."""
         self._told.pop(step, None)
-
-
-def message_of(figures: Figures) -> common_pb2.StepFigures:
-    """Figures by name as they travel."""
-    values = {name: int(value) if name in _EXACT else value for name, value in figures.items()}
-    return common_pb2.StepFigures(**values)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from roundtable.client.training.local_work import LocalWork
 from roundtable.core import Site, initial_state, load_task
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError, UnavailableError
 from roundtable.core.identity.credentials import create_ca, issue
-from roundtable.proto import agent_pb2, common_pb2
+from roundtable.proto import agent_pb2
 
 KEY = ("job-1", 1, 1, "train")
 
@@ -234,19 +234,8 @@ async def test_a_job_of_another_version_is_reported(silo) -> None:
     assert "quantum" in failure.detail
 
 
-async def test_a_step_named_like_a_path_is_ignored(silo, log) -> None:
-    evil = common_pb2.Step(job="../../etc/cron", round=1, attempt=1, phase="train")
-    instruction = silo.instruction()
-    instruction.step.CopyFrom(evil)
-    async with silo.agent(silo.inline()):
-        silo.coordinator.say(instruction=instruction)
-        assert "no valid identifier" in await log.until("a message is ignored")
-        silo.coordinator.say(instruction=silo.instruction())
-        await silo.coordinator.until(lambda: silo.coordinator.receipts)
-
-
 async def test_a_silent_coordinator_is_left_and_sought_again(silo, log, monkeypatch) -> None:
-    silo.coordinator.beat = 0.02
+    silo.coordinator.beat = 0.05
     monkeypatch.setattr(type(silo.coordinator), "say", lambda self, **message: None)
     async with silo.agent(silo.inline()):
         await log.until("has been silent")

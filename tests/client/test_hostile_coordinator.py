@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from roundtable.client.agent.agent import Agent
 from roundtable.client.agent.secure_attempts import certificate_of
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.config import JobConfig
@@ -133,3 +137,108 @@ async def test_an_attempt_is_advertised_for_once(silo: Any, authority: Path, tmp
 def moved(model: Model, by: float) -> Model:
     """A model of the attacker's, under the same layout."""
     return replace(model, vector=model.vector + by)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        "../../credentials/",
+        "../../*",
+        "*",
+        "[a-z]*",
+        "/etc/passwd",
+        ".",
+        "",
+        "job-1/../../x",
+        "a\nb",
+        "j" * 5000,
+    ],
+)
+async def test_a_withdrawal_of_what_is_no_job_touches_no_file(
+    authority: Path, silo: Any, log: Any, job: str
+) -> None:
+    silo.config = replace(silo.config, credentials=silo.config.folder / "credentials")
+    shutil.copytree(authority / "hospital", silo.config.credentials)
+    for name in ("secure/other.1.1.secure.sealed", "privacy/account.json", "jobs/approved/job-9.json"):
+        path = silo.config.state / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"kept")
+    async with silo.agent(silo.inline()):
+        (silo.config.state / "secure" / "late.1.1.secure.done").write_bytes(b"kept")
+        before = files_below(silo.config.folder)
+        for phase, round in (("", 0), ("secure", 0), ("train", 1)):
+            step = common_pb2.Step(job=job, round=round, attempt=round, phase=phase)
+            silo.coordinator.say(withdraw=agent_pb2.Withdraw(step=step, reason="\x1b[2J"))
+        await log.until("which is no valid identifier")
+        silo.coordinator.say(instruction=silo.instruction())
+        await silo.coordinator.until(lambda: silo.coordinator.receipts)
+        assert before <= files_below(silo.config.folder)
+    assert not [line for line in log.lines if not line.isprintable()]
+
+
+def files_below(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file() and path.suffix != ".partial"}
+
+
+ABSURD: list[dict[str, Any]] = [
+    {"step": {"job": "../x"}},
+    {"step": {"phase": "a/b"}},
+    {"step": {"round": 0}},
+    {"step": {"attempt": 0}},
+    {"deadline_seconds": math.nan},
+    {"deadline_seconds": math.inf},
+    {"deadline_seconds": -1.0},
+    {"job_config": "x" * ((1 << 20) + 1)},
+    {"train": {"layout": "../x"}},
+    {"train": {"model": {"digest": "../../credentials/node.key"}}},
+    {"train": {"model": {"size": 1 << 63}}},
+    {"train": {"identities": [b"x" * (1 << 17)]}},
+    {"submission": {"time": math.nan, "signature": b"x"}},
+    {"submission": {"submitter": "x" * 501, "signature": b"x"}},
+    {"submission": {"initial_model": "x", "signature": b"x"}},
+    {"submission": {"certificate": b"x" * (1 << 17), "signature": b"x"}},
+]
+
+
+async def test_an_instruction_with_an_absurd_value_is_refused_by_name_and_the_next_is_done(silo: Any) -> None:
+    trainer = silo.inline()
+    async with silo.agent(trainer):
+        for changes in ABSURD:
+            asked = silo.instruction()
+            for name, value in changes.items():
+                if isinstance(value, dict):
+                    part = getattr(asked, name)
+                    part.MergeFrom(type(part)(**value))
+                    for inner in {"round", "attempt"} & value.keys():
+                        setattr(part, inner, value[inner])
+                else:
+                    setattr(asked, name, value)
+            silo.coordinator.say(instruction=asked)
+            failure = await silo.coordinator.hear("failure")
+            assert failure.kind == "protocol_violation", changes
+            assert (failure.step.job, failure.step.round) == (asked.step.job, asked.step.round)
+            assert "the coordinator" in failure.detail
+            assert failure.detail.isprintable()
+        empty = silo.instruction()
+        empty.ClearField("train")
+        silo.coordinator.say(instruction=empty)
+        assert "no work" in (await silo.coordinator.hear("failure")).detail
+        assert not trainer.done
+        silo.coordinator.say(instruction=silo.instruction())
+        await silo.coordinator.until(lambda: silo.coordinator.receipts)
+    assert len(trainer.done) == 1
+    assert len(silo.coordinator.hellos) == 1, "no message ended the stream"
+
+
+@pytest.mark.parametrize("beat", [0.0, -1.0, 1e-6, math.nan, math.inf, 1e9])
+async def test_an_interval_that_would_take_the_agents_core_or_never_end(
+    silo: Any, log: Any, beat: float
+) -> None:
+    silo.coordinator.beat = beat
+    agent = Agent(silo.config, silo.inline())
+    running = asyncio.create_task(agent.run())
+    await log.until("for the seconds between heartbeats; between 0.05 and 3600 can be")
+    assert not running.done()
+    agent.stop()
+    await running
+    assert not silo.coordinator.heard

@@ -16,6 +16,13 @@ from hypothesis import strategies as st
 
 from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.spool import Finished
+from roundtable.client.door.incoming import (
+    ArtifactName,
+    ModelWork,
+    StepInstruction,
+    SubmissionProof,
+    receipt_of,
+)
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
@@ -192,15 +199,14 @@ def silo(tmp_path: Path) -> AgentConfig:
 
 def instruction(
     wanted: JobConfig, job_id: str = "", number: int = 1, signer: Path | None = None, **changes: Any
-) -> tuple[StepKey, agent_pb2.Instruction]:
+) -> tuple[StepKey, StepInstruction]:
     """A step of a job; signed, its identifier follows from the submission unless another one is given."""
     submitter = changes.get("submitter", signer.name if signer else "")
     coordinator, time_signed = changes.get("coordinator", "hub"), changes.get("time", time.time())
     request = changes.get("request", "r1")
     follows = job_identifier(coordinator, submitter, request) if signer else "j1"
     step = StepKey(job_id or follows, number, 1, "train")
-    message = agent_pb2.Instruction(step=step.message(), job_config=wanted.to_json())
-    message.train.model.digest = changes.get("model", MODEL)
+    proof = SubmissionProof("", "", b"", b"", "", 0.0, "")
     if signer is not None:
         identity = load_silo_identity(signer)
         place = {"submitter": submitter, "coordinator": coordinator, "time": time_signed}
@@ -209,15 +215,12 @@ def instruction(
         signature = (
             vouch(identity, submitter, values) if purpose == "vouched" else sign(identity, "job", values)
         )
-        message.submission.CopyFrom(
-            common_pb2.Submission(
-                **{**place, "submitter": changes.get("told", submitter)},
-                request_id=request,
-                initial_model=MODEL,
-                signature=signature,
-                certificate=identity.certificate,
-            )
+        told = changes.get("told", submitter)
+        proof = SubmissionProof(
+            told, request, signature, identity.certificate, MODEL, time_signed, coordinator
         )
+    work = ModelWork("train", ArtifactName(changes.get("model", MODEL), 1), "d" * 64)
+    message = StepInstruction(step, 60.0, wanted.to_json(), work, proof)
     return step, message
 
 
@@ -277,7 +280,7 @@ def test_only_signed_jobs_of_named_submitters(silo: AgentConfig) -> None:
         admit(gate, *instruction(wanted, signer=folder / "north"), wanted=wanted)
     step, forged = instruction(wanted, signer=ada, request="r2")
     changed = job("[algorithm]\nepochs = 2")
-    forged.job_config = changed.to_json()
+    forged = replace(forged, config=changed.to_json())
     with pytest.raises(WorkFailed, match="signature of 'ada' under this job is not right"):
         gate.admit(step, forged, changed)
 
@@ -293,7 +296,7 @@ def test_a_signature_is_for_one_job_one_coordinator_and_a_time(silo: AgentConfig
         with pytest.raises(WorkFailed, match=reason):
             admit(gate, *instruction(wanted, signer=ada, **changes), wanted=wanted)  # type: ignore[arg-type]
     step, made = instruction(wanted, signer=ada)
-    made.submission.time = float("nan")
+    made = replace(made, submission=replace(made.submission, time=float("nan")))
     with pytest.raises(WorkFailed, match="is not right"):
         gate.admit(step, made, wanted)
     # One whose coordinator shows no identity, or somebody else's, has nothing that it could be signed for.
@@ -404,13 +407,13 @@ def test_the_silos_log_is_chained_signed_and_notices_every_change(silo: AgentCon
         step, message = instruction(wanted, number=number)
         gate.admit(step, message, wanted)
         finished = Finished(step, "c" * 64, 16, "d" * 64, "float32", 10, {})
-        header = agent_pb2.UploadHeader(step=step.message())
+        header = agent_pb2.UploadHeader(step=common_pb2.Step(**step._asdict()))
         header.content.digest, header.content.size = finished.digest, finished.size
         receipt = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED, time=5.0)
         receipt.signature = sign(hub, "receipt", receipt_values("north", header, receipt))
-        gate.received(finished, receipt)
+        gate.received(finished, receipt_of(receipt))
     receipt.signature = bytes(64)
-    gate.received(finished, receipt)
+    gate.received(finished, receipt_of(receipt))
     gate.close()
     lines = (silo.state / "audit.jsonl").read_text().splitlines()
     ca = (silo.folder / "ca" / "ca.crt").read_bytes()

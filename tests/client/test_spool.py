@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundtable.client.agent.delivery import header_of
 from roundtable.client.agent.spool import Finished, Spool
+from roundtable.client.door.incoming import step_of
 from roundtable.client.durable_files import replace_synced, write_file
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import write_update
@@ -61,8 +63,8 @@ def test_a_damaged_update_is_dropped(tmp_path: Path, damage: str) -> None:
 
 def test_the_header_repeats_what_was_finished(tmp_path: Path) -> None:
     finished = finish(Spool(tmp_path))
-    header = Spool(tmp_path).recover()[0].header(offset=2)
-    assert StepKey.of(header.step) == STEP
+    header = header_of(Spool(tmp_path).recover()[0], offset=2)
+    assert step_of(header.step) == STEP
     assert (header.content.digest, header.content.size) == (finished.digest, 6)
     assert [(m.name, m.sum, m.count) for m in header.metrics] == [("loss", 3.5, 7)]
     assert (header.examples, header.encoding, header.offset) == (7, "float32", 2)
@@ -71,15 +73,15 @@ def test_the_header_repeats_what_was_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["../up", "", "a/b", ".hidden", "x" * 200, "a\0b", "a b"])
 def test_identifiers_that_could_leave_a_folder_are_refused(word: str) -> None:
     with pytest.raises(ProtocolError, match="identifier"):
-        StepKey.of(common_pb2.Step(job=word, round=1, attempt=1, phase="train"))
+        step_of(common_pb2.Step(job=word, round=1, attempt=1, phase="train"))
     with pytest.raises(ProtocolError, match="identifier"):
-        StepKey.of(common_pb2.Step(job="job", round=1, attempt=1, phase=word))
+        step_of(common_pb2.Step(job="job", round=1, attempt=1, phase=word))
 
 
 @given(st.text(max_size=40))
 def test_a_step_is_refused_or_its_name_is_one_plain_file(word: str) -> None:
     try:
-        step = StepKey.of(common_pb2.Step(job=word, round=1, attempt=1, phase="train"))
+        step = step_of(common_pb2.Step(job=word, round=1, attempt=1, phase="train"))
     except (ProtocolError, UnicodeEncodeError):
         return
     assert Path(step.slug).name == step.slug

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from roundtable.cli.jobs.job_view import step_row
-from roundtable.client.agent.step_reports import message_of
+from roundtable.client.door.outgoing import figures_message
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.agent.cluster_trainer import figures_of
 from roundtable.cluster.plan.arithmetic import count_work
@@ -99,7 +99,9 @@ def test_a_step_is_told_from_rank_0_to_the_operators_table() -> None:
     assert second[3]["loss"] == first[3]["loss"]
     figures = figures_of(first[3])
     assert figures["tokens_per_second"] == pytest.approx(16 * figures["examples_per_second"])
-    activity = operator_pb2.ClientActivity(client="alder", loss=first[3]["loss"], figures=message_of(figures))
+    activity = operator_pb2.ClientActivity(
+        client="alder", loss=first[3]["loss"], figures=figures_message(figures)
+    )
     row = step_row(activity)
     assert row[:2] == ("alder", "4/4")
     assert row[5].endswith(" tokens/s")
@@ -108,7 +110,7 @@ def test_a_step_is_told_from_rank_0_to_the_operators_table() -> None:
 
 def test_what_is_not_known_is_not_told() -> None:
     figures = {"step": 1, "steps": 4, "seconds": 0.5, "examples_per_second": 16.0, "waiting_seconds": 0.0}
-    message = message_of(figures)
+    message = figures_message(figures)
     assert not message.HasField("flops_utilisation")
     assert message.HasField("waiting_seconds")
     row = step_row(operator_pb2.ClientActivity(client="alder", loss=float("nan"), figures=message))

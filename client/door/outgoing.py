@@ -1,0 +1,166 @@
+"""Encodes what the agent says: the only place that makes the wire's messages (`incoming.py` reads them)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import time
+from collections.abc import Iterable, Mapping
+
+from roundtable.client.door.incoming import STATUSES, ArtifactName, Receipt
+from roundtable.client.step_key import StepKey
+from roundtable.client.trainer import Figures
+from roundtable.client.training.metrics import Metrics
+from roundtable.proto import PROTOCOL_VERSION, agent_pb2, common_pb2
+from roundtable.proto.receipts import receipt_values
+
+FromAgent = agent_pb2.FromAgent
+"""A message of the control stream, made here and handed on unread."""
+_EXACT = ("step", "steps", "memory_bytes")
+
+
+def hello(
+    tasks: Iterable[str],
+    metadata: Mapping[str, str],
+    devices: Iterable[str],
+    spooled: Iterable[StepKey] = (),
+    identity: bytes = b"",
+    coordinator: str = "",
+    seen: Mapping[str, tuple[int, int]] | None = None,
+    installation: bytes = b"",
+) -> FromAgent:
+    """What the agent says of itself; `seen` is (round, attempt) by job, at the `coordinator` of before.
+
+    `installation` is the public key of this installation of the agent.
+    """
+    return FromAgent(
+        hello=agent_pb2.Hello(
+            version=importlib.metadata.version("roundtable"),
+            protocol=PROTOCOL_VERSION,
+            tasks=sorted(tasks),
+            metadata=metadata,
+            devices=devices,
+            clock=time.time(),
+            spooled=[_step(step) for step in spooled],
+            identity=identity,
+            coordinator=coordinator,
+            installation=installation,
+            seen=[
+                common_pb2.Step(job=job, round=round, attempt=attempt)
+                for job, (round, attempt) in (seen or {}).items()
+            ],
+        )
+    )
+
+
+def proof(signature: bytes) -> FromAgent:
+    """The installation's answer to a challenge."""
+    return FromAgent(proof=signature)
+
+
+def heartbeat(state: str) -> FromAgent:
+    """ "I am alive"; `state` is what the agent does, in a word."""
+    return FromAgent(heartbeat=agent_pb2.Heartbeat(state=state))
+
+
+def goodbye(reason: str) -> FromAgent:
+    """The agent leaves on purpose."""
+    return FromAgent(goodbye=agent_pb2.Goodbye(reason=reason))
+
+
+def accepted(step: StepKey) -> FromAgent:
+    """The instruction was understood and work has begun."""
+    return FromAgent(accepted=agent_pb2.Accepted(step=_step(step)))
+
+
+def progress(
+    step: StepKey,
+    activity: str,
+    done: int,
+    total: int,
+    loss: float = math.nan,
+    figures: Figures | None = None,
+) -> FromAgent:
+    """How far local work is: `done` of `total`, in examples or bytes."""
+    message = agent_pb2.Progress(step=_step(step), done=done, total=total, loss=loss, activity=activity)
+    if figures is not None:
+        message.figures.CopyFrom(figures_message(figures))
+    return FromAgent(progress=message)
+
+
+def trouble(step: StepKey, kind: str, detail: str, action: str) -> FromAgent:
+    """An incident that the silo deals with itself."""
+    return FromAgent(trouble=agent_pb2.Trouble(step=_step(step), kind=kind, detail=detail, action=action))
+
+
+def failure(step: StepKey, kind: str, detail: str) -> FromAgent:
+    """The step failed at this silo."""
+    return FromAgent(failure=agent_pb2.Failure(step=_step(step), kind=kind, detail=detail))
+
+
+def evaluated(step: StepKey, metrics: Metrics) -> FromAgent:
+    """The answer to an evaluation."""
+    return FromAgent(evaluated=agent_pb2.Evaluated(step=_step(step), metrics=_metrics(metrics)))
+
+
+def reply(step: StepKey, payload: bytes) -> FromAgent:
+    """The answer to a message of secure aggregation."""
+    return FromAgent(reply=agent_pb2.Reply(step=_step(step), payload=payload))
+
+
+def upload_header(
+    step: StepKey,
+    content: ArtifactName,
+    layout: str,
+    encoding: str,
+    examples: int,
+    metrics: Metrics,
+    announcement: bytes = b"",
+    offset: int = 0,
+) -> agent_pb2.UploadHeader:
+    """What goes before an update's bytes."""
+    return agent_pb2.UploadHeader(
+        step=_step(step),
+        content=common_pb2.Artifact(digest=content.digest, size=content.size),
+        layout=layout,
+        encoding=encoding,
+        examples=examples,
+        metrics=_metrics(metrics),
+        offset=offset,
+        announcement=announcement,
+    )
+
+
+def receipt_statement(
+    client: str, step: StepKey, content: ArtifactName, receipt: Receipt
+) -> dict[str, str | int | float]:
+    """What the coordinator signed with a receipt."""
+    header = agent_pb2.UploadHeader(
+        step=_step(step), content=common_pb2.Artifact(digest=content.digest, size=content.size)
+    )
+    signed = agent_pb2.UploadReceipt(
+        status=next(code for code, status in STATUSES.items() if status == receipt.status),
+        time=receipt.time,
+        sealed=receipt.sealed,
+        sealed_hash=receipt.sealed_hash,
+    )
+    return receipt_values(client, header, signed)
+
+
+def download(digest: str, offset: int) -> common_pb2.DownloadRequest:
+    """Asks for an artifact's bytes from an offset onwards."""
+    return common_pb2.DownloadRequest(digest=digest, offset=offset)
+
+
+def figures_message(figures: Figures) -> common_pb2.StepFigures:
+    """Figures by name as they travel."""
+    values = {name: int(value) if name in _EXACT else value for name, value in figures.items()}
+    return common_pb2.StepFigures(**values)  # type: ignore[arg-type]
+
+
+def _step(step: StepKey) -> common_pb2.Step:
+    return common_pb2.Step(job=step.job, round=step.round, attempt=step.attempt, phase=step.phase)
+
+
+def _metrics(metrics: Metrics) -> list[common_pb2.Metric]:
+    return [common_pb2.Metric(name=name, sum=value, count=count) for name, (value, count) in metrics.items()]
