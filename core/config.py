@@ -44,7 +44,10 @@ class CohortTable(Table):
 
     size: int | None = Field(None, ge=1, description="clients a round; default: all that are available")
     minimum: int | None = Field(
-        None, ge=0, description="updates without which a round fails; default: more than half"
+        None,
+        ge=0,
+        description="updates without which a round fails; default: more than half. Under a secret draw "
+        "that amplifies level client: silos that must be online before it",
     )
     over_selection: float = Field(
         1.0, ge=1.0, le=10.0, description="ask size × this many, go on when size have answered"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roundtable.core.config import CohortTable
+from roundtable.core.config import CohortTable, JobConfig
+from roundtable.core.privacy_table import ClientLevel
 from roundtable.engine.messages import ClientInfo
 from roundtable.engine.population import Population
 from roundtable.engine.state import EngineState
@@ -116,6 +117,16 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
+def is_amplified(job: JobConfig) -> bool:
+    """Whether an accountant relies on a draw that is secret and made from the whole population.
+
+    What a round then publishes may not depend on who of its cohort has answered.
+    """
+    cohort = job.cohort
+    sampled = cohort.strategy == "poisson" or (cohort.strategy == "uniform" and cohort.size is not None)
+    return isinstance(job.privacy, ClientLevel) and sampled
+
+
 def quorum(cohort: CohortTable, size: int) -> int:
     """Updates without which a round of `size` fails: as stated, or more than half; Poisson allows none."""
     if cohort.strategy == "poisson":
@@ -126,7 +137,7 @@ def quorum(cohort: CohortTable, size: int) -> int:
 def least_for_selection(cohort: CohortTable, settled: bool) -> int:
     """How many clients must be there to draw a cohort; `settled` once the time to wait for all has passed."""
     if cohort.strategy == "poisson":
-        return 1
+        return max(1, cohort.minimum or 0)
     least = max(1, cohort.minimum if cohort.minimum is not None else quorum(cohort, cohort.size or 1))
     return least if settled or cohort.size is None else max(least, cohort.size)
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 
 from roundtable.core.errors import SiteFailure
-from roundtable.core.privacy_table import ClientLevel
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
@@ -22,7 +21,7 @@ from roundtable.engine.policies.training_policy import (
     not_awaited,
     quorum_missed,
 )
-from roundtable.engine.selection import STRATEGIES, least_for_selection, quorum, rested
+from roundtable.engine.selection import STRATEGIES, is_amplified, least_for_selection, quorum, rested
 from roundtable.engine.validation.secure_feasibility import fewest, fewest_groups, fewest_updates
 from roundtable.engine.view import view
 
@@ -153,14 +152,18 @@ class SynchronousTraining:
     def _select(self, now: float) -> Decision:
         """Draws the cohort if enough clients are there; waits for more otherwise and notes that once."""
         attempt, cohort = self._context.attempt(), self._job.cohort
-        sampled = cohort.strategy == "poisson" or self._amplified
-        candidates = rested(self._population.known() if sampled else self._population.online(), self._state)
+        amplified = is_amplified(self._job)
+        sampled = cohort.strategy == "poisson" or amplified
+        there = rested(self._population.online(), self._state)
+        candidates = rested(self._population.known(), self._state) if sampled else there
         summed = self._state.summed
         if summed and not fewest_groups(self._job) and set(summed) <= set(candidates):
             attempt.cohort, attempt.target, attempt.minimum = summed, len(summed), len(summed)
             return self._begin_training(now)
         candidates = [name for name in candidates if name not in summed] if summed else candidates
-        if len(candidates) < max(least_for_selection(cohort, attempt.settled), fewest(self._job)):
+        if min(len(candidates), len(there)) < max(
+            least_for_selection(cohort, attempt.settled), fewest(self._job)
+        ):
             if attempt.deadline is None:
                 attempt.deadline = now + cohort.wait
                 self._context.set_timer("wait", attempt.deadline)
@@ -168,11 +171,16 @@ class SynchronousTraining:
             return None
         wanted = min(cohort.size or len(candidates), len(candidates))
         ask = min(math.ceil(wanted * cohort.over_selection), len(candidates))
-        chance = numpy_generator(self._state.selection_seed, attempt.round, attempt.number, "selection")
+        # Another draw because of who did not answer would favour those who do: each attempt asks the same.
+        number = 0 if amplified else attempt.number
+        chance = numpy_generator(self._state.selection_seed, attempt.round, number, "selection")
         chosen = STRATEGIES[cohort.strategy](candidates, ask, chance, self._context.candidate, cohort)
         attempt.cohort = tuple(sorted(chosen))
         attempt.target = len(chosen) if sampled else wanted
         attempt.minimum = max(quorum(cohort, attempt.target), fewest_updates(self._job, attempt.target))
+        if amplified:
+            # To publish only where enough have answered would take those oftener than was charged.
+            attempt.minimum = 0
         return self._begin_training(now)
 
     def _waiting_for(self) -> str:
@@ -183,11 +191,6 @@ class SynchronousTraining:
             f"{waiting_for}; a sum of {', '.join(self._state.summed)} from this model may be known, so that "
             "either all of them or only others can be asked for another"
         )
-
-    @property
-    def _amplified(self) -> bool:
-        """Whether an accountant relies on the draw being from the whole population, whoever is there."""
-        return isinstance(self._job.privacy, ClientLevel) and self._job.cohort.strategy == "uniform"
 
     def _begin_training(self, now: float) -> Decision:
         attempt = self._context.attempt()

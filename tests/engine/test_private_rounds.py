@@ -193,3 +193,57 @@ def test_pauses_in_evaluation_release_one_model_a_round(level: str) -> None:
     shown = {(i.step.round, i.step.attempt) for i in driver.instructions if i.step.phase == m.EVALUATE}
     assert sorted(shown) == [(1, 1), (2, 1)]
     assert [(record.round, record.attempt) for record in driver.records] == sorted(shown)
+
+
+SAMPLED = """
+[cohort]
+{cohort}
+retries = 50
+[aggregation]
+weighting = "uniform"
+[evaluation]
+every = 0
+[privacy]
+level = "client"
+clip_norm = 1.0
+delta = 1e-3
+noise_multiplier = 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    "cohort", ["size = 4", 'strategy = "poisson"\nprobability = 0.25', "size = 4\nminimum = 3"]
+)
+def test_who_fails_makes_nobody_likelier_to_be_in_a_model(cohort: str) -> None:
+    """Of 16 silos only 6 ever answer: a round that waits for more takes each more often than 1 in 4."""
+    rounds, answering = 160, "abcdef"
+    driver = Driver(job(SAMPLED.format(cohort=cohort), rounds))
+    driver.join(*"abcdefghijklmnop")
+    driver.send(m.Start())
+    while driver.engine.state.status == "running":
+        for client in driver.cohort():
+            if client in answering:
+                driver.update(client)
+            else:
+                driver.fail(client)
+    assert driver.engine.state.status == "finished"
+    assert {record.attempt for record in driver.records} == {1}
+    share = sum(len(record.contributors) for record in driver.records) / (rounds * len(answering))
+    assert share == pytest.approx(0.25, abs=4 * 0.25 * (0.75 / (rounds * len(answering) / 4)) ** 0.5)
+
+
+def test_an_attempt_that_is_made_again_asks_the_same_cohort() -> None:
+    driver = Driver(job(SAMPLED.format(cohort="size = 4"), 3), automatic=False)
+    driver.join(*"abcdefghijklmnop")
+    driver.send(m.Start())
+    driver.finish_pending()
+    first = driver.cohort()
+    for client in first:
+        driver.update(client)
+    driver.pending.clear()
+    driver.send(m.AggregationFailed(driver.step(), "no room"))
+    driver.finish_pending()
+    driver.send(m.Pause("lunch"), m.Resume())
+    driver.finish_pending()
+    assert driver.step() == m.Step(1, 3, m.TRAIN)
+    assert driver.cohort() == first

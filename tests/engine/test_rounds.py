@@ -280,6 +280,8 @@ def test_poisson_cohorts_come_from_all_that_are_known_and_may_be_empty() -> None
     text = '[cohort]\nstrategy = "poisson"\nprobability = 1e-9\n[evaluation]\nevery = 0\n'
     driver = Driver(job(text, rounds=3))
     driver.send(m.ClientJoined(m.ClientInfo("a"), online=False), m.Start())
+    assert driver.step().phase == m.SELECT, "with nobody there, nothing is drawn"
+    driver.join("b")
     assert [record.cohort for record in driver.records] == [(), (), ()]
     all_of_them = Driver(job(text.replace("1e-9", "1.0"), rounds=1))
     all_of_them.send(m.ClientJoined(m.ClientInfo("a"), online=False))
