@@ -36,6 +36,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         )
 
 
+def test_paths_in_the_maps_exist() -> None:
+    """The tables and sections that say where things are: a path begins with a folder of the project."""
+    folders = "|".join(sorted(path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()))
+    for page in (ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"):
+        paths = re.findall(rf"`((?:{folders}|tests|tools|docs)/[\w./-]*)`", page.read_text())
+        assert len(paths) > 5
+        missing = [path for path in paths if not (ROOT / path).exists()]
+        assert missing == [], page.name
+
+
 def commands_of(text: str) -> list[str]:
     """The lines of a page's `sh` blocks, without comments."""
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
