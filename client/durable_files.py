@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, synced, renamed."""
+"""Writes files that are whole or absent: beside their place, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sync(path: Path) -> None:
 
 
 def replace_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """`path` holds the old bytes or all of the new ones, also after a power cut."""
+    """Replaces `path`, so that it holds the old bytes or all of the new ones, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     write_file(partial, blocks)
     sync(partial)
@@ -80,7 +80,7 @@ def append_synced(path: Path, line: bytes) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """BLAKE3 of a file."""
+    """The BLAKE3 of a file, in hexadecimal."""
     return blake3().update_mmap(path).hexdigest()
 
 

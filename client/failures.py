@@ -1,4 +1,4 @@
-"""What went wrong at the silo, in the words that the round understands."""
+"""Classifies what went wrong at the silo, into kinds that the round understands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEVICE = re.compile(r"CUDA error|cuDNN|NCCL|CUBLAS|device-side assert", re.IGNO
 
 
 class WorkFailed(RoundtableError):
-    """A step cannot be answered; `kind` is one of FAILURE_KINDS, `trace` stays at the silo."""
+    """Raised where a step cannot be answered; `kind` is one of FAILURE_KINDS, `trace` stays at the silo."""
 
     def __init__(self, kind: str, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -38,7 +38,7 @@ class WorkFailed(RoundtableError):
 
 @dataclass(frozen=True)
 class FailureDiagnosis:
-    """`detail` may leave the silo: it names no path, and nothing that the task's own code said."""
+    """A classified error. `detail` may leave the silo: it has no path, and no message of the task's."""
 
     kind: str
     detail: str
@@ -46,7 +46,7 @@ class FailureDiagnosis:
 
 
 def diagnose(error: Exception) -> FailureDiagnosis:
-    """Kind, a sentence that may travel, and the traceback for the silo's own log.
+    """Classifies an error: its kind, a sentence that may travel, the traceback for the silo's own log.
 
     Messages of exceptions that are not ours may quote data ("could not convert 'Jane Doe' to
     float"), so only their class and place travel.

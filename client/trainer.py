@@ -1,4 +1,4 @@
-"""Who does the work that an agent is asked for: a training process, or a script of the user's own."""
+"""The protocol of whoever does an agent's work: a training process, a script, or a cluster."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from roundtable.core.config import JobConfig
 from roundtable.core.encodings import get_encoding
 
 Figures = Mapping[str, float]
-"""Of a training step, by the names of the wire's StepFigures; what is not known is left out."""
+"""A training step's figures, by the names of the wire's StepFigures; unknown ones are left out."""
 
 
 class ProgressListener(Protocol):
-    """Hears how far the work is."""
+    """Called with the progress of the work."""
 
     def __call__(self, done: int, total: int, loss: float, figures: Figures | None = None, /) -> None:
         """`done` and `total` in examples; `loss` is NaN where it is not known."""
@@ -44,7 +44,7 @@ class StepWork:
     model: Path
     layout: str
     output: Path
-    trouble: Callable[[str, str, str], None] = field(default=lambda *told: None, compare=False)
+    trouble: Callable[[str, str, str], None] = field(default=lambda kind, detail, action: None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Trainer(Protocol):
     """Cancelling the call withdraws the step; the trainer is then free for the next one."""
 
     async def start(self) -> None:
-        """Gets ready; called once, before any work."""
+        """Prepares for work; called once, before any."""
 
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """Trains and writes the update; WorkFailed where that cannot be done."""
@@ -70,10 +70,10 @@ class Trainer(Protocol):
         """Named (sum, count) of the model on the silo's test data; WorkFailed where it cannot."""
 
     def release(self, job: str) -> None:
-        """The job is over: what is held for it may go."""
+        """Releases what is held for a job that is over."""
 
     async def close(self) -> None:
-        """Ends; work that runs is lost."""
+        """Stops; work that runs is lost."""
 
 
 def write_update(path: Path, delta: Tensor, encoding: str) -> tuple[str, int]:

@@ -36,7 +36,7 @@ class _Doing:
 
 
 class AgentObserver:
-    """One for the life of an agent. `silo` is its name."""
+    """Collects counts, times and traces for the life of an agent. `silo` is the agent's name."""
 
     def __init__(self, silo: str, tracer: Tracer | None = None) -> None:
         self.silo = silo
@@ -46,13 +46,13 @@ class AgentObserver:
         self._doing: dict[StepKey, _Doing] = {}
 
     def task(self, work: Coroutine[Any, Any, None], step: StepKey) -> asyncio.Task[None]:
-        """A task for work on a step; what it logs belongs there."""
+        """Starts a task for work on a step, whose log lines carry the step."""
         context = copy_context()
         context.run(belongs_to, lambda: {**step._asdict(), "silo": self.silo})
         return asyncio.create_task(work, name=step.slug, context=context)
 
     def doing(self, step: StepKey, activity: str) -> None:
-        """It has gone on to download, train, evaluate or upload, or still does."""
+        """Notes the step's activity: download, train, evaluate or upload."""
         now, known = time.time(), self._doing.get(step)
         if known is None:
             self._doing[step] = _Doing(activity, now, now)
@@ -63,11 +63,11 @@ class AgentObserver:
             known.activity, known.since = activity, now
 
     def stepped(self, loss: float, figures: Figures) -> None:
-        """A training step was taken."""
+        """Notes the figures of a training step."""
         self.figures = {"loss": loss, **figures}
 
     def ended(self, step: StepKey, outcome: str, error: str = "") -> None:
-        """The step is answered: `outcome` is done, the kind of a failure, or how an upload was answered."""
+        """Notes the end of a step: `outcome` is done, a failure's kind, or the receipt of an upload."""
         self.tally.count("steps", step.phase, outcome)
         known, now = self._doing.pop(step, None), time.time()
         if known is not None:
@@ -76,12 +76,12 @@ class AgentObserver:
             self._tracer.tell(span)
 
     def receipt(self, step: StepKey, receipt: Receipt) -> None:
-        """What became of an update."""
+        """Notes the receipt of an update."""
         self.tally.count("updates", receipt.status)
         self.ended(step, receipt.status, receipt.reason if receipt.status == "rejected" else "")
 
     def close(self) -> None:
-        """Passes on what waits."""
+        """Exports the spans that wait."""
         self._tracer.close()
 
     def _tell(self, step: StepKey, known: _Doing, now: float) -> None:
@@ -91,7 +91,7 @@ class AgentObserver:
 
 
 class AgentPage:
-    """What is watched of an agent; `connected` and `spooled` ask it."""
+    """The agent's page of metrics; `connected` and `spooled` are asked for at each request."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class AgentPage:
         self._gpus: list[tuple[str, list[float]]] = []
 
     async def ready(self) -> tuple[bool, str]:
-        """Ready is connected: without its coordinator an agent can do nothing."""
+        """Whether the agent is connected: without its coordinator it can do nothing."""
         return (True, "connected") if self._connected() else (False, "not connected; the log says why")
 
     async def figures(self) -> list[Metric]:

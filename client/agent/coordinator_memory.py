@@ -1,4 +1,4 @@
-"""What a silo remembers of its coordinator: which one it was, and how far each job had come.
+"""Remembers the silo's coordinator, and how far each job had come, in a file that survives restarts.
 
 A coordinator whose database was restored from an old backup knows of less than its silos do. Were it to go
 on, it would ask for steps that were answered already, in another course of events. So the silo says what it
@@ -48,7 +48,7 @@ class CoordinatorMemory:
         return dict(self._seen)
 
     def meet(self, coordinator: str) -> list[Withdrawal]:
-        """Now it is this coordinator; what has to be heard so that the jobs of another one are forgotten."""
+        """Remembers this coordinator; returns messages that end the jobs of another one before it."""
         if coordinator == self._coordinator:
             return []
         old, self._coordinator, self._seen = list(self._seen), coordinator, {}
@@ -57,7 +57,7 @@ class CoordinatorMemory:
         return [Withdrawal(job, None, reason) for job in old]
 
     def note(self, message: Message) -> None:
-        """Remembers how far a job has come that the silo is asked for; before it begins."""
+        """Remembers the step that the silo is asked for, before it begins."""
         if not isinstance(message, StepInstruction):
             return
         step = message.step

@@ -1,4 +1,4 @@
-"""Sending a finished update: from the beginning at first, then from where the coordinator says.
+"""Sends a finished update: from the beginning at first, then from the offset that the coordinator names.
 
 What was delivered is kept while its round lasts, for the case that the coordinator's disk spoils it.
 """
@@ -33,7 +33,7 @@ _KEPT = 4
 
 
 class Delivery:
-    """Delivers what lies in the spool, however often the connection breaks."""
+    """Delivers updates from the spool, however often the connection breaks."""
 
     def __init__(self, link: Link, spool: Spool, reporter: StepReporter) -> None:
         self._link = link
@@ -56,7 +56,7 @@ class Delivery:
                 await asyncio.wait([keeping])
 
     def delivered(self, finished: Finished) -> None:
-        """It has arrived: kept until the job goes on."""
+        """Notes that the update has arrived; it is kept until the job goes on."""
         self.forget(finished.step.job)
         self._spool.keep(finished.step)
         self._delivered[finished.step.job] = finished
@@ -64,7 +64,7 @@ class Delivery:
             self.forget(next(iter(self._delivered)))
 
     def take_back(self, step: StepKey) -> Finished | None:
-        """The update of this step that was delivered, to be sent again; None if it is not kept."""
+        """Returns the delivered update of this step, to be sent again; None if it is not kept."""
         kept = self._delivered.get(step.job)
         if kept is None or kept.step != step:
             return None
@@ -73,13 +73,13 @@ class Delivery:
         return kept
 
     def forget(self, job: str) -> None:
-        """What was delivered for this job is of no use any more."""
+        """Removes what was kept of the job's delivered updates."""
         kept = self._delivered.pop(job, None)
         if kept is not None:
             self._spool.forget(kept.step)
 
     async def _keep(self, finished: Finished) -> None:
-        """A kill loses nothing from now on; syncing waits, as most updates are gone by then."""
+        """Describes the update, so that a kill loses nothing; syncs later, as most are delivered by then."""
         try:
             self._spool.describe(finished)
             await asyncio.sleep(_SYNC_AFTER_SECONDS)
@@ -110,7 +110,7 @@ class Delivery:
 
 
 def _damaged(error: UnavailableError) -> bool:
-    """Whether the coordinator says that the bytes were not those that were announced."""
+    """Whether the coordinator rejected the bytes as other than announced."""
     cause = error.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.DATA_LOSS
 
@@ -160,8 +160,8 @@ def header_of(update: Finished, offset: int = 0) -> Any:
     )
 
 
-def tell(step: StepKey, receipt: Receipt) -> None:
-    """What became of an update, in the silo's log."""
+def log_receipt(step: StepKey, receipt: Receipt) -> None:
+    """Logs what became of an update."""
     if receipt.status in ("accepted", "duplicate"):
         _log.info("%s: delivered", step)
     elif receipt.status == "stale":

@@ -1,4 +1,4 @@
-"""Before an agent meets its coordinator for the first time: mistakes that no waiting heals end it at once."""
+"""Checks an agent's first connection: mistakes that waiting cannot mend end it at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_first_contact(addresses: Iterable[str], credentials: Path, acquainted:
 
 
 def _exists(address: str) -> bool:
-    """False only where the name service says that there is no such host, not where it does not answer."""
+    """Whether the host may exist; False only where the name service says that it does not."""
     try:
         socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)
     except socket.gaierror as error:

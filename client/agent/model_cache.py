@@ -1,4 +1,4 @@
-"""Downloaded models by digest: what a silo has, it does not download again."""
+"""Caches downloaded models by digest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Received = Callable[[int, int], None]
 
 
 class ModelCache:
-    """The newest few artifacts in a folder, and the beginnings of those that are on their way."""
+    """Keeps the newest few artifacts in a folder, and the partial files of those being downloaded."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder

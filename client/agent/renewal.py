@@ -55,7 +55,7 @@ async def keep_renewed(
 
 
 def is_due(folder: Path, now: datetime | None = None) -> bool:
-    """Whether the certificate's end is near."""
+    """Whether the certificate is to be renewed now."""
     held, now = load_credentials(folder), now or datetime.now(UTC)
     return (held.expires - now) < (held.expires - held.issued) * REMAINING
 

@@ -1,4 +1,4 @@
-"""What a silo knows to be revoked: the newest list that it has seen, wherever it came from.
+"""Keeps the newest list of revoked certificates that the silo has seen, wherever it came from.
 
 A person copies `crl.pem` into the credentials folder, or the coordinator hands on its own. Either way the
 root has signed it, and a list that is older than the known one changes nothing. The newest is kept in the
@@ -31,7 +31,7 @@ class Revocations:
         self._complaint = ""
 
     def current(self) -> RevocationList:
-        """The list to go by; IdentityError for one in the credentials folder that the root has not signed."""
+        """The newest list; IdentityError for one in the credentials folder that the root has not signed."""
         copied = self._credentials / CRL
         seen = (_changed(copied), _changed(self._kept))
         if seen != self._seen:
@@ -42,7 +42,7 @@ class Revocations:
         return self._known
 
     def learn(self, pem: bytes) -> None:
-        """The coordinator's list, or nothing. What the root has not signed is dropped, and said."""
+        """Takes the coordinator's list; ignores an empty one, logs one that the root has not signed."""
         source = "the coordinator's list"
         try:
             if len(pem) > LARGEST:
@@ -53,11 +53,11 @@ class Revocations:
             _log.error("what is revoked was not learnt from the coordinator: %s", error)
 
     def check(self, pem: bytes, who: str) -> None:
-        """IdentityError if this certificate (PEM, with what it builds upon) is revoked."""
+        """Raises IdentityError if this certificate (PEM, with its chain) is revoked."""
         self.current().check(x.certificates_in(pem, who), who)
 
     async def watch(self, known: RevocationList) -> None:
-        """Until another list counts than the one a connection was opened under; then UnavailableError."""
+        """Raises UnavailableError once another list than the connection was opened under is in force."""
         while True:
             if self.current().serials != known.serials:
                 reason = "the list of revoked certificates has changed, and the connection is made anew"

@@ -1,4 +1,4 @@
-"""The silo's part in secure aggregation: who may be its peers, what it masks, what survives a restart.
+"""Takes the silo's part in secure aggregation: checks its peers, masks its updates, survives restarts.
 
 In memory are the attempts under way; in the state folder, sealed under a key that only the silo's
 identity gives, is what an attempt needs after its vector is masked. A restart before that loses the
@@ -69,7 +69,7 @@ def certificate_of(folder: Path) -> bytes:
 
 
 class MaskingAttempt:
-    """One attempt at this silo."""
+    """One attempt of secure aggregation, as this silo takes part in it."""
 
     def __init__(self, client: SecAggClient, round: SecureRound | None) -> None:
         self.client = client
@@ -79,12 +79,12 @@ class MaskingAttempt:
         self._failure = ""
 
     def settle(self, failure: str = "") -> None:
-        """The vector can be masked now, or never for this reason."""
+        """Lets `ready` return: the vector can be masked now, or never, for the reason in `failure`."""
         self._failure = self._failure or failure
         self._settled.set()
 
     async def ready(self) -> None:
-        """Returns when the vector can be masked; WorkFailed if it never will."""
+        """Waits until the vector can be masked; WorkFailed if it never can."""
         await self._settled.wait()
         if self._failure:
             raise WorkFailed("protocol_violation", f"secure aggregation was given up: {self._failure}")
@@ -104,7 +104,7 @@ class MaskingAttempt:
 
 
 class SecureAttempts:
-    """Every attempt of secure aggregation that this silo takes part in."""
+    """All attempts of secure aggregation that this silo takes part in."""
 
     def __init__(self, config: AgentConfig, name: str, ledger: ReleaseLedger) -> None:
         self._config = config
@@ -199,7 +199,7 @@ class SecureAttempts:
         return partial(pay, job.privacy, round.noise.charge)
 
     def find(self, step: StepKey) -> MaskingAttempt | None:
-        """The attempt of this step, in whatever phase; None for one that is over or lost."""
+        """The attempt of this step, in any phase; None for one that is over or lost."""
         return self._attempts.get(_key(step))
 
     def handle(self, step: StepKey, message: bytes) -> bytes | None:
@@ -209,8 +209,8 @@ class SecureAttempts:
         """
         attempt = self.find(step)
         if attempt is None:
-            if (said := self._said_before(step, message)) is not None:
-                return said
+            if (repeated := self._answered_before(step, message)) is not None:
+                return repeated
             raise WorkFailed(
                 "node_failure",
                 "the silo was restarted before its update was masked: the keys of this attempt are gone",
@@ -235,7 +235,7 @@ class SecureAttempts:
         return answer
 
     def keep(self, step: StepKey) -> None:
-        """Makes durable what a restart needs to go on."""
+        """Seals on disk what a restart needs to go on with the attempt."""
         attempt = self.find(step)
         if attempt is not None:
             failpoint("masked", step.round, step.phase)
@@ -245,12 +245,12 @@ class SecureAttempts:
             failpoint("keys_kept", step.round, step.phase)
 
     def _shares_are_out(self, key: StepKey, message: bytes, answer: bytes) -> None:
-        """What was revealed may be asked for again, should it be lost on its way; all else is erased."""
+        """Keeps the last answer, which may be lost on its way and asked for again; erases all else."""
         replace_synced(self._file(key, "done"), [blake3(message).digest(), answer])
         self._file(key).unlink(missing_ok=True)
         _log.info("%s: the silo's shares for the sum of the round are given out", key)
 
-    def _said_before(self, step: StepKey, message: bytes) -> bytes | None:
+    def _answered_before(self, step: StepKey, message: bytes) -> bytes | None:
         path = self._file(_key(step), "done")
         if not path.exists():
             return None
@@ -258,7 +258,7 @@ class SecureAttempts:
         return kept[_DIGEST_BYTES:] if kept[:_DIGEST_BYTES] == blake3(message).digest() else None
 
     def recover(self) -> None:
-        """Takes up the attempts of an earlier process that had masked their vector."""
+        """Restores the attempts of an earlier process that had masked their vector."""
         for path in list(self._folder.glob("*.sealed")):
             try:
                 key = _parsed(path.stem)
@@ -273,12 +273,12 @@ class SecureAttempts:
             self._attempts[key] = MaskingAttempt(client, None)
 
     def forget(self, step: StepKey) -> None:
-        """The attempt is over."""
+        """Erases an attempt that is over."""
         self._attempts.pop(_key(step), None)
         self._file(_key(step)).unlink(missing_ok=True)
 
     def forget_job(self, job: str) -> None:
-        """Everything of the job is over."""
+        """Erases all attempts of the job."""
         for key in [key for key in self._attempts if key.job == job]:
             self.forget(key)
         for path in list(self._folder.iterdir()):
@@ -292,7 +292,7 @@ class SecureAttempts:
             raise WorkFailed("refused", f"this silo has no identity to sign with: {error}") from error
 
     def _directory(self, identities: Iterable[bytes]) -> dict[str, bytes]:
-        """Names and keys of the peers, each vouched for by this silo's own authority and nobody else."""
+        """Names and keys of the peers, each certified by this silo's own authority and no other."""
         authority = load_credentials(self._config.credentials).ca
         from_root = self._config.policy.identities == "root"
         directory: dict[str, tuple[bytes, bytes]] = {}
@@ -318,7 +318,7 @@ class SecureAttempts:
 
 
 def _key(step: StepKey) -> StepKey:
-    """An attempt, whatever phase of it is spoken of."""
+    """The step key of the attempt, whichever phase the given one is of."""
     return step._replace(phase=PHASE)
 
 

@@ -1,4 +1,4 @@
-"""The silo's own log: what it was asked, what it sent, what it got a receipt for, what it refused.
+"""Writes the silo's own log: what it was asked, sent, got a receipt for, and refused.
 
 `audit.jsonl` in the state folder has the form of the coordinator's audit log (`core/evidence/audit_log.py`),
 so that `roundtable audit cross-check` can lay the two side by side. The coordinator's receipts are kept with
@@ -33,7 +33,7 @@ class SiloLog:
         self._last, self._sealed = _tail(path)
 
     def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:
-        """One entry more."""
+        """Appends one entry; ResourceError where the log cannot be written."""
         made = entry(time.time(), actor, action, target, detail).after(self._last)
         self._append(made.to_line())
         self._last = made

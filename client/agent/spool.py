@@ -1,4 +1,4 @@
-"""Finished updates on disk until the coordinator has them: encoded bytes, and beside them what they are.
+"""Keeps finished updates on disk until the coordinator has them: encoded bytes with a description.
 
 The bytes of a delivered one stay until its round is over: should they be damaged there, they are sent again.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from roundtable.client.door.incoming import ArtifactName
@@ -22,15 +22,18 @@ _log = logging.getLogger("roundtable.agent")
 
 @dataclass(frozen=True)
 class Finished:
-    """An update that is ready to be sent; `announcement` signs a masked one (hexadecimal)."""
+    """An update that is ready to be sent.
+
+    `announcement` signs a masked one (hexadecimal), which holds its example count and metrics inside.
+    """
 
     step: StepKey
     digest: str
     size: int
     layout: str
     encoding: str
-    examples: int
-    metrics: Metrics
+    examples: int = 0
+    metrics: Metrics = field(default_factory=dict)
     announcement: str = ""
 
     @property
@@ -40,22 +43,22 @@ class Finished:
 
 
 class Spool:
-    """The folder; it survives a kill of the agent at any moment."""
+    """The folder of finished updates; a kill of the agent at any moment leaves it sound."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def bytes_of(self, step: StepKey) -> Path:
-        """The encoded bytes of an update; without its description it counts as unfinished."""
+        """The file of an update's encoded bytes; without its description it counts as unfinished."""
         return self._folder / f"{step.slug}.update"
 
     def plain_of(self, step: StepKey) -> Path:
-        """An update that is still to be masked; never sent, and gone after a restart."""
+        """The file of an update that is still to be masked; never sent, and removed at a restart."""
         return self._folder / f"{step.slug}.plain"
 
     def describe(self, finished: Finished) -> None:
-        """Says what the bytes are: from now on a restart of the agent finds the update."""
+        """Writes the description: from now on a restart of the agent finds the update."""
         text = json.dumps(asdict(finished)).encode()
         partial = self._folder / f".{finished.step.slug}.partial"
         write_file(partial, [text])
@@ -63,32 +66,32 @@ class Spool:
         failpoint("update_described", finished.step.round, finished.step.phase)
 
     def sync(self, step: StepKey) -> None:
-        """Makes the update safe from power cuts too: first its bytes, then what they are."""
+        """Makes the update safe from power cuts too: syncs its bytes, then its description."""
         sync(self.bytes_of(step))
         sync(self._description(step))
         sync(self._folder)
 
     def keep(self, step: StepKey) -> None:
-        """The coordinator has it; the bytes stay until `forget`, `take_back`, or a restart."""
+        """Marks the update as delivered; its bytes stay until `forget`, `take_back`, or a restart."""
         self._description(step).unlink(missing_ok=True)
         self.bytes_of(step).replace(self._sent(step))
 
     def take_back(self, step: StepKey) -> None:
-        """What was kept is to be delivered again; to be described anew."""
+        """Makes a delivered update one that is to be delivered again; it has to be described anew."""
         self._sent(step).replace(self.bytes_of(step))
 
     def forget(self, step: StepKey) -> None:
-        """What was kept is of no use any more."""
+        """Removes a delivered update."""
         self._sent(step).unlink(missing_ok=True)
 
     def remove(self, step: StepKey) -> None:
-        """Forgets the update: the coordinator has it or does not want it."""
+        """Removes all files of the update: the coordinator has it or does not want it."""
         self._description(step).unlink(missing_ok=True)
         self.bytes_of(step).unlink(missing_ok=True)
         self.plain_of(step).unlink(missing_ok=True)
 
     def recover(self) -> list[Finished]:
-        """What an earlier process finished and did not deliver; what is incomplete or damaged is removed."""
+        """Returns updates that an earlier process did not deliver; removes incomplete and damaged ones."""
         finished = list(self._readable())
         kept = {
             path for item in finished for path in (self.bytes_of(item.step), self._description(item.step))

@@ -1,4 +1,4 @@
-"""One agent for each state folder."""
+"""Locks a state folder, so that it serves one agent only."""
 
 from __future__ import annotations
 

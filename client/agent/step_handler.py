@@ -1,4 +1,4 @@
-"""What the agent has been asked to do: each step once, however often it is asked, across reconnects.
+"""Answers the coordinator's steps: each is done once, however often it is asked for, across reconnects.
 
 asked → accepted → model here → trained → spooled → delivered
                               ↘ evaluated      ↘ (withdrawn, failed: at any point)
@@ -18,7 +18,7 @@ from typing import Any
 
 from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Backoff, Link, calling
-from roundtable.client.agent.delivery import Delivery, tell
+from roundtable.client.agent.delivery import Delivery, log_receipt
 from roundtable.client.agent.gatekeeper import Gatekeeper, job_of
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.release_ledger import NAME as LEDGER
@@ -56,7 +56,7 @@ _DAMAGED_MODELS = 3
 
 
 class StepHandler:
-    """Takes the coordinator's messages, and sees to it that each step is answered."""
+    """Takes the coordinator's messages, and answers each step."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StepHandler:
         return sorted(self._delivering)
 
     def recover(self) -> None:
-        """Goes on with what an earlier process finished."""
+        """Delivers what an earlier process of the agent finished."""
         self._secure.recover()
         for finished in self._spool.recover():
             _log.info("%s: finished earlier, to be delivered", finished.step)
@@ -117,7 +117,7 @@ class StepHandler:
                     self._link.send(outgoing.failure(step, "protocol_violation", reason))
 
     async def settled(self) -> None:
-        """Returns when nothing is under way any more."""
+        """Waits until no step is worked on or delivered."""
         while tasks := [*self._working.values(), *self._delivering.values()]:
             await asyncio.wait(tasks)
 
@@ -222,7 +222,7 @@ class StepHandler:
             identities = asked.identities
             attempt = self._secure.begin(step, job, len(vector), values, identities)
             self._advertise(step)
-            await self._train_secretly(work, attempt)
+            await self._train_masked(work, attempt)
         elif asked.kind == "train":
             await self._train(work, asked.model.digest)
         else:
@@ -244,26 +244,26 @@ class StepHandler:
         )
         self._start_delivery(finished, fresh=True)
 
-    async def _train_secretly(self, work: StepWork, attempt: MaskingAttempt) -> None:
-        """As `_train`, but what leaves is masked, and holds the example count and the loss inside."""
+    async def _train_masked(self, work: StepWork, attempt: MaskingAttempt) -> None:
+        """Trains as `_train` does, and masks the update together with example count and loss."""
         step, plain, masked = work.step, self._spool.plain_of(work.step), work.output
         trained = await self._trained(replace(work, output=plain))
         await attempt.ready()
         digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained.examples, trained.metrics)
         plain.unlink()
         await asyncio.to_thread(self._secure.keep, step)
-        announcement = attempt.client.masked().hex()
-        finished = Finished(step, digest, size, work.layout, MASKED, 0, {}, announcement)
+        proof = attempt.client.masked().hex()
+        finished = Finished(step, digest, size, work.layout, encoding=MASKED, announcement=proof)
         self._start_delivery(finished, fresh=True)
 
     def _advertise(self, step: StepKey) -> None:
-        """Joins a secure aggregation, again if the first word of it may have been lost."""
+        """Sends this silo's first message of a secure aggregation, again if it may have been lost."""
         attempt = self._secure.find(step)
         if attempt is not None and attempt.advert:
             self._reply(step, attempt.advert)
 
     def _exchange(self, step: StepKey, message: bytes) -> None:
-        """The coordinator's next message of secure aggregation."""
+        """Answers the coordinator's next message of secure aggregation."""
         try:
             answer = self._secure.handle(step, message)
         except (WorkFailed, ResourceError) as error:
@@ -341,7 +341,7 @@ class StepHandler:
         asked = self._asked.pop(step, None)
         self.gate.received(finished, receipt)
         self._observer.receipt(step, receipt)
-        tell(step, receipt)
+        log_receipt(step, receipt)
         arrived = receipt.status in ("accepted", "duplicate")
         if arrived and asked is not None and finished.encoding != MASKED:
             self._delivery.delivered(finished)
@@ -349,7 +349,7 @@ class StepHandler:
             self._spool.remove(step)
 
     def _train_again(self, step: StepKey, error: TransferError) -> None:
-        """The update is damaged here: it is made once more, if it is known what was asked."""
+        """Trains once more for an update damaged on this disk; fails where the order is not known."""
         asked = self._asked.pop(step, None)
         self._spool.remove(step)
         if asked is None:

@@ -1,4 +1,4 @@
-"""What the agent says of a step while it works on it, to the coordinator and to those who watch the agent."""
+"""Reports on a step while it is worked on, to the coordinator and to the agent's own page of metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROGRESS_SECONDS = 0.5
 
 
 class StepReporter:
-    """Tells of progress, seldom enough that the control stream stays small."""
+    """Reports progress, seldom enough that the control stream stays small."""
 
     def __init__(self, link: Link, observer: AgentObserver) -> None:
         self._link = link
@@ -35,7 +35,7 @@ class StepReporter:
         *,
         quiet: bool = False,
     ) -> None:
-        """`done` of `total`, in examples or bytes. What is `quiet` stays on the agent's own page."""
+        """Reports `done` of `total`, in examples or bytes; a `quiet` report stays on the agent's own page."""
         now = time.monotonic()
         self._observer.doing(step, activity)
         if figures is not None:
@@ -46,10 +46,10 @@ class StepReporter:
         self._link.send(outgoing.progress(step, activity, done, total, loss, figures))
 
     def trouble(self, step: StepKey, kind: str, detail: str, action: str) -> None:
-        """Tells of an incident that the silo deals with itself."""
+        """Reports an incident that the silo deals with itself."""
         _log.warning("%s: %s (%s); %s", step, detail, kind, action)
         self._link.send(outgoing.trouble(step, kind, detail, action))
 
     def forget(self, step: StepKey) -> None:
-        """The step is over."""
+        """Forgets a step that is over."""
         self._told.pop(step, None)

@@ -1,1 +1,1 @@
-"""The silo's own files: what it offers, what it allows, whom it knows."""
+"""Reads the silo's own files: its tasks and settings, its rules, the jobs and peers that it knows."""

@@ -26,7 +26,7 @@ _UNITS |= {"Ki": 1 << 10, "ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 <
 
 
 def parse_bytes(value: str | int | float) -> int:
-    """80GiB, 500MB or a number of bytes; ConfigError for anything else."""
+    """Parses 80GiB, 500MB or a number of bytes; ConfigError for anything else."""
     if isinstance(value, (int, float)):
         return int(value)
     match = _BYTES.match(value)

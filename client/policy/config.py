@@ -131,7 +131,7 @@ class AgentConfig:
     traces: str = ""
 
     def rules(self) -> Rules:
-        """What this silo allows."""
+        """The silo's rules, with its tasks and folder."""
         return Rules(self.policy, self.tasks, self.task_tables, self.folder)
 
     def reference_of(self, task: str) -> str | None:

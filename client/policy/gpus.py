@@ -1,4 +1,4 @@
-"""What training may have of a silo's GPUs: `[policy] max_gpus` and `max_gpu_memory`.
+"""Bounds training's use of a silo's GPUs: `[policy] max_gpus` and `max_gpu_memory`.
 
 The number is what the training process can see at all. The memory bounds torch's allocator there, which
 then fails as it does on a smaller device; the CUDA context and libraries' own workspaces, some hundred
@@ -15,7 +15,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def shown_gpus(most: int | None, device: str, environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """(what changes in the training process's environment, what `[limits] device` is called in there).
+    """(changes to the training process's environment, the name of `[limits] device` in that process).
 
     With `device` = cuda:K it is the K-th device and those that follow, at most `most` of them.
     """
@@ -28,7 +28,7 @@ def shown_gpus(most: int | None, device: str, environment: Mapping[str, str]) ->
 
 
 def gpu_names(devices: Sequence[int], environment: Mapping[str, str]) -> list[str]:
-    """The devices, by their numbers in this process, as its children have to name them."""
+    """The names for child processes of devices with these numbers in this process."""
     listed = environment.get(VISIBLE)
     if listed is None:
         return [str(device) for device in devices]
@@ -37,7 +37,7 @@ def gpu_names(devices: Sequence[int], environment: Mapping[str, str]) -> list[st
 
 
 def memory_fraction(most: int, total: int) -> float:
-    """The part of a device with `total` bytes that `most` bytes are; all of it at most."""
+    """`most` bytes as a share of a device's `total`, at most 1."""
     return min(1.0, most / total)
 
 

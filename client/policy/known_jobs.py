@@ -1,4 +1,4 @@
-"""The jobs that this silo was asked to take part in, and what a person said to each.
+"""Keeps the jobs that this silo was asked to take part in, and a person's decision on each.
 
     jobs/known/JOB.json       what the agent took part in: never forgotten
     jobs/asked/JOB.json       what it was asked for and did not do (yet): the newest 200
@@ -82,7 +82,7 @@ class KnownJobs:
         return sorted(jobs.values(), key=lambda job: -job.first)
 
     def find(self, wanted: str) -> KnownJob:
-        """By its identifier or a unique prefix; ConfigError for a job that the agent was never asked for."""
+        """Finds a job by identifier or unique prefix; ConfigError for one the agent was never asked for."""
         matching = [job for job in self.all() if job.id.startswith(wanted)]
         if len(matching) != 1:
             reason = (
@@ -92,13 +92,13 @@ class KnownJobs:
         return matching[0]
 
     def approve(self, job: KnownJob) -> None:
-        """Allows a job as it is known here."""
+        """Approves the job with the configuration that is known here."""
         self._approved.mkdir(parents=True, exist_ok=True, mode=0o700)
         said_by = {"digest": job.digest, "by": getpass.getuser(), "time": time.time()}
         replace_synced(_place(self._approved, job.id), [json.dumps(said_by).encode()])
 
     def approval(self, job: KnownJob) -> dict[str, Any] | None:
-        """Who allowed exactly this configuration, and when; None if nobody has."""
+        """Who approved exactly this configuration, and when; None if nobody has."""
         approved = _read(_place(self._approved, job.id))
         return approved if approved is not None and approved.get("digest") == job.digest else None
 

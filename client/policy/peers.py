@@ -1,4 +1,4 @@
-"""The silos that this one has met in secure aggregation, each by the key that it showed first.
+"""Keeps the silos met in secure aggregation, each with the key that it showed first.
 
 Whoever holds the issuing key can certify a false silo under a true one's name. It comes too late for names
 that are known here: another key than the first is refused, until the root itself has certified it
@@ -45,7 +45,7 @@ class KnownPeers:
             _log.info("met in secure aggregation, and known from now on: %s", ", ".join(sorted(fresh)))
 
     def forget(self, name: str) -> None:
-        """The next key of this silo is taken as its first; ConfigError for one that is not known."""
+        """Forgets this silo, so that its next key counts as its first; ConfigError for an unknown one."""
         known = self._read()
         if name not in known:
             met = ", ".join(sorted(known)) or "nobody yet"
@@ -69,7 +69,7 @@ class KnownPeers:
 def _check_changed(
     name: str, key: bytes, certificate: bytes, ca: bytes, first: Mapping[str, str | float]
 ) -> None:
-    """Another key of a known silo: only the root's own word makes it good."""
+    """Refuses another key of a known silo, unless the root certified it."""
     try:
         verify_identity(certificate, ca, from_root=True)
     except IdentityError:

@@ -1,4 +1,4 @@
-"""What a silo allows: the `[policy]` and `[tasks]` of its agent.toml, and what they say of a job.
+"""Judges jobs by the silo's rules: the `[policy]` and `[tasks]` tables of its agent.toml.
 
 Everything here is decided at the silo, from the job as it came and from this file; the coordinator is
 asked nothing. Each objection is one sentence that names the rule.
@@ -33,7 +33,7 @@ class Rules:
     folder: Path = field(default_factory=Path.cwd)
 
     def objections(self, job: JobConfig, submitter: str | None, now: datetime) -> list[str]:
-        """Why this silo does not take part in the job, in sentences; empty if it does.
+        """The reasons for which this silo does not take part in the job; empty if it does.
 
         `submitter` is the name that a checked signature gives, None for a job without one. The signature is
         the submitter's own, or for one with a token the coordinator's.

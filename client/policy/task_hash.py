@@ -1,4 +1,4 @@
-"""The hash of a task's code, by which a silo pins what it has read and allowed.
+"""Hashes a task's code: a silo pins the code that it has read and allowed by this.
 
 A reference to a file pins that file; one to a module or an entry point pins the whole top-level package
 that it lies in, every Python file of it. Nothing is imported to find that out.

@@ -1,4 +1,4 @@
-"""The work itself, as the training process does it: task, data and model stay warm between rounds."""
+"""Does the training process's orders; task, data and model stay loaded between rounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVALUATION_BATCHES = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for the life of a training process; see AgentConfig."""
+    """The settings of a training process, for all its life; see AgentConfig."""
 
     client: str
     folder: str
@@ -69,7 +69,7 @@ class Order:
 
 @dataclass
 class _WarmJob:
-    """What is warm for the job that ran last."""
+    """Task, data and model of the job that ran last."""
 
     job: str
     config: JobConfig
@@ -95,7 +95,7 @@ class Executor:
             torch.set_num_threads(settings.threads)
 
     def train(self, order: Order, progress: Progress) -> TrainedUpdate:
-        """Trains, writes the encoded update to `order.output` and keeps what stays at the silo."""
+        """Trains, writes the encoded update to `order.output`, and saves tensors that stay at the silo."""
         warm, start = self._prepare(order)
         data, _ = self._data_of(order.task, warm.task)
         local = self._state.load(order.job, before=order.round)
@@ -185,13 +185,13 @@ class Executor:
 
 
 def part_of_batch(job: JobConfig, halvings: int, *, evaluation: bool = False) -> int:
-    """Examples that are in memory at once, after so many halvings."""
+    """The most examples in memory at once, after so many halvings."""
     whole = job.algorithm.batch_size * (EVALUATION_BATCHES if evaluation else 1)
     return max(1, whole >> halvings)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that `[limits] device` means; ResourceError for a GPU that is not there."""
+    """The torch device of `[limits] device`; ResourceError for a GPU that this machine lacks."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -210,12 +210,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def list_devices() -> list[str]:
-    """The devices of this machine, without touching them."""
+    """Lists the devices of this machine, without initialising them."""
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] + [f"cpu:{os.cpu_count()}"]
 
 
 def _difference(own: Layout, theirs: Layout) -> str:
-    """Where the silo's model and the job's part ways."""
+    """Describes the first difference between the silo's model and the job's."""
     mine = {spec.name: spec for spec in own.tensors}
     job = {spec.name: spec for spec in theirs.tensors}
     for name in [*job, *mine]:

@@ -1,4 +1,4 @@
-"""The second door, from the inside: rounds are handed to a script's own thread and answered from there."""
+"""Hands rounds to a script's own thread, and takes its answers: the inside of `join`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Round:
             self._loop.call_soon_threadsafe(action)
 
     def _skip(self) -> None:
-        """The script went on to the next round without an answer."""
+        """Refuses the round, as the script went on to the next without an answer."""
         self._in_loop(self._refuse)
 
     def _refuse(self) -> None:
@@ -110,7 +110,7 @@ class Round:
 
 
 class ScriptTrainer:
-    """Puts rounds into `rounds`; None there means that there will be no more."""
+    """A Trainer that puts rounds into `rounds`; None there means that no more will come."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What stays at the silo between rounds of a job: the tensors that never travel.
+"""Stores the tensors that never travel, at the silo between a job's rounds.
 
 One safetensors file for each round, so that a round that is done again starts from what the round
 before it left, and the same work gives the same bits.
@@ -26,7 +26,7 @@ class SiloState:
         self._folder = folder
 
     def load(self, job: str, before: int) -> dict[str, Tensor] | None:
-        """What the newest round below `before` left; None if there is none.
+        """Loads the tensors of the newest round below `before`; None if there is none.
 
         Raises EncodingError for a file that is damaged.
         """
@@ -48,7 +48,7 @@ class SiloState:
         return self.path(job, max(rounds)) if rounds else None
 
     def save(self, job: str, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps what `round` left; a state older than the one before it goes."""
+        """Saves the tensors of `round`, and removes those older than the round before it."""
         if not tensors:
             return
         path = self.path(job, round)
@@ -58,12 +58,12 @@ class SiloState:
         self.forget_old(job)
 
     def forget_old(self, job: str) -> None:
-        """Removes what a repeated round cannot need any more."""
+        """Removes states that no repeated round can need."""
         for number in self._rounds(job)[:-_KEPT]:
             self.path(job, number).unlink(missing_ok=True)
 
     def path(self, job: str, round: int) -> Path:
-        """Where a round's tensors are kept."""
+        """The file of a round's tensors."""
         return self._folder / job / f"round-{round}.safetensors"
 
     def _rounds(self, job: str) -> list[int]:

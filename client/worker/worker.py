@@ -34,11 +34,11 @@ _SAYING = threading.Lock()
 
 
 class Stopped(BaseException):
-    """The order was withdrawn; no error, and nothing that a task may catch."""
+    """Raised where an order is withdrawn; a BaseException, so that no task catches it."""
 
 
 class _Commands:
-    """Lines from the agent; a thread reads them, so that a stop arrives while an order is worked on."""
+    """Reads the agent's lines in a thread, so that a stop arrives while an order is worked on."""
 
     def __init__(self, source: TextIO) -> None:
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -103,7 +103,7 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
 
 
 def _attempt(answers: TextIO, work: Any) -> Any:
-    """The result, or None after reporting why there is none: whatever a task raises ends here."""
+    """Does an order and returns the result; reports whatever the task raises, and returns None then."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it

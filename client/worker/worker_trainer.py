@@ -1,4 +1,4 @@
-"""Training in a child process, so that whatever happens there is reported and the agent lives."""
+"""Trains in a child process: whatever happens there is reported, and the agent lives on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
 
 
 class WorkerTrainer:
-    """Keeps one training process warm; a new one follows each that dies."""
+    """Keeps one training process running; where it dies, the next order starts another."""
 
     def __init__(self, config: AgentConfig, client: str, jobs: Path) -> None:
         self._config = config
@@ -86,7 +86,7 @@ class WorkerTrainer:
             self._child = None
 
     async def _do(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
-        """Does the order. Out of memory, again with half as many examples at once, until that is enough."""
+        """Does the order; out of memory, does it again with half as many examples at once, and so on."""
         key = (work.step.job, verb)
         first: WorkFailed | None = None
         while True:
@@ -107,7 +107,7 @@ class WorkerTrainer:
                 work.trouble(failure.kind, failure.detail, action)
 
     def _most_halvings(self, verb: str, work: StepWork) -> int:
-        """Of a batch, until it is one example; none where parts of a batch are not the same training."""
+        """How often a batch can be halved; 0 where parts of a batch would not be the same training."""
         batch = part_of_batch(work.job, 0, evaluation=verb == "evaluate")
         # The silo has paid for a round of DP-SGD when it begins, and DP-SGD takes parts of batches anyway.
         paid = verb == "train" and isinstance(work.job.privacy, ExampleLevel)
@@ -116,7 +116,7 @@ class WorkerTrainer:
         return min(_MOST_HALVINGS, batch.bit_length() - 1)
 
     def _not_in_parts(self, key: tuple[str, str], first: WorkFailed, failure: WorkFailed) -> WorkFailed:
-        """What the round is told where half a batch failed for another reason than the whole."""
+        """The failure to report where half a batch failed for another reason than the whole batch."""
         del self._halvings[key]
         self._whole.add(key)
         detail = f"{first.detail}; with parts of a batch: {failure.detail}"
@@ -139,7 +139,7 @@ class _Child:
         self._process = process
         self._number = 0
         self._kills_before = _oom_kills()
-        self._said: deque[str] = deque(maxlen=20)
+        self._output: deque[str] = deque(maxlen=20)
         self._listener = asyncio.create_task(self._listen())
         self._leaving = False
         self._withdrawing: asyncio.Task[None] | None = None
@@ -170,14 +170,14 @@ class _Child:
         return child
 
     async def gone(self) -> bool:
-        """Whether the process has ended, or said that it will; known once a withdrawn order is over."""
+        """Whether the process has ended or announced its end; waits until a withdrawn order is over."""
         if self._withdrawing is not None:
             await asyncio.shield(self._withdrawing)
             self._withdrawing = None
         return self._leaving or self._process.returncode is not None
 
     async def do(self, verb: str, order: Order, progress: ProgressListener) -> dict[str, Any]:
-        """The answer to an order; WorkFailed for a failure or the end of the process.
+        """Sends an order, and returns the answer; WorkFailed for a failure or the end of the process.
 
         Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
         """
@@ -219,7 +219,7 @@ class _Child:
                 return message
         code = await self._process.wait()
         await self._listener
-        raise _post_mortem(code, self._kills_before, list(self._said))
+        raise _post_mortem(code, self._kills_before, list(self._output))
 
     async def _withdraw(self) -> None:
         self._write({"do": "stop", "number": self._number})
@@ -242,16 +242,16 @@ class _Child:
             self._process.kill()
 
     async def _listen(self) -> None:
-        """What the task prints, into the silo's log."""
+        """Copies what the task prints into the silo's log."""
         assert self._process.stderr is not None
         while line := await self._process.stderr.readline():
             text = line.decode(errors="replace").rstrip()
-            self._said.append(text)
+            self._output.append(text)
             _log.info("task: %s", text)
 
 
 def order_of_work(work: StepWork) -> Order:
-    """The work as it crosses to another process."""
+    """The order for another process that this work is."""
     return Order(
         job=work.step.job,
         round=work.step.round,
@@ -266,7 +266,7 @@ def order_of_work(work: StepWork) -> Order:
 
 
 def _post_mortem(code: int, kills_before: int | None, output: list[str]) -> WorkFailed:
-    """Why the process is gone, from its exit status and the kernel's counter of out-of-memory kills."""
+    """The failure to report for a process that ended, by its status and the kernel's out-of-memory kills."""
     trace = "\n".join(output)
     if code >= 0:
         return WorkFailed("node_failure", f"the training process ended with status {code}", trace)
