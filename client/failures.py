@@ -20,6 +20,7 @@ from roundtable.core.errors import (
     RoundtableError,
     TransferError,
 )
+from roundtable.core.plugins import foreign_frames
 
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
@@ -91,15 +92,11 @@ def _kind_of(error: Exception) -> str:
 
 def _place_of(error: Exception) -> str:
     """Class of the exception, and the line of the task or library where it rose, without folders."""
-    frames = traceback.extract_tb(error.__traceback__)
     name = type(error).__name__
+    if task := foreign_frames(error):
+        return f"{name} in {task[-1].place}()"
+    frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return name
-    ours = [frame for frame in frames if "roundtable_file_" in frame.name or _is_task(frame.filename)]
-    frame = ours[-1] if ours else frames[-1]
-    file = re.split(r"[\\/]", frame.filename)[-1]
-    return f"{name} in {file}, line {frame.lineno}, {frame.name}()"
-
-
-def _is_task(file: str) -> bool:
-    return "site-packages" not in file and not re.search(r"[\\/](client|core)[\\/]\w+\.py$", file)
+    file = re.split(r"[\\/]", frames[-1].filename)[-1]
+    return f"{name} in {file}, line {frames[-1].lineno}, in {frames[-1].name}()"

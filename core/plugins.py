@@ -13,6 +13,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -102,13 +103,37 @@ def described(error: BaseException) -> str:
 
     For whoever runs that code himself: its words may quote data, so nothing of this may leave a silo.
     """
-    place = ""
+    frames = foreign_frames(error)
+    place = f" ({frames[-1].place})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+@dataclass(frozen=True)
+class ForeignFrame:
+    """A line that somebody else's code had reached when an exception rose; `file` is without its folders."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def place(self) -> str:
+        """The line as a person looks it up."""
+        return f"{self.file}, line {self.line}, in {self.function}"
+
+
+def foreign_frames(error: BaseException) -> list[ForeignFrame]:
+    """The frames of an exception that are neither this package's, nor an installed one's, nor Python's own.
+
+    What belongs to this package is known by its import name: its folders are elsewhere in a checkout.
+    """
+    frames = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename)
         library = "site-packages" in file.parts or module.partition(".")[0] in sys.stdlib_module_names
-        if not library and not module.startswith("roundtable."):
-            place = f" ({file.name}, line {line}, in {frame.f_code.co_name})"
-    return f"{type(error).__name__}: {error}{place}"
+        if not library and module.partition(".")[0] != "roundtable":
+            frames.append(ForeignFrame(file.name, line, frame.f_code.co_name))
+    return frames
 
 
 def _nearest(name: str, known: Any) -> str:
