@@ -7,6 +7,8 @@ import logging
 import secrets
 from dataclasses import dataclass
 
+from sqlalchemy.engine import Connection
+
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError, RoundtableError, StorageError
 from roundtable.core.failpoints import failpoint
@@ -20,6 +22,7 @@ from roundtable.server.jobs.job_driver import StoredJob, client_info, make_drive
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.privacy_budget import population_of
 from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.operations.incidents import driver_incident
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import FINAL, AgentRow, ArtifactRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
@@ -265,7 +268,7 @@ class JobRegistry:
         else:
             log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
             runner.stop()
-            reason = "the coordinator failed at this job; its log says why. Resume it to try again"
+            reason = f"{runner.fault(error)}; its log says why. Resume it to try again"
             work = self._pause_broken(job, reason)
             self._background = asyncio.get_running_loop().create_task(work)
             self._background.add_done_callback(lambda _: runner.inbox.notify())
@@ -279,10 +282,16 @@ class JobRegistry:
 
     async def _pause_broken(self, job: str, reason: str) -> None:
         """Stores that a job is paused whose driver cannot do so itself."""
-        now = self._services.clock()
+        now, incident = self._services.clock(), driver_incident()
+
+        def write(connection: Connection) -> None:
+            store.mark(connection, job, "paused", reason, now)
+            number = store.last_sequence(connection, job) + 1
+            event = EventRow(number, now, "job_paused", reason, detail={"incident": incident.plain()})
+            store.insert_events(connection, job, [event])
+
+        self._services.alerts.tell(incident, reason, now, job)
         try:
-            await self._services.database.write(
-                lambda connection: store.mark(connection, job, "paused", reason, now)
-            )
+            await self._services.database.write(write)
         except StorageError as error:
             log.error("job %s: %s", job, error, extra={"job": job})

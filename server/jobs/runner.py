@@ -19,6 +19,7 @@ from sqlalchemy.engine import Connection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure, StorageError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.foreign_text import printable
 from roundtable.core.layout import Layout
 from roundtable.core.observability.logs import belongs_to
 from roundtable.engine import EngineView, RoundEngine, record_to_plain
@@ -89,6 +90,7 @@ class JobRunner:
         self._services = services
         self._sequence = sequence
         self._trouble = ""
+        self._handled = "its beginning"
 
     @property
     def final(self) -> bool:
@@ -138,6 +140,13 @@ class JobRunner:
         waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for)))
         return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
 
+    def fault(self, error: BaseException) -> str:
+        """What an unexpected error of this driver is, in words: where, at whose event, and what."""
+        attempt = self._engine.state.attempt
+        place = f" in round {attempt.round}, attempt {attempt.number}" if attempt else ""
+        what = printable(f"{type(error).__name__}: {error}", 500)
+        return f"the coordinator failed at this job{place}, at {self._handled}: {what}"
+
     def where(self) -> dict[str, Any]:
         """The fields that log lines of this job carry."""
         attempt = self._engine.state.attempt
@@ -167,6 +176,7 @@ class JobRunner:
 
     def _take(self, arrival: Arrival, batch: PendingTransition) -> None:
         event = arrival.event
+        self._handled = _named(event)
         if arrival.update is not None and isinstance(event, (m.UpdateArrived, m.ClientFailed)):
             arrival.verdict = self._engine.wants(arrival.update.client, event.step)
             if arrival.verdict != "wanted":
@@ -291,6 +301,15 @@ class JobRunner:
             else:
                 self._trouble = ""
                 return
+
+
+def _named(event: m.Event) -> str:
+    """The event's kind, and the client that it is of."""
+    failed = event.failure.site if isinstance(event, m.ClientFailed) else ""
+    update = event.update.client if isinstance(event, m.UpdateArrived) else ""
+    client = failed or update or getattr(event, "client", "")
+    name = client.name if isinstance(client, m.ClientInfo) else client
+    return f"{type(event).__name__} of {name}" if name else type(event).__name__
 
 
 def _released(actions: list[m.Action]) -> list[tuple[int, int]]:

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from roundtable.engine import messages as m
-from roundtable.proto import agent_pb2, common_pb2
+from roundtable.proto import common_pb2
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.wire import StepProgress
 
 log = logging.getLogger("roundtable.server.jobs.step_instructions")
-
-
-@dataclass
-class StepProgress:
-    """How far an agent says it is with its step; `figures` are of its newest training step."""
-
-    done: int
-    total: int
-    loss: float
-    figures: common_pb2.StepFigures | None = None
 
 
 class StepInstructions:
@@ -75,12 +65,10 @@ class StepInstructions:
         instruction = self._in_force.get(client)
         return instruction.step if instruction else None
 
-    def report(self, client: str, message: agent_pb2.Progress) -> None:
+    def report(self, client: str, step: m.Step, progress: StepProgress) -> None:
         """Notes what an agent says of the step that it was asked for; of other steps nothing."""
-        if self.step_of(client) == wire.step_of(message.step):
-            figures = message.figures if message.HasField("figures") else None
-            total = max(message.total, message.done)
-            self._progress[client] = StepProgress(message.done, total, message.loss, figures)
+        if self.step_of(client) == step:
+            self._progress[client] = progress
 
     def progress_of(self, client: str) -> StepProgress | None:
         """How far the agent says it is with its step."""
@@ -89,7 +77,7 @@ class StepInstructions:
     def figures(self) -> dict[str, dict[str, float]]:
         """The newest training step of each silo that reports figures, by silo and name; "loss" among them."""
         return {
-            client: {"loss": progress.loss, **{field.name: value for field, value in figures.ListFields()}}
+            client: {"loss": progress.loss, **figures}
             for client, progress in self._progress.items()
             if (figures := progress.figures) is not None
         }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from roundtable.core.errors import FAILURE_KINDS, SiteFailure
+from roundtable.core.errors import FAILURE_KINDS, ProtocolError, SiteFailure
+from roundtable.core.foreign_text import printable
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, common_pb2, operator_pb2
 from roundtable.server.store import AgentRow, EventRow, JobRow
@@ -14,12 +17,30 @@ from roundtable.server.store import AgentRow, EventRow, JobRow
 SECURE = "secure"
 MAX_METRICS = 200
 MAX_COUNT = 1 << 53
+MAX_SUM = 1e100
+"""Of a metric. Such sums times `MAX_COUNT`, added up over any number of silos, are far from overflow."""
 _MAX_TEXT = 2000
 _MAX_NAME = 100
+_MAX_NUMBER = 1 << 31
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+
+
+@dataclass(frozen=True)
+class StepProgress:
+    """How far an agent says it is with its step; `figures`, by name, are of its newest training step."""
+
+    done: int
+    total: int
+    loss: float
+    figures: Mapping[str, float] | None = None
 
 
 def step_of(message: common_pb2.Step) -> m.Step:
-    """The engine's key of a step; the job is named beside it."""
+    """Decodes a step's key; the job is named beside it. ProtocolError for a phase that is no identifier."""
+    if not _WORD.fullmatch(message.phase):
+        raise ProtocolError(f"a step's phase {message.phase[:80]!r} is no valid identifier")
+    if max(message.round, message.attempt) > _MAX_NUMBER:
+        raise ProtocolError(f"round {message.round}, attempt {message.attempt} is beyond {_MAX_NUMBER}")
     return m.Step(message.round, message.attempt, message.phase)
 
 
@@ -29,20 +50,49 @@ def step_to(job: str, step: m.Step) -> common_pb2.Step:
 
 
 def metrics_of(messages: Iterable[common_pb2.Metric]) -> dict[str, tuple[float, int]]:
-    """Decodes named sums; leaves out what is not finite, too many, or has an empty or overlong name."""
+    """Decodes named sums. A sum that is NaN is left out: the silo has none, as of a loss without a batch.
+
+    Raises ProtocolError, naming metric and value, for a sum beyond ±MAX_SUM, a count beyond MAX_COUNT, an
+    empty, overlong or unprintable name, a name given twice, and more than MAX_METRICS of them.
+    """
     metrics: dict[str, tuple[float, int]] = {}
     for metric in messages:
-        sound = math.isfinite(metric.sum) and metric.count <= MAX_COUNT
-        if sound and 0 < len(metric.name) <= _MAX_NAME and len(metrics) < MAX_METRICS:
-            metrics[metric.name] = (metric.sum, metric.count)
+        name, shown = metric.name, printable(metric.name, _MAX_NAME)
+        if not 0 < len(name) <= _MAX_NAME or shown != name or name in metrics:
+            raise ProtocolError(
+                f"a metric is called '{shown}': empty, overlong, not printable or given twice"
+            )
+        if abs(metric.sum) > MAX_SUM:
+            raise ProtocolError(
+                f"the metric {name!r} has the sum {metric.sum:g}; between {-MAX_SUM:g} and {MAX_SUM:g} can be"
+            )
+        if metric.count > MAX_COUNT:
+            raise ProtocolError(f"the metric {name!r} counts {metric.count} examples; at most 2^53 can be")
+        if len(metrics) == MAX_METRICS:
+            raise ProtocolError(f"more than {MAX_METRICS} metrics")
+        if not math.isnan(metric.sum):
+            metrics[name] = (metric.sum, metric.count)
     return metrics
+
+
+def progress_of(message: agent_pb2.Progress) -> StepProgress:
+    """Decodes how far an agent says it is. ProtocolError, naming the value, for one beyond its bounds."""
+    for name, value in (("done", message.done), ("total", message.total)):
+        if value > MAX_COUNT:
+            raise ProtocolError(f"the progress has {name} = {value}; at most 2^53 can be")
+    figures = {field.name: float(value) for field, value in message.figures.ListFields()}
+    for name, figure in {**figures, "loss": message.loss}.items():
+        if abs(figure) > MAX_SUM:
+            raise ProtocolError(f"the progress has {name} = {figure:g}; at most {MAX_SUM:g} can be")
+    total = max(message.total, message.done)
+    return StepProgress(message.done, total, message.loss, figures if message.HasField("figures") else None)
 
 
 def failure_of(site: str, message: agent_pb2.Failure) -> SiteFailure:
     """Decodes a silo's failure; unknown kinds become `task_error`, long texts are cut."""
     kind = message.kind if message.kind in FAILURE_KINDS else "task_error"
     detail = " ".join(message.detail.split())[:_MAX_TEXT] or "no reason given"
-    step = message.step
+    step = step_of(message.step)
     return SiteFailure(site, step.round, step.attempt, step.phase, kind, detail)
 
 
@@ -138,6 +188,13 @@ def event_to(event: EventRow) -> common_pb2.Event:
         message=event.message,
         detail=json.dumps(dict(event.detail), separators=(",", ":")) if event.detail else "",
     )
+
+
+def figures_to(figures: Mapping[str, float]) -> common_pb2.StepFigures:
+    """A silo's newest training step as operators see it."""
+    exact = {"step", "steps", "memory_bytes"}
+    values = {name: int(value) if name in exact else value for name, value in figures.items()}
+    return common_pb2.StepFigures(**values)  # type: ignore[arg-type]
 
 
 def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:

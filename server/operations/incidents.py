@@ -13,7 +13,8 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error", "critical")
 
 @dataclass(frozen=True)
 class Incident:
-    """One incident. `kind` is one of FAILURE_KINDS, or quorum_missed, storage, takeover or clone."""
+    """One incident. `kind` is one of FAILURE_KINDS, or quorum_missed, storage, coordinator, takeover
+    or clone."""
 
     kind: str
     severity: Severity
@@ -121,6 +122,12 @@ def storage_incident(detail: str) -> Incident:
         f"mend it, and the job goes on by itself: {detail}",
         "waited and retried; nothing is acknowledged meanwhile",
     )
+
+
+def driver_incident() -> Incident:
+    """A job's driver has met an error that nobody expected."""
+    advice = "report what the coordinator's log says of it; `roundtable job resume` tries again"
+    return Incident("coordinator", "critical", advice, "paused the job; what was durable is not lost")
 
 
 def clone_incident(silo: str) -> Incident:

@@ -12,7 +12,8 @@ from contextlib import suppress
 import grpc
 from typing_extensions import override
 
-from roundtable.core.errors import IdentityError, SiteFailure
+from roundtable.core.errors import IdentityError, ProtocolError, SiteFailure
+from roundtable.core.foreign_text import printable
 from roundtable.core.identity.credentials import verify_identity
 from roundtable.core.identity.signing import sign
 from roundtable.core.observability.logs import belongs_to
@@ -215,7 +216,11 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 if not self._messages.allows(session.name):
                     session.end("too many messages in a short time")
                     return
-                self._hear(session, message)
+                try:
+                    self._hear(session, message)
+                except ProtocolError as error:
+                    problem = printable(f"a message of {session.name} is refused: {error}")
+                    log.warning("%s", problem, extra={"site": session.name})
         except grpc.aio.UsageError:
             log.debug("the stream of %s is gone", session.name)
         finally:
@@ -247,10 +252,10 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                     lambda runner, step: runner.collection.exchanged(session.name, step, payload),
                 )
             case "evaluated":
-                metrics = wire.metrics_of(message.evaluated.metrics)
+                evaluated = message.evaluated
                 self._with(
-                    message.evaluated.step,
-                    lambda runner, step: runner.inbox.post(m.Evaluated(session.name, step, metrics)),
+                    evaluated.step,
+                    lambda runner, step: self._evaluated(session.name, runner, step, evaluated),
                 )
             case "goodbye":
                 self._goodbye(session, message.goodbye.reason)
@@ -266,6 +271,19 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             session.revocations = newest
             session.send(agent_pb2.ToAgent(revocations=newest))
 
+    def _evaluated(self, name: str, runner: JobRunner, step: m.Step, message: agent_pb2.Evaluated) -> None:
+        """Hands on an evaluation; an impossible value in it fails the silo's step, and the silo hears why."""
+        try:
+            metrics = wire.metrics_of(message.metrics)
+        except ProtocolError as error:
+            problem = f"its evaluation is refused: {error}"
+            failure = SiteFailure(name, step.round, step.attempt, step.phase, "invalid_update", problem)
+            if runner.instructions.step_of(name) == step:
+                runner.instructions.withdraw(m.Withdraw(name, step, problem))
+            runner.give_up_on(step, failure)
+            return
+        runner.inbox.post(m.Evaluated(name, step, metrics))
+
     def _with(self, step: common_pb2.Step, act: Callable[[JobRunner, m.Step], None]) -> None:
         runner = self._jobs.runner(step.job)
         if runner is not None:
@@ -274,7 +292,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     def _progress(self, client: str, message: agent_pb2.Progress) -> None:
         runner = self._jobs.runner(message.step.job)
         if runner is not None:
-            runner.instructions.report(client, message)
+            step = wire.step_of(message.step)
+            runner.instructions.report(client, step, wire.progress_of(message))
             runner.inbox.notify()
 
     def _goodbye(self, session: AgentSession, reason: str) -> None:

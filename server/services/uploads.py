@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from roundtable.core.errors import SiteFailure, TransferError
+from roundtable.core.errors import ProtocolError, SiteFailure, TransferError
 from roundtable.core.failpoints import failpoint
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
@@ -255,4 +255,8 @@ def _problem(client: str, header: agent_pb2.UploadHeader, runner: JobRunner) -> 
         )
     if not DIGEST.fullmatch(header.content.digest):
         return "the update's digest is no BLAKE3 digest of 64 hexadecimal digits"
+    try:
+        wire.metrics_of(header.metrics)
+    except ProtocolError as error:
+        return f"the update's metrics are refused: {error}"
     return runner.collection.problem(client, header)

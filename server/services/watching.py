@@ -71,5 +71,5 @@ def _activity(name: str, client: ClientView, runner: JobRunner) -> operator_pb2.
     if progress is not None:
         activity.done, activity.total, activity.loss = progress.done, progress.total, progress.loss
         if progress.figures is not None:
-            activity.figures.CopyFrom(progress.figures)
+            activity.figures.CopyFrom(wire.figures_to(progress.figures))
     return activity

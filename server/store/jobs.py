@@ -61,7 +61,7 @@ def insert_job(connection: Connection, job: JobRow, artifact: ArtifactRow, event
     """A new job with its initial model; IntegrityError for a request_id that is taken."""
     connection.execute(sa.insert(tables.jobs).values({**asdict(job), "snapshot": to_json(job.snapshot)}))
     note_artifact(connection, artifact)
-    _insert_events(connection, job.id, events)
+    insert_events(connection, job.id, events)
 
 
 def apply(connection: Connection, step: Transition) -> None:
@@ -89,7 +89,7 @@ def apply(connection: Connection, step: Transition) -> None:
     for record in step.records:
         _insert_record(connection, step.job, record)
     _insert_updates(connection, step.job, step.updates)
-    _insert_events(connection, step.job, step.events)
+    insert_events(connection, step.job, step.events)
     charged = [(r["round"], r["attempt"]) for r in step.records if r["charge"]]
     settle(connection, step.job, [*step.released, *charged], over=step.status in FINAL)
     add(connection, step.charges)
@@ -229,7 +229,8 @@ def _event(row: Any) -> EventRow:
     return EventRow(**{**values, "detail": json.loads(values["detail"])})
 
 
-def _insert_events(connection: Connection, job: str, events: Sequence[EventRow]) -> None:
+def insert_events(connection: Connection, job: str, events: Sequence[EventRow]) -> None:
+    """Adds events to a job's history."""
     if events:
         rows = [{"job": job, **asdict(event), "detail": to_json(dict(event.detail))} for event in events]
         connection.execute(sa.insert(tables.events), rows)

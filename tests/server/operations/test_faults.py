@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -127,7 +128,11 @@ async def test_a_driver_that_breaks_pauses_its_job(
             broken.setattr(runner, "record_to_plain", None)
             assert (await agent.answer(instruction, ONE)).status == agent_pb2.UploadReceipt.ACCEPTED
             await operator.watch_until(job.id, "paused")
-        assert "its log says why" in (await operator.job(job.id)).job.reason
+        reason = (await operator.job(job.id)).job.reason
+        assert "failed at this job in round 1, attempt 1, at " in reason
+        assert "TypeError: 'NoneType' object is not callable; its log says why" in reason
+        event = await operator.watch_for(job.id, "job_paused")
+        assert (event.message, json.loads(event.detail)["incident"]["kind"]) == (reason, "coordinator")
         assert any("failed" in record.message for record in caplog.records if record.levelno == logging.ERROR)
         resumed = await operator.stub.ResumeJob(operator_pb2.JobRequest(job=job.id))
         assert resumed.status in ("running", "finished")
