@@ -65,7 +65,11 @@ class Diagnosis:
     def verdicts(self) -> list[tuple[str, str]]:
         """`(client, verdict)`: used, left out and why, rejected, or weighed down and by how much."""
         rows = [(exclusion.client, f"left out: {exclusion.message}") for exclusion in self.excluded]
-        clipped = {exclusion.client: exclusion.message for exclusion in self.clipped}
+        clipped: dict[str, str] = {}
+        for exclusion in self.clipped:
+            clipped[exclusion.client] = "; ".join(
+                filter(None, (clipped.get(exclusion.client), exclusion.message))
+            )
         fair = 1 / max(len(self.clients), 1)
         for index, client in enumerate(self.clients):
             share = None if self.influence is None else float(self.influence[index])

@@ -28,7 +28,7 @@ from roundtable.aggregation.validation import (
     ValidationPolicy,
     screen,
 )
-from roundtable.aggregation.weighting import Weighting, row_weights
+from roundtable.aggregation.weighting import Weighting, capped_clients, row_weights
 from roundtable.core.errors import AggregationError, ConfigError
 
 
@@ -39,7 +39,10 @@ class AggregationConfig:
     rule, parameters: a rule by name. pre: steps in front of it, in order; a step that needs `f` and is given
     none takes the rule's. weighting: what a mean weighs by; robust rules count every silo once whatever it
     claims. weights: by silo name, for `custom`. validation: what becomes of an update that is broken or
-    longer than max_norm. folder: where rules and steps named as file.py:Object are; None refuses such names.
+    longer than max_norm. weight_ratio: most that a silo's examples count, in medians of the round; None for
+    no cap. norm_ratio: largest norm in medians of the round, of a mean without steps alone: robust rules
+    judge outliers themselves, and must not lose rows that they count on. folder: where rules and
+    steps named as file.py:Object are; None refuses such names.
     Raises ConfigError for names or parameters that do not exist.
     """
 
@@ -50,6 +53,8 @@ class AggregationConfig:
     weights: Mapping[str, float] = field(default_factory=dict)
     validation: ValidationPolicy = "exclude"
     max_norm: float | None = None
+    weight_ratio: float | None = None
+    norm_ratio: float | None = None
     folder: Path | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +93,11 @@ class AggregationConfig:
     def takes(self, provided: str) -> bool:
         """Whether the rule looks at something beside the round's updates: previous, root_update, history."""
         return self.definition.takes(provided)
+
+    @property
+    def relative_norm(self) -> float | None:
+        """`norm_ratio` where it is looked at: a mean alone."""
+        return self.norm_ratio if self.rule == "mean" and not self.pre else None
 
     @property
     def needs_gram(self) -> bool:
@@ -146,9 +156,8 @@ def _can_trust(config: AggregationConfig, clients: Sequence[ClientRow], diagnose
     """Whether a pass that looks for broken rows can be saved: nothing else needs norms, and the rule itself
     notices a value that is not finite."""
     measured = all(client.norm is not None for client in clients)
-    return (
-        config.definition.reads_all and not (config.pre or diagnose or measured) and config.max_norm is None
-    )
+    bounded = config.max_norm is not None or config.relative_norm is not None
+    return config.definition.reads_all and not (config.pre or diagnose or measured or bounded)
 
 
 def _aggregate(
@@ -164,13 +173,25 @@ def _aggregate(
     pairs = config.needs_gram or diagnose
     weighted = config.definition.weighted
     by_loss = weighted and config.weighting == "inverse_loss"
-    screening = screen(matrix, clients, config.validation, config.max_norm, pairs, trusting, by_loss)
+    screening = screen(
+        matrix,
+        clients,
+        config.validation,
+        config.max_norm,
+        pairs,
+        trusting,
+        by_loss,
+        config.relative_norm,
+    )
     if not screening.kept:
         raise AggregationError(_nothing_left(screening))
     if len(screening.kept) < matrix.rows:
         matrix, clients, context = _select(matrix, clients, context, screening.kept)
     names = tuple(client.name for client in clients)
     given = row_weights(clients, config.weighting if weighted else "uniform", config.weights)
+    capped: tuple[Exclusion, ...] = ()
+    if weighted and config.weighting == "examples" and config.weight_ratio is not None:
+        given, capped = capped_clients(clients, given, config.weight_ratio)
     stages = Stages(matrix, given, seed, context, names, screening.faults)
     if screening.clipped:
         stages.mix(np.diag(screening.factors), keep_weights=True)
@@ -184,7 +205,7 @@ def _aggregate(
         rule=" + ".join([*(name for name, _ in config.pre), config.rule]),
         clients=names,
         excluded=screening.excluded,
-        clipped=screening.clipped,
+        clipped=(*screening.clipped, *capped),
         details=result.details,
         **shares,
         **(pairwise(gram(matrix)) if pairs else {}),

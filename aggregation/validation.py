@@ -24,6 +24,8 @@ ValidationPolicy = Literal["exclude", "clip", "fail"]
 
 _MAY_BE_HONEST = ("norm", "loss")
 
+_FEWEST_FOR_MEDIAN = 3
+
 MAX_EXAMPLES = 2**53
 """Counts above this are not exact in float64, and no silo holds that many examples."""
 
@@ -93,14 +95,17 @@ def screen(
     with_gram: bool,
     trusting: bool = False,
     by_loss: bool = False,
+    norm_ratio: float | None = None,
 ) -> Screening:
     """Looks at every row before a rule does.
 
     with_gram: the rule needs the Gram matrix anyway, so norms are read off it. trusting: rows are taken to be
     finite. by_loss: rows are weighed by their client's loss, so a client without a usable one is left out.
+    norm_ratio: longer than so many medians of the round is too long, as beyond max_norm.
     Raises InvalidUpdate where the policy is to fail.
     """
     norms = np.zeros(matrix.rows) if trusting else _norms(matrix, clients, with_gram)
+    max_norm, bound = _bound(norms, max_norm, norm_ratio)
     names = Counter(client.name for client in clients)
     kept: list[int] = []
     factors: list[float] = []
@@ -111,7 +116,7 @@ def screen(
         too_large = max_norm is not None and norms[index] > max_norm
         if fault is None and too_large:
             fault = Exclusion(
-                client.name, "norm", f"norm {norms[index]:.6g} exceeds the bound {max_norm:.6g}"
+                client.name, "norm", f"norm {norms[index]:.6g} exceeds the bound {max_norm:.6g}{bound}"
             )
         if fault is not None and policy == "fail":
             raise InvalidUpdate(
@@ -125,6 +130,19 @@ def screen(
         kept.append(index)
         factors.append(max_norm / norms[index] if fault is not None and max_norm is not None else 1.0)
     return Screening(tuple(kept), np.array(factors), tuple(excluded), tuple(clipped))
+
+
+def _bound(norms: np.ndarray, max_norm: float | None, ratio: float | None) -> tuple[float | None, str]:
+    """The smaller of both bounds, and where it comes from; no ratio counts to a median of 0.
+
+    Of two updates neither is the usual one: with a tiny one a silo would have the other left out.
+    """
+    finite = norms[np.isfinite(norms)]
+    middle = float(np.median(finite)) if len(finite) >= _FEWEST_FOR_MEDIAN else 0.0
+    if ratio is None or middle == 0 or (max_norm is not None and max_norm <= ratio * middle):
+        return max_norm, ""
+    key = 'aggregation.validation.norm_ratio; "off" turns this off'
+    return ratio * middle, f", {ratio:g} times the median of the cohort ({key})"
 
 
 def _norms(matrix: UpdateMatrix, clients: Sequence[ClientRow], with_gram: bool) -> np.ndarray:

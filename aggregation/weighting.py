@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from roundtable.aggregation.validation import ClientRow
+from roundtable.aggregation.validation import ClientRow, Exclusion
 from roundtable.core.errors import AggregationError
 
 Weighting = Literal["examples", "uniform", "inverse_loss", "custom"]
@@ -33,6 +33,33 @@ def row_weights(
     if missing:
         raise AggregationError(f"no custom weight for {', '.join(missing)}: add them under weights")
     return np.array([custom[client.name] for client in clients], dtype=np.float64)
+
+
+def capped(counts: np.ndarray, ratio: float) -> np.ndarray:
+    """Example counts [n] of at most `ratio` times their lower median, float64 [n].
+
+    Of an even number the lower of the two in the middle counts: half of the silos cannot raise their own cap.
+    """
+    middle = float(np.sort(counts)[(len(counts) - 1) // 2])
+    return np.minimum(np.asarray(counts, dtype=np.float64), ratio * middle)
+
+
+def capped_clients(
+    clients: Sequence[ClientRow], weights: np.ndarray, ratio: float
+) -> tuple[np.ndarray, tuple[Exclusion, ...]]:
+    """The weights [n] with the cap, and those whom it lowers, with the sentence for the round's record."""
+    lowered = capped(weights, ratio)
+    notes = [
+        Exclusion(
+            client.name,
+            "weight",
+            f"{client.examples} examples count as {after:.6g}, {ratio:g} times the median of the cohort "
+            '(aggregation.validation.weight_ratio; "off" turns this off)',
+        )
+        for client, before, after in zip(clients, weights, lowered, strict=True)
+        if after < before
+    ]
+    return lowered, tuple(notes)
 
 
 def inverse_loss_weights(losses: np.ndarray) -> np.ndarray:

@@ -136,6 +136,10 @@ class ServerOptimizerTable(Table):
     )
 
 
+WEIGHT_RATIO, NORM_RATIO = 10.0, 100.0
+Ratio = Annotated[Finite, Field(ge=1)]
+
+
 class ValidationTable(Table):
     """`[aggregation.validation]`: what becomes of an update that must not be used as it is."""
 
@@ -143,6 +147,14 @@ class ValidationTable(Table):
         "exclude", description="leave it out, clip its norm, or fail the round"
     )
     max_norm: Finite | None = Field(None, gt=0, description="largest L2 norm of an update")
+    weight_ratio: Ratio | Literal["off"] = Field(
+        WEIGHT_RATIO,
+        description='weighting = "examples": most that a silo weighs, in medians of the cohort; or "off"',
+    )
+    norm_ratio: Ratio | Literal["off"] = Field(
+        NORM_RATIO,
+        description='rule = "mean" without pre: largest L2 norm, in medians of the cohort; or "off"',
+    )
 
 
 class AggregationTable(Table):

@@ -266,7 +266,8 @@ class RoundEngine:
             message = f"the update of {client} was left out: {reason}"
             self._context.note("update_excluded", message, client, detail)
         for fault in event.diagnosis.get("clipped", ()):
-            message = f"the update of {fault['client']} was clipped: {fault['message']}"
+            what = "weight" if fault["reason"] == "weight" else "update"
+            message = f"the {what} of {fault['client']} was clipped: {fault['message']}"
             self._context.note("update_clipped", message, fault["client"], {"reason": fault["reason"]})
         if self._phases.evaluation_due(attempt.round):
             self._phases.begin_evaluation(now)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix
+from roundtable.aggregation.weighting import capped
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import PrivacyError
 from roundtable.engine import Mean, Received, Rows
@@ -122,10 +124,12 @@ class ClientUpdates:
 
     def _total(self, backend: Summing, updates: Sequence[Update]) -> Mean:
         """The mean, taken where the updates are."""
-        uniform = self.world.job.aggregation.weighting == "uniform"
-        amounts = {update.client: 1 if uniform else update.examples for update in updates}
-        whole = sum(amounts.values())
-        weights = {client: amount / whole for client, amount in amounts.items()}
+        table = self.world.job.aggregation
+        amounts = np.array([1 if table.weighting == "uniform" else update.examples for update in updates])
+        if table.validation.weight_ratio != "off":
+            amounts = capped(amounts, table.validation.weight_ratio)
+        shares = (amounts / amounts.sum()).tolist()
+        weights = {update.client: share for update, share in zip(updates, shares, strict=True)}
         total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
         return Mean(total, weights)
 

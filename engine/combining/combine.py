@@ -194,7 +194,7 @@ def _of_groups(
     """
     labels = [f"group-{number:04d}" for number in range(1, len(means.groups) + 1)]
     rows = [ClientRow(label, max(1, g.weight), None) for label, g in zip(labels, means.groups, strict=True)]
-    by_weight = replace(plan.aggregation, weighting="examples")
+    by_weight = replace(plan.aggregation, weighting="examples", weight_ratio=None, norm_ratio=None)
     chance = derive_seed(seed, round, "aggregation")
     context = RuleContext(previous=state.previous)
     result = aggregate(means.matrix, rows, by_weight, chance, context=context, diagnose=diagnose)

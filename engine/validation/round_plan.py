@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
 from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
@@ -165,6 +165,8 @@ def aggregation_config(table: AggregationTable, folder: Path | None = None) -> A
         weights=table.weights,
         validation=table.validation.policy,
         max_norm=table.validation.max_norm,
+        weight_ratio=_ratio(table.validation.weight_ratio),
+        norm_ratio=_ratio(table.validation.norm_ratio),
         folder=folder,
     )
 
@@ -174,6 +176,10 @@ def server_optimizer(table: AggregationTable) -> ServerOptimizer:
     given = table.server_optimizer.model_dump(exclude_none=True)
     name, schedule = given.pop("name"), given.pop("schedule", None)
     return make_optimizer(name, given, schedule)
+
+
+def _ratio(value: float | Literal["off"]) -> float | None:
+    return None if value == "off" else value
 
 
 def _named(table: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roundtable.aggregation import AggregationConfig
-from roundtable.core.config import JobConfig
+from roundtable.core.config import NORM_RATIO, WEIGHT_RATIO, JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import DistributedLevel, NoPrivacy, masking_of
 from roundtable.engine.selection import quorum
@@ -38,6 +38,7 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
         raise PrivacyError(
             f"aggregation.validation: {hidden}; silos clip to clip_norm, so leave policy and max_norm out"
         )
+    _check_ratios(job, hidden)
     if not job.privacy.public_evaluation and (job.evaluation.every != 0 or job.stop.metric is not None):
         raise PrivacyError(
             "evaluation and stop: test metrics of single silos would leave them in the clear, beside the "
@@ -45,6 +46,17 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
             "securely), or state that the silos' test data are public by privacy.public_evaluation = true"
         )
     _check_secure_rounds(job)
+
+
+def _check_ratios(job: JobConfig, hidden: str) -> None:
+    """Defaults are left alone: docs/robustness.md says that they do not count here."""
+    table = job.aggregation.validation
+    for name, usual in (("weight_ratio", WEIGHT_RATIO), ("norm_ratio", NORM_RATIO)):
+        if getattr(table, name) not in (usual, "off"):
+            raise PrivacyError(
+                f"aggregation.validation.{name}: {hidden}, so nothing can be compared with a median; silos "
+                "clip to clip_norm and the encoding bounds what one may weigh: leave it out"
+            )
 
 
 def sums_exactly(job: JobConfig) -> bool:

@@ -58,6 +58,53 @@ def test_fedavg_is_the_mean_weighted_by_examples() -> None:
     assert result.account.weights == {"silo-0": 0.25, "silo-1": 0.25, "silo-2": 0.5}
 
 
+def test_a_silo_weighs_no_more_than_ten_medians_unless_the_job_says_so() -> None:
+    rows = Rows(TensorMatrix(torch.tensor([[1.0], [1.0], [-1.0]])), updates(40, 60, 2**53))
+
+    def combined(text: str = "") -> Combined:
+        plan = make_plan(job(text), population=3)
+        return combine(plan, rows, torch.zeros(1), initial_server_state(plan, 1), round=1, seed=0)
+
+    account = combined().account
+    assert account.weights == pytest.approx({"silo-0": 4 / 70, "silo-1": 6 / 70, "silo-2": 60 / 70})
+    [note] = account.diagnosis["clipped"]
+    assert (note["client"], note["reason"]) == ("silo-2", "weight")
+    assert "count as 600, 10 times the median" in note["message"]
+    free = combined('[aggregation.validation]\nweight_ratio = "off"').account
+    assert free.weights["silo-2"] > 1 - 1e-12
+    assert not free.diagnosis["clipped"]
+
+
+def test_silos_of_sizes_one_to_a_hundred_are_weighed_as_they_are() -> None:
+    plan = make_plan(job(), population=5)
+    rows = Rows(TensorMatrix(torch.ones(5, 1)), updates(100, 300, 1000, 3000, 10000))
+    account = combine(plan, rows, torch.zeros(1), initial_server_state(plan, 1), round=1, seed=0).account
+    assert account.weights["silo-4"] == pytest.approx(10000 / 14400)
+    assert not account.diagnosis["clipped"]
+
+
+@pytest.mark.parametrize(("size", "left_out"), [(3e38, True), (101.0, True), (99.0, False)])
+def test_a_finite_update_beyond_a_hundred_medians_is_left_out(size: float, left_out: bool) -> None:
+    plan = make_plan(job(), population=3)
+    rows = torch.tensor([[1.0], [size], [1.0]])
+    result = run(plan, rows, torch.zeros(1), initial_server_state(plan, 1), 1)
+    assert ("silo-1" in result.account.excluded) == left_out
+    if left_out:
+        assert result.vector.tolist() == [1.0]
+        assert "100 times the median" in result.account.excluded["silo-1"]
+    free = make_plan(job('[aggregation.validation]\nnorm_ratio = "off"'), population=3)
+    assert not run(free, rows / 10, torch.zeros(1), initial_server_state(free, 1), 1).account.excluded
+
+
+def test_a_ratio_that_secure_aggregation_cannot_look_at_is_refused() -> None:
+    masked = (
+        "[cohort]\nsize = 3\n[evaluation]\nevery = 0\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\n"
+    )
+    make_plan(job(masked), population=3)
+    with pytest.raises(PrivacyError, match=r"validation\.norm_ratio: under secure aggregation nobody sees"):
+        make_plan(job(masked + "[aggregation.validation]\nnorm_ratio = 5.0"), population=3)
+
+
 def test_a_broken_update_is_left_out_and_named() -> None:
     plan = make_plan(job(), population=2)
     rows = torch.tensor([[1.0], [float("nan")]])
