@@ -98,7 +98,8 @@ def test_a_finite_update_beyond_a_hundred_medians_is_left_out(size: float, left_
 
 def test_a_ratio_that_secure_aggregation_cannot_look_at_is_refused() -> None:
     masked = (
-        "[cohort]\nsize = 3\n[evaluation]\nevery = 0\n[privacy]\nsecure_aggregation = true\nclip_norm = 1.0\n"
+        "[cohort]\nsize = 3\n[evaluation]\nevery = 0\n"
+        '[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0\n'
     )
     make_plan(job(masked), population=3)
     with pytest.raises(PrivacyError, match=r"validation\.norm_ratio: under secure aggregation nobody sees"):
