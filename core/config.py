@@ -250,7 +250,7 @@ class SimulationTable(Table):
     devices: Open = Field(
         default_factory=dict, description="speed, bandwidth and availability of devices, in virtual time"
     )
-    faults: Open = Field(default_factory=dict, description="dropouts and crashes to inject")
+    dropouts: Open = Field(default_factory=dict, description="dropouts and crashes to draw")
     attack: Open = Field(default_factory=dict, description="byzantine clients: name, count and parameters")
     root_examples: int = Field(
         100, ge=1, description="examples that the coordinator trusts, for a rule such as fltrust"

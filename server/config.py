@@ -76,7 +76,7 @@ class ServerConfig(Table):
         default_factory=list,
         description="further places for models, as fsspec takes them: /mnt/second, s3://bucket/prefix",
     )
-    alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of faults")
+    alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of incidents")
 
     metrics: str = Field(
         "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9464"

@@ -18,7 +18,7 @@ from roundtable.simulation.backend import Failed, Trained, World
 from roundtable.simulation.client_updates import ClientUpdates
 from roundtable.simulation.event_queue import AnswerDue, EventQueue, Leaves
 from roundtable.simulation.world.devices import Transfer
-from roundtable.simulation.world.dropouts import Faults
+from roundtable.simulation.world.dropouts import Dropouts
 from roundtable.simulation.world.fleet import Fleet
 
 Progress = Callable[[m.Step, int, int], None]
@@ -41,7 +41,7 @@ class ClientWork:
         self._queue = queue
         self._progress = progress
         self._due: dict[int, AnswerDue] = {}
-        self._faults = Faults.of(world.job)
+        self._dropouts = Dropouts.of(world.job)
         up = get_encoding(world.job.transfer.encoding).encoded_size(world.layout.size)
         self._transfer = Transfer(4 * world.layout.size, up or 4 * world.layout.size)
 
@@ -87,11 +87,11 @@ class ClientWork:
         """Evaluates a model at all these clients; each takes the time of the model's way to it."""
         there = []
         for index in indices:
-            fault = self._faults.of_evaluation(step, index)
-            if fault is None:
+            dropout = self._dropouts.of_evaluation(step, index)
+            if dropout is None:
                 there.append(index)
             else:
-                failed = Failed(self._world.names[index], "node_failure", fault.detail)
+                failed = Failed(self._world.names[index], "node_failure", dropout.detail)
                 self._queue.push(self._queue.now, failure_event(failed, step))
         transfer = Transfer(self._transfer.down, 0)
         for done, answer in enumerate(self._updates.evaluate(vector, there), start=1):
@@ -115,12 +115,12 @@ class ClientWork:
     def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
         seconds = self._fleet.devices.seconds(index, step.round, examples, self._transfer)
         leaves = self._fleet.devices.leaves_at(index, asked)
-        fault = self._faults.of_training(step, index)
-        if fault is not None and fault.kind == "dropout":
-            leaves = min(leaves, asked + fault.share * seconds)
-        elif fault is not None and asked + fault.share * seconds < leaves:
-            failed = Failed(self._world.names[index], "node_failure", fault.detail)
-            self._queue.push(asked + fault.share * seconds, failure_event(failed, step))
+        dropout = self._dropouts.of_training(step, index)
+        if dropout is not None and dropout.kind == "dropout":
+            leaves = min(leaves, asked + dropout.share * seconds)
+        elif dropout is not None and asked + dropout.share * seconds < leaves:
+            failed = Failed(self._world.names[index], "node_failure", dropout.detail)
+            self._queue.push(asked + dropout.share * seconds, failure_event(failed, step))
             return
         if leaves <= asked + seconds:
             self._queue.push(leaves, Leaves(index, step))

@@ -1,4 +1,4 @@
-"""The tables below `[simulation]` in a job file: devices, faults, attacks; checked like the rest."""
+"""The tables below `[simulation]` in a job file: devices, dropouts, attacks; checked like the rest."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class DevicesTable(Table):
         return self
 
 
-class FaultsTable(Table):
-    """`[simulation.faults]`: what goes wrong, each with its probability for a client in a round."""
+class DropoutsTable(Table):
+    """`[simulation.dropouts]`: what goes wrong, each with its probability for a client in a round."""
 
     dropout: Finite = Field(0.0, ge=0, le=1, description="the client is gone and never answers")
     crash_training: Finite = Field(0.0, ge=0, le=1, description="the client fails in training, and says so")
@@ -139,9 +139,9 @@ def devices_table(job: JobConfig) -> DevicesTable:
     return _table(DevicesTable, job.simulation.devices, "simulation.devices")
 
 
-def faults_table(job: JobConfig) -> FaultsTable:
-    """The job's faults; ConfigError names the key and what was expected."""
-    return _table(FaultsTable, job.simulation.faults, "simulation.faults")
+def dropouts_table(job: JobConfig) -> DropoutsTable:
+    """The job's dropouts; ConfigError names the key and what was expected."""
+    return _table(DropoutsTable, job.simulation.dropouts, "simulation.dropouts")
 
 
 def check_population(job: JobConfig) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from roundtable.core.config import JobConfig
-from roundtable.simulation.world.config import attack_table, devices_table, faults_table
+from roundtable.simulation.world.config import attack_table, devices_table, dropouts_table
 from roundtable.simulation.world.partition import parse_partitioner
 
 
 def check_tables(job: JobConfig) -> None:
-    """Raises ConfigError, naming the key, for a partition, devices, faults or an attack without sense."""
+    """Raises ConfigError, naming the key, for a partition, devices, dropouts or an attack without sense."""
     parse_partitioner(job.simulation.partition)
     devices_table(job)
-    faults_table(job)
+    dropouts_table(job)
     attack_table(job)

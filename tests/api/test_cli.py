@@ -133,7 +133,7 @@ def test_set_takes_toml_values_and_bare_words(roundtable: Command, job_file: Pat
         ("rounds = ", "not valid TOML"),
         ("[aggregation]\nrule = 'meen'", "meen"),
         ("[cohort]\nsize = 6\n[aggregation]\nrule = 'krum'\nparameters = { f = 2 }", "krum needs n > 2f + 2"),
-        ("[simulation.faults]\ndropuot = 0.1", "simulation.faults: dropuot: unknown key"),
+        ("[simulation.dropouts]\ndropuot = 0.1", "simulation.dropouts: dropuot: unknown key"),
         ("[simulation]\npartition = { name = 'dirichlt' }", "simulation.partition: name is 'dirichlt'"),
         ("[simulation.attack]\nname = 'alie'", "simulation.attack: say how many attack"),
         ("[model]\nlocal = ['haed.*']", "model.local: the pattern 'haed.*' fits none"),

@@ -125,9 +125,9 @@ def test_control_variates_equal_float64_in_every_backend(run, name, backend):
 
 def test_a_client_whose_update_is_lost_does_not_move_its_variate(run, tmp_path):
     """c is the mean of all c_i, which a dropout of an attempt or a failed client must not break."""
-    faults = {"dropout": 0.4}
+    dropouts = {"dropout": 0.4}
     result = run(
-        "Perceptron", algorithm__name="scaffold", **VARIATES, simulation__faults=faults, cohort__minimum=1
+        "Perceptron", algorithm__name="scaffold", **VARIATES, simulation__dropouts=dropouts, cohort__minimum=1
     )
     contributors = [record.contributors for record in result.history.records]
     assert min(map(len, contributors)) < 5

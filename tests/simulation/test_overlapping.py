@@ -92,7 +92,11 @@ def test_other_backends_agree(buffered, backend):
 def test_a_resumed_run_ends_with_the_same_bits(buffered, tmp_path, task):
     """Stopped after any round, with older models at work and updates waiting."""
     local = {"model__local": ["1.running_mean", "1.running_var"]} if task == "BatchNorm" else {}
-    settings = {"simulation__faults": {"dropout": 0.1, "crash_training": 0.05}, "cohort__minimum": 1, **local}
+    settings = {
+        "simulation__dropouts": {"dropout": 0.1, "crash_training": 0.05},
+        "cohort__minimum": 1,
+        **local,
+    }
     whole = buffered(task, **settings)
     for stop in (1, 3, 6):
         folder = tmp_path / str(stop)
@@ -118,12 +122,12 @@ def test_nobody_ever_coming_back_is_an_error_not_a_hang(buffered, tmp_path):
         buffered(simulation__devices={"trace": str(tmp_path / "t.csv"), "speed": 1.0, "latency": 5.0})
 
 
-def test_faults_attacks_and_robust_rules_go_well_with_it(buffered):
+def test_dropouts_attacks_and_robust_rules_go_well_with_it(buffered):
     result = buffered(
         round__buffer=5,
         round__concurrency=8,
         simulation__attack={"name": "nan", "count": 1},
-        simulation__faults={"crash_upload": 0.1},
+        simulation__dropouts={"crash_upload": 0.1},
         aggregation__rule="median",
         rounds=5,
         cohort__grace=5.0,
@@ -151,7 +155,7 @@ def test_clients_that_dropped_out_return_where_others_come_and_go(buffered):
     devices = {**SLOW, "availability": 0.6, "period": "60s"}
     result = buffered(
         simulation__devices=devices,
-        simulation__faults={"dropout": 0.7},
+        simulation__dropouts={"dropout": 0.7},
         round__buffer=4,
         cohort={"retries": 99},
         rounds=1,

@@ -31,7 +31,7 @@ def test_central_noise_is_added_and_charged(run):
 @pytest.mark.parametrize("backend", ["vectorised", "stacked", "processes"])
 def test_backends_agree_under_clipping_and_noise(run, backend):
     settings = {**UNIFORM, "privacy": {**CENTRAL, "noise_multiplier": 0.5}}
-    settings |= {"cohort__minimum": 1, "simulation__faults": {"dropout": 0.2}}
+    settings |= {"cohort__minimum": 1, "simulation__dropouts": {"dropout": 0.2}}
     reference = run(**settings)
     result = run(**settings, simulation__backend=backend, simulation__workers=1)
     assert torch.allclose(result.model.vector, reference.model.vector, atol=1e-5)
@@ -46,7 +46,7 @@ def test_the_protocol_gives_the_mean_that_one_sees_without_it(run):
 
 
 def test_fast_masking_gives_the_same_bits_and_says_so(run):
-    drops = {"rounds": 2, "simulation__faults": {"dropout": 0.15}, "cohort__size": 8, "cohort__minimum": 6}
+    drops = {"rounds": 2, "simulation__dropouts": {"dropout": 0.15}, "cohort__size": 8, "cohort__minimum": 6}
     real, fast = run(**SECURE, **drops), run(**SECURE, **drops, simulation__masking="fast")
     assert torch.equal(real.model.vector, fast.model.vector)
     assert real.status == fast.status == "finished"
@@ -56,7 +56,7 @@ def test_fast_masking_gives_the_same_bits_and_says_so(run):
 
 @pytest.mark.parametrize("masking", ["real", "fast"])
 def test_too_few_survivors_fail_the_attempt(run, masking):
-    lost = {"simulation__faults": {"dropout": 0.6}, "cohort__size": 8, "cohort__minimum": 1}
+    lost = {"simulation__dropouts": {"dropout": 0.6}, "cohort__size": 8, "cohort__minimum": 1}
     result = run(**SECURE, **lost, cohort__retries=0, simulation__masking=masking)
     assert result.status == "paused"
     assert "of at least 6 updates" in result.reason

@@ -50,7 +50,7 @@ def test_all_kinds_of_models_agree(run, task):
     settings = {
         "algorithm__name": "fedprox",
         "algorithm__mu": 0.1,
-        "simulation__faults": {"dropout": 0.2},
+        "simulation__dropouts": {"dropout": 0.2},
         "cohort__minimum": 1,
     }
     reference = run(task, **settings)

@@ -24,7 +24,7 @@ HOSTILE = {"simulation__attack": {"name": "sign_flip", "count": 1, "scale": 30.0
 
 def test_fast_and_real_give_the_same_bits(run):
     twelve = {**GROUPED, "simulation__clients": 13, "cohort__size": 13, "cohort__minimum": 9}
-    drops = {**twelve, "simulation__faults": {"dropout": 0.1}}
+    drops = {**twelve, "simulation__dropouts": {"dropout": 0.1}}
     real, fast = run(**drops), run(**drops, simulation__masking="fast")
     assert real.status == fast.status == "finished"
     assert torch.equal(real.model.vector, fast.model.vector)
@@ -58,7 +58,7 @@ def test_a_poisoner_is_outvoted_in_its_group(run):
 
 @pytest.mark.parametrize("masking", ["real", "fast"])
 def test_too_few_groups_fail_the_attempt(run, masking):
-    lost = {"simulation__faults": {"dropout": 0.3}, "cohort__minimum": 1, "cohort__retries": 0}
+    lost = {"simulation__dropouts": {"dropout": 0.3}, "cohort__minimum": 1, "cohort__retries": 0}
     result = run(**GROUPED, **lost, simulation__masking=masking)
     assert result.status == "paused"
     assert "groups are left, 3 are needed" in result.reason or "of at least 9 updates" in result.reason

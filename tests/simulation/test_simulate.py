@@ -1,4 +1,4 @@
-"""Whole runs: the engine in virtual time, the same bits for the same seed, faults that are said."""
+"""Whole runs: the engine in virtual time, the same bits for the same seed, dropouts that are reported."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_failing_client_is_named_and_the_round_goes_on(run):
 
 
 def test_when_too_many_fail_the_job_pauses_with_the_reason(run):
-    result = run(simulation__faults={"crash_training": 1.0}, cohort__retries=1)
+    result = run(simulation__dropouts={"crash_training": 1.0}, cohort__retries=1)
     assert result.status == "paused"
     assert "crashed in training" in result.reason
 

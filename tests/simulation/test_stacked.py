@@ -367,7 +367,7 @@ def test_a_gpu_gets_stacks(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_simulation_ends_with_the_same_model(run: Any, task: str, workers: int) -> None:
     """Means of updates that stay where they are, in one process, with clients that drop out."""
-    settings = {"simulation__faults": {"dropout": 0.2}, "cohort__minimum": 1}
+    settings = {"simulation__dropouts": {"dropout": 0.2}, "cohort__minimum": 1}
     reference = run(task, **settings)
     found = run(task, **settings, simulation__backend="stacked", simulation__workers=workers)
     torch.testing.assert_close(found.model.vector, reference.model.vector, atol=1e-5, rtol=1e-4)

@@ -103,8 +103,8 @@ def test_mistakes_in_the_tables_are_named(run):
         run(simulation__devices={"sped": 3})
     with pytest.raises(ConfigError, match=r"simulation\.devices: speed\.median: .*greater than 0"):
         run(simulation__devices={"speed": -3})
-    with pytest.raises(ConfigError, match=r"simulation\.faults: dropout: .*less than or equal to 1"):
-        run(simulation__faults={"dropout": 1.5})
+    with pytest.raises(ConfigError, match=r"simulation\.dropouts: dropout: .*less than or equal to 1"):
+        run(simulation__dropouts={"dropout": 1.5})
     with pytest.raises(ConfigError, match="leave out availability"):
         run(simulation__devices={"trace": "x.csv", "availability": 0.5})
 
@@ -160,7 +160,7 @@ def test_the_deadline_drops_the_slow(run):
 def test_dropouts_are_waited_for_no_longer_than_the_grace_time(run):
     result = run(
         simulation__devices={"speed": 10.0},
-        simulation__faults={"dropout": 0.4},
+        simulation__dropouts={"dropout": 0.4},
         cohort__size=8,
         cohort__minimum=1,
         cohort__grace=11.0,
@@ -193,9 +193,13 @@ def test_nobody_ever_coming_back_is_an_error_not_a_hang(run, tmp_path):
 @pytest.mark.parametrize("backend", ["sequential", "stacked"])
 def test_clients_that_crash_are_replaced_within_the_attempt_and_deadline(run, backend):
     """Unless the draw of the cohort rests on nobody being replaced."""
-    faults = {"crash_training": 0.3}
+    dropouts = {"crash_training": 0.3}
     devices = {"speed": {"median": 10.0, "sigma": 1.2}, "latency": "1s"}
-    settings = {"simulation__faults": faults, "simulation__backend": backend, "simulation__devices": devices}
+    settings = {
+        "simulation__dropouts": dropouts,
+        "simulation__backend": backend,
+        "simulation__devices": devices,
+    }
     records = run(cohort__size=4, cohort__minimum=1, rounds=6, **settings).history.records
     assert [len(record.contributors) for record in records] == [4] * 6
     assert {record.attempt for record in records} == {1}
@@ -210,10 +214,10 @@ def test_clients_that_crash_are_replaced_within_the_attempt_and_deadline(run, ba
 
 
 def test_crashes_in_each_phase_are_reported(run):
-    training = run(simulation__faults={"crash_training": 0.3}, cohort__minimum=1, cohort__size=8)
+    training = run(simulation__dropouts={"crash_training": 0.3}, cohort__minimum=1, cohort__size=8)
     assert any("crashed in training" in why for r in training.history.records for why in r.failures.values())
-    upload = run(simulation__faults={"crash_upload": 0.3}, cohort__minimum=1, cohort__size=8)
+    upload = run(simulation__dropouts={"crash_upload": 0.3}, cohort__minimum=1, cohort__size=8)
     assert any("while uploading" in why for r in upload.history.records for why in r.failures.values())
-    evaluation = run(simulation__faults={"crash_evaluation": 0.5}, cohort__size=8)
+    evaluation = run(simulation__dropouts={"crash_evaluation": 0.5}, cohort__size=8)
     assert all(len(record.client_metrics) < 8 for record in evaluation.history.records)
     assert not any(evaluation.history["failed"])
