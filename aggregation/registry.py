@@ -11,13 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.paths import AnyPath
 from roundtable.core.plugins import described, names, resolve
 
 ENTRY_POINT_GROUP = "roundtable.aggregation_rules"
@@ -93,7 +93,7 @@ def rule(
     return register
 
 
-def find_rule(name: str, folder: Path | None = None) -> Rule:
+def find_rule(name: str, folder: AnyPath | None = None) -> Rule:
     """The rule that a job's `name` means; `file.py:Object` is looked for in `folder`, refused without one.
 
     Raises ConfigError where there is none, or what is there is no rule.

@@ -22,10 +22,11 @@ from typing import Any
 from blake3 import blake3
 
 from roundtable.core.errors import ConfigError, RoundtableError
+from roundtable.core.paths import AnyPath
 
 
 def resolve(
-    kind: str, name: str, builtins: Mapping[str, Any], entry_point_group: str, folder: Path | None = None
+    kind: str, name: str, builtins: Mapping[str, Any], entry_point_group: str, folder: AnyPath | None = None
 ) -> Any:
     """The object of this kind ("aggregation rule", "algorithm") that a job's `name` means.
 
@@ -43,7 +44,7 @@ def resolve(
                 "job in a simulation"
             )
         place, _, attribute = name.partition(":")
-        module = import_file((folder / place).resolve(), reference, ConfigError)
+        module = import_file((Path(folder) / place).resolve(), reference, ConfigError)
         if not attribute or not hasattr(module, attribute):
             raise ConfigError(
                 f"{reference}: {module.__file__} has no {attribute!r}{_nearest(attribute, vars(module))}; "

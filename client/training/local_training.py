@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.arrays import arrays_of, fit_result, state_of
-from roundtable.client.training.batches import ordered_batches, ordering_of, training_batches
+from roundtable.client.training.batches import (
+    count_examples,
+    ordered_batches,
+    ordering_of,
+    training_batches,
+)
 from roundtable.client.training.corrections import make_correction
 from roundtable.client.training.local_work import Execution, LocalUpdate, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit
@@ -65,7 +70,9 @@ def train(
     asked of the silo and not there, CannotSplit where parts of batches would train another model, and
     whatever the task raises.
     """
-    context = work.context(data, torch.device(execution.device))
+    # An ArrayTask's data are its own affair: it takes them whole.
+    examples = None if isinstance(task, ArrayTask) else count_examples(data)
+    context = work.context(examples, torch.device(execution.device))
     check_privacy(work.job, execution.protection is not None)
     by_example = isinstance(work.job.privacy, ExampleLevel)
     _check_divisible(task, by_example, execution)
@@ -102,7 +109,7 @@ def _train_module(
         parameters = [p for p in module.parameters() if p.requires_grad]
         measure = partial(_measure, task, module, data, layout, job.algorithm.batch_size, device)
         trained = trained_slices(module, layout)
-        rules = AlgorithmRound(work, work.context(data, device), trained, measure)
+        rules = AlgorithmRound(work, work.context(count_examples(data), device), trained, measure)
         correct = make_correction(rules.step, parameters, rules.constants(module, parameters))
         loop = TrainingLoop(task, module, parameters, work, rules, execution)
         keep = job.algorithm.optimizer_state == "keep"

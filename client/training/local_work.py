@@ -41,9 +41,9 @@ class LocalWork:
         """The algorithm that the client trains by."""
         return self.algorithm or make_algorithm(self.job.algorithm)
 
-    def context(self, data: object, device: torch.device) -> Context:
-        """What hooks and the task's methods are told about it."""
-        steps = steps_of(self.job, count_examples(data))
+    def context(self, examples: int | None, device: torch.device) -> Context:
+        """What hooks and the task's methods are told about it; `examples` None: nobody can count."""
+        steps = steps_of(self.job, examples)
         return Context(self.job.title, self.round, self.client, steps, device, self.job.seed)
 
 

@@ -113,7 +113,7 @@ class Sequential:
             device=self.device,
             local=first.local,
             prepare=prepare,
-            context=work.context(None, device),
+            context=work.context(0, device),
         )
         answers: list[Measured | Failed] = []
         with ExitStack() as stack:

@@ -348,7 +348,8 @@ def test_services_keep_their_files_to_themselves(service: Service, job: str) -> 
     kept = [service.folder / "state", *(service.folder / "state").rglob("*")]
     kept += [service.folder / "north" / "state", *(service.folder / "north" / "state").rglob("*")]
     assert len(kept) > 10
-    assert [place for place in kept if place.stat().st_mode & 0o077] == []
+    # What the services remove meanwhile is open to nobody.
+    assert [place for place in kept if place.exists() and place.stat().st_mode & 0o077] == []
 
 
 def _refused(service: Service, roundtable: Command, credentials: Path) -> str:

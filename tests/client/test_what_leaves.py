@@ -10,7 +10,7 @@ from roundtable.proto import agent_pb2
 PUBLIC = {
     "Hello": {
         "version", "protocol", "tasks", "metadata", "devices", "clock", "spooled", "identity",
-        "coordinator", "seen",
+        "coordinator", "seen", "installation",
     },
     "Heartbeat": {"state"},
     "Accepted": {"step"},
@@ -45,5 +45,7 @@ def test_every_field_that_leaves_is_judged(name: str) -> None:
 
 
 def test_no_message_of_an_agent_is_missing_here() -> None:
-    sent = {field.message_type.name for field in agent_pb2.FromAgent.DESCRIPTOR.fields}
+    kinds = {field.name: field.message_type for field in agent_pb2.FromAgent.DESCRIPTOR.fields}
+    assert {name for name, kind in kinds.items() if kind is None} == {"proof"}, "a signature, of no data"
+    sent = {kind.name for kind in kinds.values() if kind is not None}
     assert sent | {"UploadHeader"} == set(PUBLIC)

@@ -49,18 +49,17 @@ async def test_words_of_a_silo_reach_terminal_and_log_without_effect(
     job = (await operator.submit("[cohort]\nsize = 1\nminimum = 1\n", rounds=1)).id
     train = await alder.expect("instruction")
     await alder.answer(train, torch.ones(4), **{HOSTILE: 1.0})
-    evaluate: Any = None
-    while evaluate is None:
-        message = await alder.next()
-        if message.WhichOneof("message") == "instruction":
-            evaluate = message.instruction
-    await alder.evaluate(evaluate, **{HOSTILE: (1.0, 1), "loss": (1.0, 1)})
+    # No metric may be called so: the attempt fails with those words in its reason, and the next one goes well.
+    again = await alder.expect("instruction")
+    assert again.step.attempt == train.step.attempt + 1
+    await alder.answer(again, torch.ones(4))
+    await alder.evaluate(await alder.expect("instruction"), loss=(1.0, 1))
     await operator.watch_for(job, "round_committed")
     assert r"[/b]\x1b]52" in await command("clients")
     assert r"[/b]\x1b]52" in await command("job", "show", job)
     assert r"[/b]\x1b]52" in await command("job", "watch", job)
     shown = json.loads(await command("job", "show", job, "--json"))
-    assert HOSTILE in shown["history"][0]["evaluation"]
+    assert set(shown["history"][0]["evaluation"]) == {"loss"}
     await command("job", "list")
     await command("job", "diagnose", job)
     lines = [ConsoleFormatter().format(record) for record in caplog.records if not record.exc_info]

@@ -20,8 +20,7 @@ from roundtable.server import Coordinator, ServerConfig
 
 async def greet(agent: ScriptedAgent, installation: Installation, **changes: Any) -> Any:
     """Says hello as this installation; the coordinator's answer to the proof."""
-    named = installation.introduce(agent_pb2.Hello()).installation
-    challenge = await agent.connect(installation=named, **changes)
+    challenge = await agent.connect(installation=installation.public_key, **changes)
     assert len(challenge.challenge) == 32
     await agent.say(proof=installation.prove(challenge.challenge))
     return await agent.next()
@@ -66,7 +65,7 @@ async def test_a_clone_is_refused_and_the_agent_goes_on(
         elif how == "its own key":
             answer = await greet(clone, Installation(thief, "alder"))
         else:
-            await clone.connect(installation=own.introduce(agent_pb2.Hello()).installation)
+            await clone.connect(installation=own.public_key)
             await clone.say(proof=Installation(thief, "alder").prove(bytes(32)))
             answer = await clone.next()
         await clone.close()
@@ -90,7 +89,7 @@ async def test_a_wrong_proof_binds_nothing(
     coordinator: Coordinator, certificates: Path, own: Installation
 ) -> None:
     agent = ScriptedAgent(coordinator.port, certificates / "alder")
-    await agent.connect(installation=own.introduce(agent_pb2.Hello()).installation)
+    await agent.connect(installation=own.public_key)
     await agent.say(proof=own.prove(bytes(32)))
     assert "is not right" in (await agent.next()).refused.reason
     await agent.close()

@@ -354,7 +354,8 @@ async def test_a_backup_of_a_bucket_is_restored_into_another(
     over = settings(bucket=f"{address}-2", state=str(tmp_path / "over"))
     with pytest.raises(StorageError, match="restore into an empty bucket"):
         restore(over, tmp_path / "backup")
-    place = blob_name(json.loads((tmp_path / "backup" / "manifest.json").read_text())["artifacts"][0])
+    manifest = json.loads((tmp_path / "backup" / "manifest.json").read_text())
+    place = blob_name(manifest["statement"]["artifacts"][0])
     Location(address, "test").forget(place)
     with pytest.raises(StorageError, match=f"missing from {address}"):
         back_up(old, tmp_path / "not whole")
