@@ -11,15 +11,17 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from roundtable.client.agent.connection import Backoff, Link, calling
 from roundtable.client.door import outgoing
 from roundtable.client.door.incoming import ArtifactName
 from roundtable.client.durable_files import digest_of, explained
-from roundtable.core.errors import ResourceError, TransferError
+from roundtable.core.errors import ResourceError, TransferError, UnavailableError
 from roundtable.core.failpoints import failpoint
 from roundtable.proto import agent_pb2_grpc
 
 _log = logging.getLogger("roundtable.agent")
 _FREE_BYTES = 16 << 20
+_DAMAGED_COPIES = 3
 
 Received = Callable[[int, int], None]
 
@@ -33,6 +35,25 @@ class ModelCache:
         self._verified: set[str] = set()
         self._turn = asyncio.Lock()
         folder.mkdir(parents=True, exist_ok=True)
+
+    async def obtain(
+        self, link: Link, artifact: ArtifactName, received: Received, users: Callable[[], int]
+    ) -> Path:
+        """What `fetch` gives, over as many connections as it takes; TransferError at a third bad copy."""
+        backoff, damaged = Backoff(), 0
+        while True:
+            stub = await link.stub()
+            try:
+                with calling("the model could not be downloaded"):
+                    return await self.fetch(stub, artifact, received, users())
+            except UnavailableError as error:
+                _log.info("%s: the download is resumed: %s", artifact.digest[:12], error)
+            except TransferError as error:
+                damaged += 1
+                if damaged == _DAMAGED_COPIES:
+                    raise
+                _log.warning("%s: %s", artifact.digest[:12], error)
+            await asyncio.sleep(backoff.next())
 
     async def fetch(
         self,

@@ -10,14 +10,14 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.agent.agent_observer import AgentObserver
-from roundtable.client.agent.connection import Backoff, Link, calling
+from roundtable.client.agent.connection import Link
 from roundtable.client.agent.delivery import Delivery, log_receipt
 from roundtable.client.agent.gatekeeper import Gatekeeper, job_of
 from roundtable.client.agent.model_cache import ModelCache
@@ -45,14 +45,12 @@ from roundtable.core.errors import (
     ResourceError,
     RoundtableError,
     TransferError,
-    UnavailableError,
 )
 from roundtable.core.failpoints import failpoint
 from roundtable.core.models import open_model
 
 _log = logging.getLogger("roundtable.agent")
 _ANSWERS_KEPT = 256
-_DAMAGED_MODELS = 3
 
 
 class StepHandler:
@@ -138,10 +136,10 @@ class StepHandler:
             self._link.send(self._answers[step])
             return
         self._link.send(outgoing.accepted(step))
-        if step in self._delivering:
+        if _goes_on(self._delivering.get(step)):
             self._report(step, "uploading", 0, 0)
             return
-        if step in self._working:
+        if _goes_on(self._working.get(step)):
             self._advertise(step)
             return
         kept = self._delivery.take_back(step)
@@ -157,7 +155,8 @@ class StepHandler:
             self._asked.pop(other, None)
         if instruction.work.kind == "train":
             self._asked[step] = (instruction, time.monotonic() + instruction.seconds)
-        self._spawn(self._working, step, self._work(step, instruction))
+        withdrawn = [task for group in (self._working, self._delivering) if (task := group.get(step))]
+        self._spawn(self._working, step, self._work(step, instruction, withdrawn))
 
     def _withdraw(self, withdraw: incoming.Withdrawal) -> None:
         """Forgets one step, or the whole job, which is then over."""
@@ -185,7 +184,12 @@ class StepHandler:
                 task.add_done_callback(lambda _: self._spool.remove(step))
                 task.cancel()
 
-    async def _work(self, step: StepKey, instruction: StepInstruction) -> None:
+    async def _work(
+        self, step: StepKey, instruction: StepInstruction, withdrawn: Sequence[asyncio.Task[None]] = ()
+    ) -> None:
+        """Answers the step, once what was withdrawn of it has ended: both would write the same files."""
+        if withdrawn:
+            await asyncio.wait(withdrawn)
         failpoint("accepted", step.round, step.phase)
         try:
             async with asyncio.timeout(self.gate.seconds(instruction.seconds)):
@@ -203,7 +207,8 @@ class StepHandler:
         asked = instruction.work
         task = self.gate.admit(step, instruction, job)
         assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
-        model = await self._fetch(step, asked.model)
+        arriving = partial(self._report, step, "downloading")
+        model = await self._models.obtain(self._link, asked.model, arriving, lambda: len(self._working))
         failpoint("model_here", step.round, step.phase)
         work = StepWork(
             step=step,
@@ -304,27 +309,6 @@ class StepHandler:
         failpoint("evaluated", step.round, step.phase)
         self._remember(step, outgoing.evaluated(step, self.gate.leaving(metrics)))
 
-    async def _fetch(self, step: StepKey, artifact: incoming.ArtifactName) -> Path:
-        backoff, damaged = Backoff(), 0
-        while True:
-            stub = await self._link.stub()
-            try:
-                with calling("the model could not be downloaded"):
-                    return await self._models.fetch(
-                        stub,
-                        artifact,
-                        lambda have, total: self._report(step, "downloading", have, total),
-                        users=len(self._working),
-                    )
-            except UnavailableError as error:
-                _log.info("%s: the download is resumed: %s", step, error)
-            except TransferError as error:
-                damaged += 1
-                if damaged == _DAMAGED_MODELS:
-                    raise
-                _log.warning("%s: %s", step, error)
-            await asyncio.sleep(backoff.next())
-
     def _start_delivery(self, finished: Finished, *, fresh: bool) -> None:
         self._spawn(self._delivering, finished.step, self._deliver(finished, fresh))
 
@@ -394,3 +378,8 @@ class StepHandler:
                 self._fail(step, WorkFailed("node_failure", "the agent itself failed; its log says why"))
 
         task.add_done_callback(done)
+
+
+def _goes_on(task: asyncio.Task[None] | None) -> bool:
+    """Whether there is such a task that nobody has cancelled; one that was may take a while to end."""
+    return task is not None and not task.cancelling()

@@ -205,6 +205,31 @@ async def test_a_withdrawn_step_is_forgotten(silo, log) -> None:
     assert [step.round for step in trainer.done] == [2]
 
 
+async def test_a_step_asked_for_again_while_it_is_withdrawn_is_worked_on_anew(silo, log) -> None:
+    coordinator, trainer = silo.coordinator, silo.inline()
+    trainer.gate, first, ended = asyncio.Event(), trainer.train, asyncio.Event()
+
+    async def train_and_end_slowly(*given: Any) -> Any:
+        try:
+            return await first(*given)
+        except asyncio.CancelledError:
+            await ended.wait()
+            raise
+
+    trainer.train = train_and_end_slowly
+    async with silo.agent(trainer):
+        coordinator.say(instruction=silo.instruction())
+        await log.until("training")
+        coordinator.say(withdraw=agent_pb2.Withdraw(step=silo.instruction().step, reason="not yet"))
+        coordinator.say(instruction=silo.instruction())
+        await coordinator.hear("accepted")
+        await coordinator.hear("accepted")
+        trainer.gate.set()
+        ended.set()
+        await coordinator.until(lambda: coordinator.receipts)
+    assert [step.round for step in trainer.done] == [1]
+
+
 async def test_work_past_its_deadline_is_given_up(silo) -> None:
     trainer = silo.inline()
     trainer.gate = asyncio.Event()

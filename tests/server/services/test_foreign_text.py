@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ async def test_words_of_a_silo_reach_terminal_and_log_without_effect(
     job = (await operator.submit("[cohort]\nsize = 1\nminimum = 1\n", rounds=1)).id
     train = await alder.expect("instruction")
     await alder.answer(train, torch.ones(4), **{HOSTILE: 1.0})
-    # No metric may be called so: the attempt fails with those words in its reason, and the next one goes well.
+    # No metric may be called so: the attempt fails, its reason holds those words; the next one goes well.
     again = await alder.expect("instruction")
     assert again.step.attempt == train.step.attempt + 1
     await alder.answer(again, torch.ones(4))
