@@ -13,20 +13,22 @@ if TYPE_CHECKING:
     from roundtable.core.encodings import ENCODINGS, Encoding, get_encoding
     from roundtable.core.errors import RoundtableError, SiteFailure
     from roundtable.core.initial_model import initial_model
-    from roundtable.core.layout import Layout, LayoutRules, TensorSpec
+    from roundtable.core.layout import Layout, LayoutRules
     from roundtable.core.models import Model, model_digest, open_model, save_model
     from roundtable.core.seeds import derive_seed, numpy_generator, torch_generator
     from roundtable.core.task import ArrayTask, Site, Task, initial_state, load_task
+    from roundtable.core.tensor_spec import TensorSpec
 
 _HOMES = {
     "config": ("JobConfig", "job_from_json", "load_job", "parse_job"),
     "encodings": ("ENCODINGS", "Encoding", "get_encoding"),
     "errors": ("RoundtableError", "SiteFailure"),
     "initial_model": ("initial_model",),
-    "layout": ("Layout", "LayoutRules", "TensorSpec"),
+    "layout": ("Layout", "LayoutRules"),
     "models": ("Model", "model_digest", "open_model", "save_model"),
     "seeds": ("derive_seed", "numpy_generator", "torch_generator"),
     "task": ("ArrayTask", "Site", "Task", "initial_state", "load_task"),
+    "tensor_spec": ("TensorSpec",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

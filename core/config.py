@@ -19,9 +19,10 @@ from roundtable.core.algorithms.known_algorithms import AlgorithmField
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
-from roundtable.core.layout import LayoutRules, Rule
+from roundtable.core.layout import LayoutRules
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import NoPrivacy, Privacy
+from roundtable.core.tensor_spec import Rule
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Finite, Name, Names, Open, Seconds, Table, as_tuple
 

@@ -7,40 +7,30 @@ the others: every tensor has a rule, `average`, `local` or `drop`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import prod
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
 from roundtable.core.errors import LayoutError
+from roundtable.core.tensor_spec import (
+    DTYPES,
+    Kind,
+    Rule,
+    TensorSpec,
+    check_name,
+    check_number,
+    read_specs,
+    write_specs,
+)
 
-Rule = Literal["average", "local", "drop"]
-Kind = Literal["parameter", "buffer", "algorithm"]
-"""What a tensor is to the model; `algorithm`: nothing, it is a vector that an algorithm sends beside it."""
-
-DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PLACE = "algorithm/"
-_MAX_TENSORS = 1_000_000
-_MAX_ELEMENTS = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -70,32 +60,6 @@ class LayoutRules:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One tensor: its place in the vector is `offset .. offset + size` if its rule is `average`.
-
-    `alias_of` names the tensor whose storage this one shares (tied weights); it then takes no
-    place of its own. Offsets count float32 elements; −1 means not in the vector.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    kind: Kind
-    rule: Rule
-    offset: int = -1
-    alias_of: str | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of elements; 1 for shape `()`."""
-        return prod(self.shape)
-
-    def same_memory(self, other: TensorSpec) -> bool:
-        """Whether `other` can be another name of this tensor."""
-        return (self.shape, self.dtype, self.rule) == (other.shape, other.dtype, other.rule)
-
-
-@dataclass(frozen=True)
 class Layout:
     """Names, shapes, dtypes, rules and offsets; `size` float32 elements in all."""
 
@@ -103,6 +67,7 @@ class Layout:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
+        check_number(len(self.tensors))
         object.__setattr__(self, "size", sum(spec.size for spec in self.averaged))
 
     @classmethod
@@ -123,7 +88,7 @@ class Layout:
         rules_of: dict[str, Rule] = {}
         offset = 0
         for name, tensor in state.items():
-            _check_name(name)
+            check_name(name)
             if tensor.dtype not in _DTYPE_NAMES:
                 raise LayoutError(
                     f"tensor {name!r} has dtype {tensor.dtype}, which cannot be carried; "
@@ -251,23 +216,12 @@ class Layout:
 
     def to_json(self) -> str:
         """Canonical JSON: the same layout gives the same bytes."""
-        rows = [[s.name, list(s.shape), s.dtype, s.kind, s.rule, s.offset, s.alias_of] for s in self.tensors]
-        return json.dumps({"format": 1, "tensors": rows}, separators=(",", ":"), ensure_ascii=False)
+        return write_specs(self.tensors)
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """The layout that `to_json` described; every field is checked, as the text may be hostile."""
-        try:
-            document = json.loads(text)
-            if document["format"] != 1:
-                raise LayoutError(
-                    f"layout format {document['format']!r} is unknown; this version reads format 1"
-                )
-            specs = tuple(_spec_from_row(row) for row in document["tensors"])
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise LayoutError(f"the layout's description cannot be read: {error}") from error
-        _check_places(specs)
-        return cls(specs)
+        """The layout that `to_json` described; LayoutError for any other text, which may be hostile."""
+        return cls(read_specs(text))
 
     def _backing(self, values: Mapping[str, Tensor]) -> Tensor | None:
         """The vector that all averaged tensors of `values` are consecutive views of, if there is one."""
@@ -315,59 +269,3 @@ def _from_float32(view: Tensor, dtype: torch.dtype) -> Tensor:
     # The largest int64 has no double of its own: the next one above it would wrap around.
     largest = min(info.max, 2**63 - 1024)
     return view.double().round().clamp(info.min, largest).to(dtype)
-
-
-def _check_name(name: Any) -> None:
-    """Names that a file of safetensors can hold; half a surrogate pair, which JSON can spell, is none."""
-    if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
-        raise LayoutError(f"{name!r} cannot be the name of a tensor")
-
-
-def _spec_from_row(row: Iterable[Any]) -> TensorSpec:
-    name, shape, dtype, kind, rule, offset, alias = row
-    sizes_ok = isinstance(shape, list) and all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in shape)
-    _check_name(name)
-    if not (sizes_ok and len(shape) <= 64 and prod(shape) <= _MAX_ELEMENTS):
-        raise LayoutError(f"tensor {name!r} has an impossible shape {shape!r}")
-    if dtype not in DTYPES or kind not in get_args(Kind) or rule not in ("average", "local", "drop"):
-        raise LayoutError(
-            f"tensor {name!r} has an unknown dtype, kind or rule: {dtype!r}, {kind!r}, {rule!r}"
-        )
-    if type(offset) is not int or not (alias is None or isinstance(alias, str)):
-        raise LayoutError(f"tensor {name!r} has an impossible place: {offset!r}, {alias!r}")
-    return TensorSpec(name, tuple(shape), dtype, kind, rule, offset, alias)
-
-
-def _check_places(specs: tuple[TensorSpec, ...]) -> None:
-    """Offsets follow each other without gap or overlap; aliases point backwards at an equal tensor."""
-    if len(specs) > _MAX_TENSORS:
-        raise LayoutError(f"a layout of {len(specs)} tensors is beyond the limit of {_MAX_TENSORS}")
-    seen: dict[str, TensorSpec] = {}
-    offset = 0
-    for spec in specs:
-        if spec.name in seen:
-            raise LayoutError(f"tensor {spec.name!r} is described twice")
-        if spec.alias_of is not None:
-            target = seen.get(spec.alias_of)
-            if target is None or spec.offset != -1 or not target.same_memory(spec):
-                raise LayoutError(
-                    f"tensor {spec.name!r} claims to share {spec.alias_of!r}, which does not fit"
-                )
-        elif spec.rule == "average":
-            if spec.offset != offset:
-                raise LayoutError(f"tensor {spec.name!r} lies at {spec.offset}, expected {offset}")
-            offset += spec.size
-            if offset > _MAX_ELEMENTS:
-                raise LayoutError(f"a vector of {offset} elements is beyond the limit of {_MAX_ELEMENTS}")
-        elif spec.offset != -1:
-            raise LayoutError(f"tensor {spec.name!r} does not travel but has a place at {spec.offset}")
-        behind = bool(seen) and next(reversed(seen.values())).kind == "algorithm"
-        if spec.kind == "algorithm" and (spec.rule, spec.dtype, spec.alias_of) != (
-            "average",
-            "float32",
-            None,
-        ):
-            raise LayoutError(f"{spec.name!r} is an algorithm's vector and does not travel as float32")
-        if behind and spec.kind != "algorithm":
-            raise LayoutError(f"tensor {spec.name!r} of the model lies behind an algorithm's vector")
-        seen[spec.name] = spec

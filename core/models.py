@@ -1,9 +1,11 @@
 """Model artifacts: safetensors files that anyone can open, whose body begins with the flat vector.
 
     8 bytes   length of the header, little-endian
-    header    JSON: name → dtype, shape, place; "__metadata__" holds the layout and free notes
+    header    JSON: "__metadata__" with free notes and the layout, then name → dtype, shape, place
     body      the layout's vector as float32, then the tensors with rule `local` in their own dtype
 
+A layout has one header, character by character. So a header that somebody else wrote is not parsed: its notes
+are read, the layout among them, and all the rest is compared with what follows from the layout.
 An agent maps the vector without parsing anything else; `safetensors.torch.load_file` reads all of
 it. Tied weights are stored once; `load_state_dict` here gives them back under every name.
 """
@@ -14,7 +16,7 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,10 +27,17 @@ from blake3 import blake3
 from torch import Tensor
 
 from roundtable.core.errors import EncodingError, LayoutError
-from roundtable.core.layout import DTYPES, Layout, TensorSpec
+from roundtable.core.layout import Layout
 from roundtable.core.paths import AnyPath
+from roundtable.core.tensor_spec import DTYPES, TensorSpec
 
-_MAX_HEADER = 100_000_000
+MAX_HEADER = 32 << 20
+"""Bytes of a header: 500 for each tensor of the largest layout."""
+MAX_NOTES = 256
+_SPARE = 1 << 20
+_JSON = json.JSONDecoder()
+_LAYOUT = "roundtable.layout"
+_BEGINNING = '{"__metadata__":{'
 SAFETENSORS = {
     "float64": "F64",
     "float32": "F32",
@@ -71,7 +80,7 @@ def model_blocks(model: Model) -> Iterator[bytes | memoryview]:
     yield struct.pack("<Q", len(header)) + header
     for block in (
         model.vector,
-        *(model.local[spec.name] for spec in _local_specs(model.layout, model.local)),
+        *(model.local[spec.name] for spec in _present(model)),
     ):
         flat = block.detach().cpu().contiguous().flatten()
         if flat.numel():
@@ -106,58 +115,96 @@ def save_model(path: AnyPath, model: Model) -> None:
         os.close(folder)
 
 
-def open_model(path: AnyPath) -> Model:
+def open_model(path: AnyPath, layout: Layout | None = None) -> Model:
     """The artifact at `path`, its vector mapped (copy on write), not read.
 
-    Raises EncodingError, naming the file, for anything that is not a whole model artifact of ours.
+    With `layout`, which the caller expects, a header much longer than that layout's is refused unread;
+    whether it is that layout is for the caller to see. Raises EncodingError, naming the file, for anything
+    that is not a whole model artifact of ours.
     """
     path = Path(path)
+    longest = MAX_HEADER if layout is None else len(_header(Model(layout, torch.empty(0)))) + _SPARE
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            header, body = _read_header(path, file, size)
+            header = _read_header(path, file, size, longest)
     except OSError as error:
         raise EncodingError(f"{path} cannot be read: {error.strerror}") from error
+    body = 8 + len(header)
     try:
-        metadata = header.pop("__metadata__")
-        layout = Layout.from_json(metadata.pop("roundtable.layout"))
-    except (KeyError, AttributeError, TypeError, LayoutError) as error:
+        found, local, metadata, end = _parse_header(header)
+    except (ValueError, LayoutError) as error:
         raise EncodingError(f"{path} is not a model of this framework: {error}") from error
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise EncodingError(f"{path} has metadata that is not text")
-    local = _local_specs(layout, header)
-    expected = _entries(layout, local)
-    if header != expected:
-        raise EncodingError(f"{path} places its tensors otherwise than its layout says")
-    end = body + max((entry["data_offsets"][1] for entry in expected.values()), default=0)
-    if size != end:
-        word = "truncated" if size < end else "too long"
-        raise EncodingError(f"{path} is {word}: {size} bytes, {end} expected")
-    vector = _map(path, body, layout.size, torch.float32)
+    if size != body + end:
+        word = "truncated" if size < body + end else "too long"
+        raise EncodingError(f"{path} is {word}: {size} bytes, {body + end} expected")
+    vector = _map(path, body, found.size, torch.float32)
     tensors = {
-        spec.name: _map(
-            path, body + expected[spec.name]["data_offsets"][0], spec.size, DTYPES[spec.dtype]
-        ).view(spec.shape)
-        for spec in local
+        spec.name: _map(path, body + begin, spec.size, DTYPES[spec.dtype]).view(spec.shape)
+        for spec, begin in local
     }
-    return Model(layout, vector, tensors, metadata)
+    return Model(found, vector, tensors, metadata)
 
 
-def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """(the header, where the body begins)."""
+def _read_header(path: Path, file: BinaryIO, size: int, longest: int) -> bytes:
     head = file.read(8)
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-    if not 2 <= length <= min(_MAX_HEADER, size - 8):
+    if not 2 <= length <= size - 8:
         raise EncodingError(
             f"{path} is not a whole safetensors file: its header length is {length}, its size {size} bytes"
         )
-    try:
-        header = json.loads(file.read(length))
-    except (ValueError, RecursionError) as error:
-        raise EncodingError(f"{path} has a header that is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise EncodingError(f"{path} has a header that is not a JSON object")
-    return header, 8 + length
+    if length > longest:
+        raise EncodingError(
+            f"{path} has a header of {length} bytes, and that of the model expected here has {longest} at "
+            "most: it describes another model, and is not read"
+        )
+    return file.read(length)
+
+
+def _parse_header(header: bytes) -> tuple[Layout, list[tuple[TensorSpec, int]], dict[str, str], int]:
+    """(layout, (tensor with rule `local`, its place in the body) for each there, notes, bytes of the body).
+
+    ValueError or LayoutError for a header that `_header` would have written otherwise.
+    """
+    text = header.decode("ascii")
+    notes, place = _parse_notes(text)
+    if _LAYOUT not in notes:
+        raise ValueError(f"its metadata has no {_LAYOUT!r}")
+    layout = Layout.from_json(notes.pop(_LAYOUT))
+    local, offset = [], 0
+    for spec in (*layout.averaged, *_local_specs(layout)):
+        piece, end = _entry(spec, offset)
+        if text.startswith(piece, place):
+            if spec.offset < 0:
+                local.append((spec, offset))
+            place, offset = place + len(piece), end
+        elif spec.offset >= 0:
+            break
+    if text[place:] != _ending(place):
+        raise ValueError("its header places its tensors otherwise than its layout says")
+    return layout, local, notes, offset
+
+
+def _parse_notes(text: str) -> tuple[dict[str, str], int]:
+    """(what stands in the metadata, where it ends): strings only, each parsed by itself."""
+    if not text.startswith(_BEGINNING):
+        raise ValueError(f"its header begins with {text[:30]!r}, not with {_BEGINNING!r}")
+    notes: dict[str, str] = {}
+    place = len(_BEGINNING) - 1
+    while text.startswith("," if notes else "{", place) and len(notes) < MAX_NOTES:
+        key, place = _parse_string(text, place + 1)
+        if not text.startswith(":", place) or key in notes:
+            raise ValueError(f"its metadata cannot be read at {key[:40]!r}")
+        notes[key], place = _parse_string(text, place + 1)
+    if not text.startswith("}", place):
+        raise ValueError(f"its metadata cannot be read behind {len(notes)} notes; {MAX_NOTES} at most can be")
+    return notes, place + 1
+
+
+def _parse_string(text: str, place: int) -> tuple[str, int]:
+    if not text.startswith('"', place):
+        raise ValueError(f"its metadata holds something else than text: {text[place : place + 30]!r}")
+    return _JSON.raw_decode(text, place)
 
 
 def _map(path: Path, offset: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -168,33 +215,47 @@ def _map(path: Path, offset: int, elements: int, dtype: torch.dtype) -> Tensor:
     return raw.view(dtype) if offset % dtype.itemsize == 0 else raw.clone().view(dtype)
 
 
-def _local_specs(layout: Layout, present: Container[str]) -> list[TensorSpec]:
+def _present(model: Model) -> list[TensorSpec]:
+    return [spec for spec in _local_specs(model.layout) if spec.name in model.local]
+
+
+def _local_specs(layout: Layout) -> list[TensorSpec]:
     """Largest items first, so that each starts aligned to its own size."""
-    specs = [spec for spec in layout.tensors if spec.name in present and spec.rule == "local"]
+    specs = [spec for spec in layout.tensors if spec.rule == "local"]
     return sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name))
 
 
-def _entries(layout: Layout, local: Iterable[TensorSpec]) -> dict[str, dict[str, Any]]:
-    """The header's entry of each tensor: where it lies in the body."""
-    entries: dict[str, dict[str, Any]] = {}
-    for spec in layout.averaged:
-        place = [4 * spec.offset, 4 * (spec.offset + spec.size)]
-        entries[spec.name] = {"dtype": "F32", "shape": list(spec.shape), "data_offsets": place}
-    offset = 4 * layout.size
-    for spec in local:
-        place = [offset, offset + spec.size * DTYPES[spec.dtype].itemsize]
-        entries[spec.name] = {
-            "dtype": SAFETENSORS[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": place,
-        }
-        offset = place[1]
-    return entries
+def _entry(spec: TensorSpec, offset: int) -> tuple[str, int]:
+    """(the comma and entry of the tensor that lies at `offset` in the body, where it ends there)."""
+    averaged = spec.offset >= 0
+    end = offset + spec.size * (4 if averaged else DTYPES[spec.dtype].itemsize)
+    dtype = "F32" if averaged else SAFETENSORS[spec.dtype]
+    place = {"dtype": dtype, "shape": spec.shape, "data_offsets": [offset, end]}
+    return f",{_compact(spec.name)}:{_compact(place)}", end
 
 
 def _header(model: Model) -> bytes:
-    metadata = {**model.metadata, "roundtable.layout": model.layout.to_json()}
-    entries = _entries(model.layout, _local_specs(model.layout, model.local))
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    # The body starts 8-byte aligned, so that it can be mapped as any dtype.
-    return text + b" " * (-len(text) % 8)
+    """EncodingError for notes, names and tensors that a header does not hold."""
+    if len(model.metadata) >= MAX_NOTES:
+        raise EncodingError(f"a model with {len(model.metadata)} notes: {MAX_NOTES - 1} at most can be")
+    metadata = {**model.metadata, _LAYOUT: model.layout.to_json()}
+    parts, offset = [_BEGINNING, _compact(metadata)[1:]], 0
+    for spec in (*model.layout.averaged, *_present(model)):
+        piece, offset = _entry(spec, offset)
+        parts.append(piece)
+    text = "".join(parts)
+    if len(text) + 8 > MAX_HEADER:
+        raise EncodingError(
+            f"the header of a model with {len(model.layout.tensors)} tensors and {len(model.metadata)} notes "
+            f"would have {len(text)} bytes; {MAX_HEADER} at most can be: use shorter names"
+        )
+    return (text + _ending(len(text))).encode("ascii")
+
+
+def _ending(length: int) -> str:
+    """The end behind so many characters: the body starts 8-byte aligned, to be mapped as any dtype."""
+    return "}" + " " * (-(length + 1) % 8)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -23,6 +23,8 @@ _PLAINER = {
     "dict_type": "should be a table",
     "tuple_type": "should be a list, in brackets",
 }
+MOST_MISTAKES = 20
+MOST_CHARACTERS = 1000
 _HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_.\-\"' ]+?)\s*\]\]?\s*(#.*)?$")
 _PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
@@ -96,7 +98,10 @@ def validate(model: type[Model], document: TomlDocument, folder: Path | None = N
     try:
         return model.model_validate(document.values, context={"folder": folder})
     except ValidationError as error:
-        lines = [_describe(model, document, mistake) for mistake in error.errors()]
+        mistakes = error.errors(include_url=False)
+        lines = [_cut(_describe(model, document, mistake)) for mistake in mistakes[:MOST_MISTAKES]]
+        if (more := error.error_count() - MOST_MISTAKES) > 0:
+            lines.append(f"{document.source}: and {more} more mistakes")
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
@@ -141,6 +146,10 @@ def _nearest(value: str, choices: Iterable[str]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 1]}…"
 
 
 @dataclass

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from torch import Tensor
 
 from roundtable.client.durable_files import append_synced
 from roundtable.client.failures import WorkFailed
 from roundtable.client.step_key import StepKey
 from roundtable.core.errors import ProtocolError
+from roundtable.core.models import open_model
 from roundtable.privacy.secagg.custody import Cohort
 from roundtable.privacy.secagg.releases import members_digest, other_attempt
 
@@ -295,9 +295,11 @@ def refusing() -> Iterator[None]:
         raise WorkFailed("refused", str(error)) from error
 
 
-def values_digest(vector: Tensor) -> str:
-    """A model by its values: a header with other notes, or other names of tensors, makes no other model."""
-    return blake3(vector.detach().contiguous().view(torch.uint8).numpy().data).hexdigest()
+def model_values(model: Path) -> tuple[int, str]:
+    """The elements of the model's vector, and the digest of their values: a header with other notes, or other
+    names of tensors, makes no other model. Reads the whole file."""
+    vector = open_model(model).vector
+    return len(vector), blake3(vector.detach().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _sum_of(masked: Masked) -> tuple[int, str, str]:

@@ -131,7 +131,7 @@ class SecureAttempts:
     ) -> MaskingAttempt:
         """Takes part, with fresh keys, in an attempt to sum updates of `columns` values.
 
-        `model` identifies what they are trained from (`values_digest`).
+        `model` identifies what they are trained from (`model_values`).
 
         Raises WorkFailed where the silo has begun it or a later one before, has no identity, or the peers
         that are announced are too few or not of its authority; BudgetExceeded where the silo's account does

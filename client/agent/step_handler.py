@@ -22,7 +22,7 @@ from roundtable.client.agent.delivery import Delivery, log_receipt
 from roundtable.client.agent.gatekeeper import Gatekeeper, job_of
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.release_ledger import NAME as LEDGER
-from roundtable.client.agent.release_ledger import ReleaseLedger, refusing, values_digest
+from roundtable.client.agent.release_ledger import ReleaseLedger, model_values, refusing
 from roundtable.client.agent.secure_attempts import (
     MASKED,
     PHASE,
@@ -47,7 +47,6 @@ from roundtable.core.errors import (
     TransferError,
 )
 from roundtable.core.failpoints import failpoint
-from roundtable.core.models import open_model
 
 _log = logging.getLogger("roundtable.agent")
 _ANSWERS_KEPT = 256
@@ -222,10 +221,9 @@ class StepHandler:
             trouble=partial(self._reporter.trouble, step),
         )
         if asked.kind == "train" and is_secure(job):
-            vector = open_model(model).vector
-            values = await asyncio.to_thread(values_digest, vector)
+            size, values = await asyncio.to_thread(model_values, model)
             identities = asked.identities
-            attempt = self._secure.begin(step, job, len(vector), values, identities)
+            attempt = self._secure.begin(step, job, size, values, identities)
             self._advertise(step)
             await self._train_masked(work, attempt)
         elif asked.kind == "train":

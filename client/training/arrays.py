@@ -13,7 +13,8 @@ from torch import Tensor
 from roundtable.client.training.batches import NoExamples
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
-from roundtable.core.layout import DTYPES, Layout
+from roundtable.core.layout import Layout
+from roundtable.core.tensor_spec import DTYPES
 
 
 def arrays_of(layout: Layout, vector: Tensor, local: Mapping[str, Tensor] | None) -> dict[str, np.ndarray]:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roundtable.core.layout import Layout, Rule
+from roundtable.core.layout import Layout
+from roundtable.core.tensor_spec import Rule
 
 
 @contextmanager

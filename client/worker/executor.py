@@ -171,7 +171,7 @@ class Executor:
             layout = algorithm_layout(config.model.rules(), algorithm, model)
             out = torch.empty(layout.size)
             warm = self._warm = _WarmJob(order.job, config, task, algorithm, model, layout, out)
-        start = open_model(Path(order.model))
+        start = open_model(Path(order.model), warm.layout)
         if not warm.layout.fingerprint == start.layout.fingerprint == order.layout:
             raise LayoutError(_difference(warm.layout, start.layout))
         return warm, start

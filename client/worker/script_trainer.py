@@ -24,7 +24,7 @@ from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.core.errors import InvalidUpdate, LayoutError, PrivacyError, TaskError
 from roundtable.core.layout import Layout
-from roundtable.core.models import open_model
+from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel
 
 Weights = nn.Module | Mapping[str, Tensor] | Mapping[str, np.ndarray]
@@ -37,8 +37,7 @@ class Round:
     `number` counts from 1 to `rounds`; `job` is the job's identifier, `options` its `[algorithm]` table.
     """
 
-    def __init__(self, work: StepWork, local: Mapping[str, Tensor] | None) -> None:
-        start = open_model(work.model)
+    def __init__(self, work: StepWork, start: Model, local: Mapping[str, Tensor] | None) -> None:
         if start.layout.fingerprint != work.layout:
             raise LayoutError("the job announces another layout than its model has")
         self.job = work.step.job
@@ -137,7 +136,8 @@ class ScriptTrainer:
                 'weights: write a Task with a model and a loss, or use level "client_local"'
             )
         local = self._state.load(work.step.job, before=work.step.round)
-        round = Round(work, local)
+        start = await asyncio.to_thread(open_model, work.model)
+        round = Round(work, start, local)
         self.rounds.put(round)
         delta, mine, examples, metrics = await round._answer
         if isinstance(work.job.privacy, ClientLocalLevel):
@@ -155,7 +155,8 @@ class ScriptTrainer:
         if self._evaluate is None:
             return {}
         local = self._state.load(work.step.job, before=work.step.round + 1)
-        metrics = await asyncio.to_thread(self._evaluate, Round(work, local))
+        start = await asyncio.to_thread(open_model, work.model)
+        metrics = await asyncio.to_thread(self._evaluate, Round(work, start, local))
         return checked(metrics, self._evaluate)
 
     def release(self, job: str) -> None:

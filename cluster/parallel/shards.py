@@ -19,7 +19,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import EncodingError, LayoutError
-from roundtable.core.layout import Layout, TensorSpec
+from roundtable.core.layout import Layout
+from roundtable.core.tensor_spec import TensorSpec
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 _BLOCK = 1 << 22

@@ -17,8 +17,9 @@ from roundtable.client.worker.executor import Order
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, local_of, region_of, runs_of, write_at
-from roundtable.core.layout import DTYPES, Layout
+from roundtable.core.layout import Layout
 from roundtable.core.models import SAFETENSORS
+from roundtable.core.tensor_spec import DTYPES
 
 
 def save_local(

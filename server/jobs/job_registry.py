@@ -119,7 +119,7 @@ class JobRegistry:
                     # It was stored, and the answer to that was lost: nobody drives it yet.
                     await self._take_up(stored)
                 return self._newest(stored)
-            job = parse_job(submission.config)
+            job = await asyncio.to_thread(parse_job, submission.config)
             population, spent = await self._population(job), await self._spent(job)
             row, artifact = await asyncio.to_thread(self._prepare, submission, job, population, spent)
             first = EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.agent.secure_attempts import certificate_of
 from roundtable.client.policy.policy_table import PolicyTable
+from roundtable.core import Layout, models
 from roundtable.core.config import JobConfig
 from roundtable.core.identity.credentials import issue
 from roundtable.core.models import Model
@@ -118,6 +120,7 @@ async def test_an_attempt_is_advertised_for_once(silo: Any, authority: Path, tmp
         coordinator.say(instruction=asked(2))
         await coordinator.hear("reply")
         step = common_pb2.Step(job="job-1", round=2, attempt=2, phase="train")
+        # In one breath: the work that is withdrawn has not ended when the same numbers come again.
         coordinator.say(withdraw=agent_pb2.Withdraw(step=step, reason="another cohort"))
         more = certificate_of(tmp_path / "yew")
         coordinator.say(instruction=asked(2, more))
@@ -132,6 +135,26 @@ async def test_an_attempt_is_advertised_for_once(silo: Any, authority: Path, tmp
         failure = await coordinator.hear("failure")
         assert "no attempt is begun twice" in failure.detail
     assert [message.WhichOneof("message") for message in coordinator.heard].count("reply") == 1
+
+
+async def test_a_header_that_the_silos_own_model_cannot_have_is_not_read(
+    silo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of many tensors, well-formed and named by its digest: refused by the length of its header."""
+    own, parsed = silo.model, []
+    layout = Layout.of({f"tensor-{'x' * 400}-{number}": torch.zeros(1) for number in range(2000)})
+    silo.model = Model(layout, torch.zeros(layout.size))
+    read = models.Layout.from_json
+    monkeypatch.setattr(models.Layout, "from_json", lambda text: parsed.append(len(text)) or read(text))
+    async with silo.agent(silo.inline()):
+        silo.coordinator.say(instruction=silo.instruction())
+        failure = await silo.coordinator.hear("failure")
+        assert "describes another model, and is not read" in failure.detail
+        assert not parsed
+        silo.model = own
+        silo.coordinator.say(instruction=silo.instruction(attempt=2))
+        await silo.coordinator.until(lambda: silo.coordinator.receipts)
+    assert parsed == [len(own.layout.to_json())]
 
 
 def moved(model: Model, by: float) -> Model:

@@ -181,6 +181,12 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert [line.split(": ")[0] for line in lines] == ["job.toml:4", "job.toml:5", "job.toml:2"]
 
 
+def test_of_many_mistakes_some_are_told_and_all_are_counted() -> None:
+    lines = mistake_in("task = 'd'\n" + "\n".join(f"{'k' * 3000}{n} = 1" for n in range(500))).splitlines()
+    assert (len(lines), lines[-1]) == (21, "job.toml: and 480 more mistakes")
+    assert max(map(len, lines)) <= 1000
+
+
 def test_long_values_are_not_repeated_whole() -> None:
     assert len(mistake_in(f"task = 'd'\nrounds = '{'x' * 5000}'")) < 200
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from roundtable.core import Layout, LayoutRules
+from roundtable.core import Layout, LayoutRules, tensor_spec
 from roundtable.core.errors import LayoutError
-from roundtable.core.layout import DTYPES
+from roundtable.core.tensor_spec import DTYPES
 
 NAMES = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12)
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -258,25 +258,60 @@ HOSTILE_ROWS = {
     "half a surrogate": [["\ud800", *ROW[1:]]],
     "reserved name": [["__metadata__", *ROW[1:]]],
     "name is no text": [[7, *ROW[1:]]],
+    "name too long": [["w" * 513, *ROW[1:]]],
+    "no elements of impossible strides": [[*ROW[:1], [0, 1 << 40, 1 << 40], *ROW[2:]]],
     "row too short": [ROW[:5]],
     "row is text": ["abcdefg"],
     "sum too large": [[f"w{n}", [1 << 47], *ROW[2:5], n << 47, None] for n in range(3)],
 }
 
 
+def written(rows: Any) -> str:
+    return json.dumps({"format": 1, "tensors": rows}, separators=(",", ":"), ensure_ascii=False)
+
+
 @pytest.mark.parametrize("rows", HOSTILE_ROWS.values(), ids=HOSTILE_ROWS.keys())
 def test_hostile_rows(rows: list[Any]) -> None:
     with pytest.raises(LayoutError):
-        Layout.from_json(json.dumps({"format": 1, "tensors": rows}))
+        Layout.from_json(written(rows))
+    good = Layout.of({"w": torch.zeros(2, 3)})
+    assert Layout.from_json(written([ROW])) == good
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", "null", '{"format": 2, "tensors": []}', '{"format": 1}', "[" * 100_000, "9" * 5000],
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        '{"format":2,"tensors":[]}',
+        '{"format":1}',
+        '{"format":1,"tensors":[]} ',
+        '{"format":1,"tensors":[,]}',
+        '{"format":1,"tensors":[["w",[02],"float32","parameter","average",0,null]]}',
+        '{"format":1,"tensors":[["\\q",[2],"float32","parameter","average",0,null]]}',
+        '{"format":1,"tensors":[["w",[],"float32","parameter","average",0,null]'
+        '["v",[],"float32","parameter","average",1,null]]}',
+        "[" * 100_000,
+        "9" * 5000,
+    ],
 )
 def test_hostile_documents(text: str) -> None:
     with pytest.raises(LayoutError):
         Layout.from_json(text)
+
+
+def test_a_layout_of_too_many_tensors_is_refused_before_the_next_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_spec, "MAX_TENSORS", 3)
+    three = Layout.of({name: torch.zeros(()) for name in "abc"})
+    assert Layout.from_json(three.to_json()) == three
+    with pytest.raises(LayoutError, match="4 tensors is beyond the limit of 3"):
+        Layout.from_json(three.to_json()[:-2] + ",what is this?]}")
+    with pytest.raises(LayoutError, match="4 tensors is beyond the limit of 3"):
+        Layout.of({name: torch.zeros(()) for name in "abcd"})
 
 
 JSON = st.recursive(
@@ -297,7 +332,7 @@ NEAR_ROWS = st.tuples(
 
 @given(st.lists(NEAR_ROWS, max_size=3) | JSON)
 def test_arbitrary_json_is_a_layout_or_a_layout_error(rows: Any) -> None:
-    text = json.dumps({"format": 1, "tensors": rows})
+    text = written(rows)
     try:
         layout = Layout.from_json(text)
     except LayoutError:

@@ -7,6 +7,9 @@ import resource
 import struct
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ from torch import Tensor, nn
 
 from roundtable.core import Layout, LayoutRules, Model, model_digest, open_model, save_model
 from roundtable.core.errors import EncodingError
-from roundtable.core.layout import DTYPES
+from roundtable.core.models import MAX_HEADER, MAX_NOTES
+from roundtable.core.tensor_spec import DTYPES
 
 PER_EXAMPLE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -47,7 +51,7 @@ def rewrite(path: Path, header: Any) -> None:
     """Replaces the header and keeps the body."""
     data = path.read_bytes()
     body = data[8 + struct.unpack("<Q", data[:8])[0] :]
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text + body)
 
@@ -168,7 +172,9 @@ def test_hostile_headers(tmp_path: Path, data: st.DataObject) -> None:
         header[entry] = data.draw(JSON)
     else:
         key = data.draw(st.sampled_from(sorted(header[entry])))
-        header[entry][key] = data.draw(JSON.filter(lambda value: value != header[entry][key]))
+        old = header[entry][key]
+        # Any text is a good note.
+        header[entry][key] = data.draw(JSON.filter(lambda new: new != old and type(new) is not str))
     rewrite(path, header)
     with pytest.raises(EncodingError, match=r"model\.safetensors"):
         open_model(path)
@@ -180,6 +186,65 @@ def test_headers_that_are_no_header(tmp_path: Path, text: bytes) -> None:
     rewrite(path, text)
     with pytest.raises(EncodingError, match=r"model\.safetensors"):
         open_model(path)
+
+
+def claiming(path: Path, length: int) -> Path:
+    """A file whose header is said to be so long; nothing of it is on the disk."""
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", length))
+        file.truncate(8 + length)
+    return path
+
+
+def peak(work: Callable[[], object]) -> int:
+    """The most bytes that the work held at once; the work is refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(EncodingError, match=r"model\.safetensors"):
+            work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_longer_than_any_models_is_not_read(tmp_path: Path) -> None:
+    path = claiming(tmp_path / "model.safetensors", MAX_HEADER + 1)
+    assert peak(lambda: open_model(path)) < 1 << 16
+
+
+def test_a_header_longer_than_the_expected_models_is_not_read(tmp_path: Path) -> None:
+    path = claiming(tmp_path / "model.safetensors", 2 << 20)
+    assert peak(lambda: open_model(path, model_of(digits()).layout)) < 1 << 16
+    other = model_of({f"tensor{number}": torch.zeros(1) for number in range(1000)})
+    # Another model of a usual size opens: the caller says in which tensor it differs.
+    assert open_model(saved(tmp_path, other), model_of(digits()).layout).layout == other.layout
+
+
+@pytest.mark.parametrize("at", ["notes", "layout", "entries"])
+def test_a_header_of_many_small_values_is_refused_at_the_first(tmp_path: Path, at: str) -> None:
+    path, bomb = saved(tmp_path, model_of(digits())), b"[],{}," * 500_000
+    text = path.read_bytes()[8:]
+    text = text[: text.rindex(b"}") + 1]
+    cut = {"notes": b'{"__metadata__":{', "layout": b'\\"tensors\\":[', "entries": b'"shape":['}[at]
+    before, after = text.split(cut, 1)
+    rewrite(path, before + cut + bomb + after)
+    # The bytes and their text, the layout's description; parsed, they would be fifty times as large.
+    assert peak(lambda: open_model(path)) < 4 * len(bomb)
+
+
+def test_notes_that_no_header_holds(tmp_path: Path) -> None:
+    path, header = saved(tmp_path, model_of(digits())), header_of(tmp_path / "model.safetensors")
+    twice = path.read_bytes().replace(b'"round":"3"', b'"job":"9"  ', 1)[8:]
+    rewrite(path, twice[: twice.rindex(b"}") + 1].replace(b'"9"  ', b'"9"'))
+    with pytest.raises(EncodingError, match="cannot be read at 'job'"):
+        open_model(path)
+    header["__metadata__"] = {f"note{number}": "" for number in range(MAX_NOTES)} | header["__metadata__"]
+    rewrite(path, header)
+    with pytest.raises(EncodingError, match=f"behind {MAX_NOTES} notes"):
+        open_model(path)
+    many = replace(model_of(digits()), metadata={f"note{number}": "" for number in range(MAX_NOTES)})
+    with pytest.raises(EncodingError, match=f"{MAX_NOTES} notes"):
+        save_model(path, many)
 
 
 def test_an_entry_that_points_elsewhere_than_the_layout(tmp_path: Path) -> None:
