@@ -169,6 +169,11 @@ class ClientLevel(NoisyLevel):
     clip_learning_rate: Positive = Field(
         CLIP_LEARNING_RATE, description="adaptive: how fast it follows (Andrew et al. 2021)"
     )
+    cohorts: Literal["hidden", "known"] = Field(
+        "hidden",
+        description="hidden: nobody is told who takes part, and sampling amplifies; known: history and "
+        "events name the silos, and every round is charged as if all took part",
+    )
 
     @model_validator(mode="after")
     def _adaptive_keys(self) -> ClientLevel:
@@ -231,6 +236,11 @@ OwnNoise = ExampleLevel | ClientLocalLevel
 """Levels at which the silo makes its update private itself."""
 Accounted = OwnNoise | DistributedLevel
 """Levels at which the silo keeps an account: at the others its bare update leaves it."""
+
+
+def has_secret_cohorts(privacy: NoPrivacy | Private) -> bool:
+    """Whether the guarantee rests on nobody being told who was drawn."""
+    return isinstance(privacy, ClientLevel) and privacy.cohorts == "hidden"
 
 
 def masking_of(privacy: NoPrivacy | Private) -> Masking | None:

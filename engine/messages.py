@@ -327,7 +327,8 @@ class RoundRecord:
     """All that is kept of a committed round. Metrics are named (sum, count) over the silos.
 
     `staleness` tells of each update how many models old its own was, in buffered rounds. `closed` says
-    why the round has made no model: `model` is the one before it.
+    why the round has made no model: `model` is the one before it. `withheld` names the fields that are empty
+    here because they may not be told (core/observability/released.py).
     """
 
     round: int
@@ -348,6 +349,7 @@ class RoundRecord:
     ended: float
     staleness: Mapping[str, int] = field(default_factory=dict)
     closed: str = ""
+    withheld: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

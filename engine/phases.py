@@ -5,6 +5,7 @@ How training goes, from the choice of clients to the last update, is the job's `
 
 from __future__ import annotations
 
+from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
@@ -99,7 +100,9 @@ class Phases:
         attempt = self._context.attempt()
         pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.online()
         there = (name for name in pool if self._population.is_online(name))
-        idle = (name for name in (*there, *sorted(attempt.updates)) if name not in self._state.at_work)
+        # Of a secret cohort nobody is asked who would not be otherwise.
+        delivered = sorted(attempt.updates) if is_told(self._job.privacy, Tells.COHORT) else ()
+        idle = (name for name in (*there, *delivered) if name not in self._state.at_work)
         attempt.awaited = dict.fromkeys(idle)
         attempt.phase = m.EVALUATE
         attempt.deadline = now + self._job.evaluation.deadline
@@ -152,11 +155,12 @@ class Phases:
             return
         self._policy.attempt_failed()
         self._context.withdraw_awaited("the attempt has failed")
+        told = reason if is_told(self._job.privacy, Tells.COHORT, Tells.UPDATE) else IN_THE_LOG
         self._context.note(
             "attempt_failed", f"round {attempt.round}, attempt {attempt.number} failed: {reason}"
         )
         if attempt.number > self._job.cohort.retries:
-            message = f"round {attempt.round} failed {attempt.number} times; the last reason: {reason}"
+            message = f"round {attempt.round} failed {attempt.number} times; the last reason: {told}"
             self.stop("paused", message, now)
         else:
             self.begin_attempt(attempt.round, attempt.number + 1, now)

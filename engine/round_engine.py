@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from roundtable.core.config import JobConfig
-from roundtable.core.privacy_table import BareUpdates
 from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
 from roundtable.engine.phases import Phases
@@ -209,9 +208,7 @@ class RoundEngine:
         self._context.mark(client, "done", now)
         record = self.state.clients[client]
         record.examples = update.examples or record.examples
-        detail: dict[str, Any] = {}
-        if not isinstance(self._context.job.privacy, BareUpdates):
-            detail = {"examples": update.examples, **vars(update.vector)}
+        detail: dict[str, Any] = {"examples": update.examples, **vars(update.vector)}
         if update.asked is not None:
             detail["asked"] = update.asked[0]
         message = f"{client} delivered its update{' again' if lost else ''}"

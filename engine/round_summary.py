@@ -39,7 +39,8 @@ class RoundSummary:
         self.closed += bool(record.closed)
         self.on_end = self.on_end + 1 if record.closed else 0
         if separation > 1:
-            self.recent = [*self.recent, record.contributors][1 - separation :]
+            # Published records name those who were left out among the contributors: they rest as well.
+            self.recent = [*self.recent, (*record.contributors, *record.excluded)][1 - separation :]
         if stop.metric is not None:
             for trend, sums in ((self.evaluated, record.evaluation), (self.trained, record.training)):
                 if (value := mean(sums, stop.metric)) is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundtable.core.config import CohortTable, JobConfig
-from roundtable.core.privacy_table import ClientLevel
+from roundtable.core.privacy_table import has_secret_cohorts
 from roundtable.engine.messages import ClientInfo
 from roundtable.engine.population import Population
 from roundtable.engine.state import EngineState
@@ -124,7 +124,7 @@ def is_amplified(job: JobConfig) -> bool:
     """
     cohort = job.cohort
     sampled = cohort.strategy == "poisson" or (cohort.strategy == "uniform" and cohort.size is not None)
-    return isinstance(job.privacy, ClientLevel) and sampled
+    return has_secret_cohorts(job.privacy) and sampled
 
 
 def quorum(cohort: CohortTable, size: int) -> int:

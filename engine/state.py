@@ -176,6 +176,7 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
     values = dict(plain)
     values["cohort"] = tuple(values["cohort"])
     values["contributors"] = tuple(values["contributors"])
+    values["withheld"] = tuple(values.get("withheld", ()))
     for name in ("training", "evaluation"):
         values[name] = _sums(values[name])
     values["client_metrics"] = {client: _sums(sums) for client, sums in values["client_metrics"].items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from roundtable.core.config import CohortTable, JobConfig
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import (
     ClientLevel,
@@ -18,6 +18,7 @@ from roundtable.core.privacy_table import (
     FtrlLevel,
     NoPrivacy,
     Private,
+    has_secret_cohorts,
 )
 from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.calibration import solve_noise
@@ -33,12 +34,13 @@ from roundtable.privacy.mechanisms.ftrl import BandedFTRL
 _STEP = 1.002
 
 
-def sampling_of(cohort: CohortTable, population: int) -> SamplingModel:
+def sampling_of(job: JobConfig, population: int) -> SamplingModel:
     """How a round's cohort is drawn from so many clients, as the accountant takes it."""
+    cohort = job.cohort
     expected = float(min(cohort.size or population, population))
     if cohort.probability is not None:
         expected = cohort.probability * population
-    return accountant_for(cohort.strategy, population, expected)
+    return accountant_for(cohort.strategy, population, expected, has_secret_cohorts(job.privacy))
 
 
 def level_of(job: JobConfig) -> Private:
@@ -57,7 +59,7 @@ def charges(
     charged for every round: whether it was chosen is not secret. At level `example` the silo is one with
     `privacy.population` examples. Raises `PrivacyError` where that is missing.
     """
-    privacy, sampling = level_of(job), sampling_of(job.cohort, population)
+    privacy, sampling = level_of(job), sampling_of(job, population)
     match privacy:
         case ClientLevel():
             one = central_noise(privacy, noise_multiplier, sampling).charge(sampling.fields())
@@ -125,7 +127,7 @@ def correlated_noise(job: JobConfig, noise_multiplier: float, population: int) -
 
     Raises `PrivacyError` for a separation that the population cannot give.
     """
-    privacy, cohort = job.privacy, sampling_of(job.cohort, population).cohort
+    privacy, cohort = job.privacy, sampling_of(job, population).cohort
     assert isinstance(privacy, FtrlLevel)
     separation = privacy.separation or max(1, int(population // cohort))
     if separation * cohort > population:

@@ -86,7 +86,7 @@ class _Forecast:
     @property
     def sampling(self) -> SamplingModel:
         """How cohorts are drawn."""
-        return sampling_of(self.job.cohort, self.population)
+        return sampling_of(self.job, self.population)
 
     def epsilon(self, upto: int) -> float:
         """ε after the first `upto` rounds: of the charges that the ledger takes."""

@@ -93,10 +93,11 @@ class CoordinatorPage:
             jobs, sessions, database = parts
             await self._refresh(jobs, database)
             self._jobs(page, jobs, sessions)
-            self._silo_states(page, sessions)
+            self._silo_states(page, jobs, sessions)
             self._privacy(page)
             waiting = {("database",): float(database.waiting)}
-            waiting["events",] = float(sum(runner.inbox.waiting for runner in jobs.runners()))
+            open_ones = (runner for runner in jobs.runners() if runner.tells_cohorts)
+            waiting["events",] = float(sum(runner.inbox.waiting for runner in open_ones))
             page.gauge("roundtable_queue_length", "what waits to be done", waiting, ("queue",))
             answers = {(): float(self._answers)}
             page.gauge("roundtable_database_up", "whether the database answered when asked last", answers)
@@ -152,12 +153,16 @@ class CoordinatorPage:
         cohort = runner.job.cohort
         return float(quorum(cohort, cohort.size or max(1, int(_offering(runner, self._silos)))))
 
-    def _silo_states(self, page: Families, sessions: Sessions) -> None:
+    def _silo_states(self, page: Families, jobs: JobRegistry, sessions: Sessions) -> None:
         states: Counter[str] = Counter({"available": 0, "training": 0, "uploading": 0, "offline": 0})
         seen = {}
         for silo in self._silos:
             session = sessions.get(silo.name)
-            states[session.state if session is not None else "offline"] += 1
+            state = "offline"
+            if session is not None:
+                # Who works was drawn.
+                state = session.state if jobs.tells_cohorts(silo) else "available"
+            states[state] += 1
             # A session is heard of by a clock without a date.
             silent = time.monotonic() - session.heard if session is not None else None
             seen[(silo.name,)] = self._clock() - silent if silent is not None else silo.last_seen

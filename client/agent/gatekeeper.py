@@ -25,7 +25,7 @@ from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, verify_identity
 from roundtable.core.identity.signing import check_submission, job_digest, job_values, verify
-from roundtable.core.privacy_table import hides_figures
+from roundtable.core.observability.released import Tells, is_told
 
 _log = logging.getLogger("roundtable.agent")
 _TRAIN = "train"
@@ -84,13 +84,21 @@ class Gatekeeper:
         most = self._config.policy.seconds
         return max(0.0, deadline if most is None else min(deadline, most))
 
-    def leaving(self, metrics: Metrics) -> dict[str, tuple[float, int]]:
-        """What of a step's metrics leaves the silo."""
+    def evaluated(self, metrics: Metrics) -> dict[str, tuple[float, int]]:
+        """What of an evaluation's metrics leaves the silo; whether any may, `admit` has decided."""
         return self.rules.leaving(metrics)
+
+    def trained(
+        self, job: JobConfig, examples: int, metrics: Metrics
+    ) -> tuple[int, dict[str, tuple[float, int]]]:
+        """The example count and the metrics that go with an update: 1 and none where they may not be told."""
+        if not is_told(job.privacy, Tells.SILO):
+            return 1, {}
+        return examples, self.rules.leaving(metrics)
 
     def is_quiet(self, job: JobConfig) -> bool:
         """Whether the progress of training stays here: it holds counts and the loss in the clear."""
-        return hides_figures(job.privacy) or self._config.policy.metrics == "none"
+        return not is_told(job.privacy, Tells.SILO) or self._config.policy.metrics == "none"
 
     def received(self, finished: Finished, receipt: Receipt) -> None:
         """Keeps a receipt; a signature that does not hold is noted, and the coordinator named."""

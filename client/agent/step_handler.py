@@ -236,14 +236,15 @@ class StepHandler:
         failpoint("update_written", work.step.round, work.step.phase)
         with refusing():
             await asyncio.to_thread(self._ledger.update, work.step, model, trained.digest)
+        examples, metrics = self.gate.trained(work.job, trained.examples, trained.metrics)
         finished = Finished(
             step=work.step,
             digest=trained.digest,
             size=trained.size,
             layout=work.layout,
             encoding=work.job.transfer.encoding,
-            examples=trained.examples,
-            metrics=self.gate.leaving(trained.metrics),
+            examples=examples,
+            metrics=metrics,
         )
         self._start_delivery(finished, fresh=True)
 
@@ -305,7 +306,7 @@ class StepHandler:
         _log.info("%s: evaluated%s", step, loss_of(metrics))
         self._observer.ended(step, "done")
         failpoint("evaluated", step.round, step.phase)
-        self._remember(step, outgoing.evaluated(step, self.gate.leaving(metrics)))
+        self._remember(step, outgoing.evaluated(step, self.gate.evaluated(metrics)))
 
     def _start_delivery(self, finished: Finished, *, fresh: bool) -> None:
         self._spawn(self._delivering, finished.step, self._deliver(finished, fresh))

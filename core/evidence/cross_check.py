@@ -1,8 +1,9 @@
 """The coordinator's audit log beside a silo's own: do the two tell the same story?
 
 What is compared: each update that the silo has a receipt for, and each round that the coordinator says
-it took part in. Receipts are signed, so that a difference is not one word against another. Each names the
-entry up to which the coordinator had signed its log by then: a silo's log is a witness of the coordinator's.
+it took part in, as far as the job's level of privacy lets the log tell. Receipts are signed, so that a
+difference is not one word against another. Each names the entry up to which the coordinator had signed its
+log by then: a silo's log is a witness of the coordinator's.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _unacknowledged(
     lines = []
     for (job, number), detail in rounds.items():
         step = (job, int(number), int(detail["attempt"]))
-        if name in detail["updates"] and step not in sent:
+        if name in detail.get("updates", ()) and step not in sent:
             lines.append(f"{_words(step)}: the coordinator counts an update that the silo never sent")
     return lines
 
@@ -105,6 +106,8 @@ def _contradicted(
         detail = rounds.get(step[:2])
         if detail is None or detail["attempt"] != step[2] or entry.detail["status"] != "ACCEPTED":
             continue
+        if "updates" not in detail:
+            continue  # Withheld at the job's level of privacy.
         recorded = detail["updates"].get(name)
         if recorded != entry.detail["update"]:
             recorded_digest = f"another one, {recorded[:12]}" if recorded else "none"
@@ -124,7 +127,7 @@ def _invented(rounds: Mapping[tuple[str, int], Mapping[str, Any]], silo: Log, na
         f"job {job}, round {number}: the silo was shown another configuration ({instructed[job][:12]}) than "
         f"the coordinator recorded ({detail['config'][:12]})"
         for (job, number), detail in rounds.items()
-        if name in detail["cohort"] and job in instructed and instructed[job] != detail["config"]
+        if name in detail.get("cohort", (name,)) and job in instructed and instructed[job] != detail["config"]
     ]
 
 

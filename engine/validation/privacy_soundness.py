@@ -5,7 +5,14 @@ from __future__ import annotations
 from roundtable.aggregation import AggregationConfig
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
-from roundtable.core.privacy_table import ExampleLevel, FtrlLevel, NoPrivacy, Private, masking_of
+from roundtable.core.privacy_table import (
+    ExampleLevel,
+    FtrlLevel,
+    NoPrivacy,
+    Private,
+    has_secret_cohorts,
+    masking_of,
+)
 
 
 def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
@@ -57,6 +64,12 @@ def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy:
     if job.cohort.over_selection != 1.0:
         raise PrivacyError(
             "cohort.over_selection: who answers first is not chance; leave it at 1 under privacy"
+        )
+    if has_secret_cohorts(privacy) and job.evaluation.every and job.evaluation.clients == "cohort":
+        raise PrivacyError(
+            'evaluation.clients = "cohort": whose test data a metric is of would tell who was drawn, and '
+            'privacy.cohorts = "hidden" rests on nobody knowing; set evaluation.clients = "all", or '
+            'privacy.cohorts = "known", which is charged without amplification'
         )
     if isinstance(privacy, FtrlLevel) and job.cohort.strategy == "poisson":
         raise PrivacyError(

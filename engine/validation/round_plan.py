@@ -215,7 +215,7 @@ def _fresh(
 ) -> FreshNoise:
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
-    sampling = sampling_of(job.cohort, population)
+    sampling = sampling_of(job, population)
     mechanism = central_noise(privacy, noise_for(job, population, 1, spent), sampling, slices)
     return FreshNoise(mechanism, mechanism.charge(sampling.fields()), sampling.sentence)
 
@@ -226,7 +226,7 @@ def _correlated(
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
     ftrl = correlated_noise(job, noise_for(job, population, 1, spent), population)
-    return CorrelatedRounds(ftrl.central(sampling_of(job.cohort, population).cohort), ftrl)
+    return CorrelatedRounds(ftrl.central(sampling_of(job, population).cohort), ftrl)
 
 
 def _local(job: JobConfig, privacy: ClientLocalLevel, population: int) -> SiloNoise:

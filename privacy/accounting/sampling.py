@@ -33,21 +33,30 @@ class SamplingModel:
         return {"sampling": "none"}
 
 
-def accountant_for(strategy: str, population: int, cohort: float) -> SamplingModel:
+def accountant_for(strategy: str, population: int, cohort: float, secret: bool = True) -> SamplingModel:
     """The sampling model that a selection strategy supports; under `poisson`, `cohort` is the expected size.
 
     Only `poisson` (each silo in or out by its own coin) and `uniform` (every set of the cohort's size
     equally likely) hide who took part; any other strategy lets the choice be guessed and gets no
-    amplification. Both also need that the draw is secret, is made from the whole population, and is
+    amplification. Both also need that the draw is `secret`, is made from the whole population, and is
     not topped up by whoever is online: an engine that replaces absent silos must ask for `online`.
     Raises `PrivacyError` for a cohort that the population cannot give.
     """
     if not 0 < cohort <= population:
         raise PrivacyError(f"a cohort of {cohort:g} cannot be drawn from a population of {population}")
+    if not secret:
+        text = (
+            "Who takes part in a round is known (privacy.cohorts), so that no sampling amplifies: every "
+            "round is charged as if each silo took part. That a silo took part is not hidden; what its data "
+            "were is."
+        )
+        return SamplingModel("none", population, cohort, text)
     if strategy == "poisson":
         text = (
             f"Each of the {population} silos joins a round by its own secret coin of probability "
-            f"{cohort / population:.4g}: amplification by Poisson sampling."
+            f"{cohort / population:.4g}: amplification by Poisson sampling, which holds against everybody "
+            "who is not told who took part: all but those who run the coordinator's machine. A silo knows "
+            "its own coin, which tells nothing of another's."
         )
         return SamplingModel("poisson", population, cohort, text)
     if strategy == "uniform" and cohort == population:
@@ -60,7 +69,9 @@ def accountant_for(strategy: str, population: int, cohort: float) -> SamplingMod
         text = (
             f"Each round draws {cohort:g} of the {population} silos uniformly without replacement: "
             "amplification for a "
-            "fixed size, under replacement of one silo's data."
+            "fixed size, under replacement of one silo's data, which holds against everybody who is not told "
+            "who took part and has no silo of its own. Silos that collude know which of them were drawn: "
+            f"against k of them the rate is {cohort:g} / ({population} - k)."
         )
         return SamplingModel("fixed_size", population, cohort, text)
     text = (

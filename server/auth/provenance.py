@@ -71,15 +71,17 @@ class Provenance:
         }
 
     def _round(self, job: str, record: Mapping[str, Any]) -> dict[str, Any]:
-        return {
+        shown = {
             "round": record["round"],
             "attempt": record["attempt"],
             "model": record["model"],
             "ended": record["ended"],
-            "cohort": len(record["cohort"]),
-            "participants": sorted(self._pseudonym(job, name) for name in record["contributors"]),
             "charge": record["charge"],
         }
+        if "cohort" in record["withheld"]:
+            return {**shown, "withheld": record["withheld"]}
+        participants = sorted(self._pseudonym(job, name) for name in record["contributors"])
+        return {**shown, "cohort": len(record["cohort"]), "participants": participants}
 
     def _pseudonym(self, job: str, name: str) -> str:
         assert self._identity is not None

@@ -161,6 +161,11 @@ class JobRegistry:
         """Whether an instruction in force names this artifact to this agent."""
         return any(runner.may_read(client, digest) for runner in self._runners.values())
 
+    def tells_cohorts(self, client: AgentRow) -> bool:
+        """Whether what an agent does may be told: no job that runs here may have drawn it in secret."""
+        drawing = (runner for runner in self._runners.values() if client.offers(runner.job.task))
+        return all(runner.tells_cohorts for runner in drawing)
+
     def damaged(self, error: DamagedArtifact) -> None:
         """Pauses the jobs that need an artifact which is lost, until somebody brings it back."""
         for runner in self._runners.values():

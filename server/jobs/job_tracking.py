@@ -10,8 +10,8 @@ from pathlib import Path
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import RoundtableError
 from roundtable.core.observability.tracking import TrackedRun, Trackers
-from roundtable.engine import figures
 from roundtable.engine.messages import RoundRecord
+from roundtable.server.operations.publication import Publication
 
 log = logging.getLogger("roundtable.server.jobs.job_tracking")
 
@@ -40,7 +40,8 @@ class JobTracking:
         if self._thread is not None:
             self._began = record.started if self._began is None else self._began
             passed = {"time": record.ended - self._began, "seconds": record.ended - record.started}
-            self._thread.submit(self._log, record.round, {**figures(record), **passed})
+            values = {**Publication(self._config.privacy).figures(record), **passed}
+            self._thread.submit(self._log, record.round, values)
 
     def close(self, finished: bool) -> None:
         """Ends tracking. Returns at once; what was logged before is still written."""

@@ -22,7 +22,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.foreign_text import printable
 from roundtable.core.layout import Layout
 from roundtable.core.observability.logs import belongs_to
-from roundtable.engine import EngineView, RoundEngine, record_to_plain
+from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.server.jobs.actions import JobActions
 from roundtable.server.jobs.aggregate_action import AggregateAction
@@ -32,6 +32,7 @@ from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.step_instructions import StepInstructions
 from roundtable.server.operations.incidents import incident_of, storage_incident
+from roundtable.server.operations.publication import Publication
 from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.jobs import apply
@@ -89,8 +90,14 @@ class JobRunner:
         self._engine = engine
         self._services = services
         self._sequence = sequence
+        self._publication = Publication(job.privacy)
         self._trouble = ""
         self._handled = "its beginning"
+
+    @property
+    def tells_cohorts(self) -> bool:
+        """Whether anybody may know who takes part in this job's rounds."""
+        return self._publication.tells_cohorts
 
     @property
     def final(self) -> bool:
@@ -136,7 +143,7 @@ class JobRunner:
 
     def view(self) -> EngineView:
         """The job's current state; a database or bucket that is away shows as what the job waits for."""
-        view = self._engine.view()
+        view = self._publication.view(self._engine.view())
         waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for)))
         return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
 
@@ -145,7 +152,7 @@ class JobRunner:
         attempt = self._engine.state.attempt
         place = f" in round {attempt.round}, attempt {attempt.number}" if attempt else ""
         what = printable(f"{type(error).__name__}: {error}", 500)
-        return f"the coordinator failed at this job{place}, at {self._handled}: {what}"
+        return self._publication.fault(place, self._handled, what)
 
     def where(self) -> dict[str, Any]:
         """The fields that log lines of this job carry."""
@@ -205,7 +212,7 @@ class JobRunner:
                     # Why a job has ended or is paused the engine has noted itself.
                     batch.actions.append(action)
                 case m.Commit(record):
-                    batch.records.append(record_to_plain(record))
+                    batch.records.append(self._publication.plain(record))
                     batch.actions.append(action)
                     now = self._services.clock()
                     self._collect(self._engine.handle(m.Committed(record.round), now), batch)
@@ -213,21 +220,32 @@ class JobRunner:
                     batch.actions.append(action)
 
     def _add_event(self, batch: PendingTransition, note: m.Note) -> None:
-        self._sequence += 1
-        now = self._services.clock()
-        detail = dict(note.detail)
-        incident = incident_of(note)
-        self._services.observer.noted(note, incident)
-        if incident is not None:
-            detail["incident"] = incident.plain()
-            self._services.alerts.tell(incident, note.message, now, self.row.id, self.row.name)
-        batch.events.append(
-            EventRow(
-                self._sequence, now, note.kind, note.message, note.round, note.attempt, note.client, detail
-            )
-        )
+        """Logs an event here, and adds what everybody may know of it to the job's history."""
         place = {"job": self.row.id, "round": note.round, "attempt": note.attempt, "site": note.client}
         log.info("%s: %s", self.row.name, note.message, extra={"kind": note.kind, **place})
+        shown = self._publication.event(note)
+        if shown is None:
+            return
+        self._sequence += 1
+        now = self._services.clock()
+        detail = dict(shown.detail)
+        incident = incident_of(shown)
+        self._services.observer.noted(shown, incident)
+        if incident is not None:
+            detail["incident"] = incident.plain()
+            self._services.alerts.tell(incident, shown.message, now, self.row.id, self.row.name)
+        batch.events.append(
+            EventRow(
+                self._sequence,
+                now,
+                shown.kind,
+                shown.message,
+                shown.round,
+                shown.attempt,
+                shown.client,
+                detail,
+            )
+        )
 
     async def _finish(self, batch: PendingTransition) -> None:
         """Makes a batch durable, then performs its actions."""

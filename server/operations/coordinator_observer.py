@@ -88,7 +88,8 @@ class CoordinatorObserver:
         round, attempt = record["round"], record["attempt"]
         commit = Span(job, round, attempt, (m.COMMIT,), now - stored, now, values={"model": record["model"]})
         self._tracer.tell(commit)
-        values = {"cohort": len(record["cohort"]), "contributors": len(record["contributors"])}
+        sizes = (name for name in ("cohort", "contributors") if name not in record["withheld"])
+        values = {name: len(record[name]) for name in sizes}
         self._tracer.tell(Span(job, round, attempt, (), record["started"], now, values=values))
 
     def _left(self, job: str, place: _Place, step: m.Step | None, now: float, committed: bool) -> None:

@@ -17,6 +17,7 @@ from roundtable.core.foreign_text import printable
 from roundtable.core.identity.credentials import verify_identity
 from roundtable.core.identity.signing import sign
 from roundtable.core.observability.logs import belongs_to
+from roundtable.core.observability.released import Tells, is_told
 from roundtable.engine import messages as m
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
 from roundtable.proto.receipts import receipt_values
@@ -127,7 +128,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         name, seen = caller(context), _Seen(requests)
         belongs_to(seen.place)
         receipt = await self._uploads.receive(name, seen)
-        self._services.observer.answered(receipt)
+        runner = self._jobs.runner(seen.header.step.job)
+        if runner is not None and runner.tells_cohorts:
+            self._services.observer.answered(receipt)
         return self._signed(name, seen.header, receipt)
 
     @override
@@ -291,7 +294,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
 
     def _progress(self, client: str, message: agent_pb2.Progress) -> None:
         runner = self._jobs.runner(message.step.job)
-        if runner is not None:
+        # What must not be told is not kept: an honest agent does not send it.
+        if runner is not None and is_told(runner.job.privacy, Tells.SILO):
             step = wire.step_of(message.step)
             runner.instructions.report(client, step, wire.progress_of(message))
             runner.inbox.notify()

@@ -220,9 +220,11 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         session = self._services.sessions.get(row.name)
         if session is None:
             return wire.client_to(row, False, "revoked" if revoked else "offline")
+        # Whether it works would tell that it was drawn.
+        state = session.state if self._jobs.tells_cohorts(row) else "available"
         # A session is heard of by a clock without a date; the row knows when it began.
         heard = self._services.clock() - (time.monotonic() - session.heard)
-        return wire.client_to(replace(row, last_seen=heard), True, session.state)
+        return wire.client_to(replace(row, last_seen=heard), True, state)
 
     def _job(self, row: JobRow) -> operator_pb2.Job:
         return wire.job_to(row, self._services.artifacts.size(row.model) or 0)

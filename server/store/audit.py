@@ -96,8 +96,27 @@ def seal(connection: Connection, identity: SiloIdentity, now: float) -> tuple[in
 
 
 def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[str, Any]:
-    """What binds a round: configuration, cohort, every update that counted, the model, the charge."""
+    """What binds a round: configuration, cohort, every update that counted, the model, the charge.
+
+    Of what may not be told (`withheld` names it) nothing: the silos' own receipts are what remains.
+    """
     config = connection.execute(sa.select(tables.jobs.c.config).where(tables.jobs.c.id == job)).scalar_one()
+    shown = {
+        "config": job_digest(config),
+        "round": record["round"],
+        "attempt": record["attempt"],
+        "model": record["model"],
+        "optimizer": record["optimizer"],
+        "charge": json.loads(to_json(record["charge"])),
+        **({"closed": record["closed"]} if record.get("closed") else {}),
+    }
+    withheld = record["withheld"]
+    if withheld:
+        shown["withheld"] = list(withheld)
+    if "cohort" not in withheld:
+        shown |= {"cohort": sorted(record["cohort"]), "contributors": sorted(record["contributors"])}
+    if "excluded" in withheld:
+        return shown
     update = tables.updates.c
     accepted = sa.select(update.client, update.digest).where(
         update.job == job,
@@ -105,18 +124,7 @@ def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[
         update.attempt == record["attempt"],
         update.receipt == "accepted",
     )
-    return {
-        "config": job_digest(config),
-        "round": record["round"],
-        "attempt": record["attempt"],
-        "cohort": sorted(record["cohort"]),
-        "contributors": sorted(record["contributors"]),
-        "updates": {row.client: row.digest for row in connection.execute(accepted)},
-        "model": record["model"],
-        "optimizer": record["optimizer"],
-        "charge": json.loads(to_json(record["charge"])),
-        **({"closed": record["closed"]} if record.get("closed") else {}),
-    }
+    return {**shown, "updates": {row.client: row.digest for row in connection.execute(accepted)}}
 
 
 def _last_seal(connection: Connection) -> int:

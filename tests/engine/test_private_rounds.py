@@ -157,25 +157,6 @@ def test_training_metrics_are_not_passed_on() -> None:
     assert driver.records[0].client_metrics == {}
 
 
-@pytest.mark.parametrize("level", ["none", "client", "dp_ftrl", "client_local"])
-def test_events_tell_nothing_exact_of_an_update_that_has_no_noise_yet(level: str) -> None:
-    """Who knows the data can train again: a digest, or a count of examples, would settle who took part."""
-    text = FTRL.format(strategy="uniform", bands=1, more="").replace("bands = 1", "")
-    figures = "clip_norm = 1.0\ndelta = 1e-3\n"
-    text = text.replace(figures, figures + "noise_multiplier = 1.0\n" if level != "none" else "")
-    driver = Driver(job(text.replace("dp_ftrl", level)), automatic=False)
-    driver.join("a", "b")
-    driver.send(m.Start())
-    driver.finish_pending()
-    for client in driver.cohort():
-        driver.update(client)
-    received = [note for note in driver.notes if note.kind == "update_received"]
-    assert len(received) == 2
-    bare = level in ("client", "dp_ftrl")
-    for note in received:
-        assert ({"digest", "examples"} & set(note.detail or {}) == set()) is bare
-
-
 @pytest.mark.parametrize("level", ["client", "dp_ftrl", "client_local"])
 def test_pauses_in_evaluation_release_one_model_a_round(level: str) -> None:
     """Each model made anew from a round would have noise of its own: their mean has less than was charged."""
@@ -247,3 +228,11 @@ def test_an_attempt_that_is_made_again_asks_the_same_cohort() -> None:
     driver.finish_pending()
     assert driver.step() == m.Step(1, 3, m.TRAIN)
     assert driver.cohort() == first
+
+
+def test_metrics_of_a_secret_cohorts_own_data_are_refused() -> None:
+    table = SAMPLED.format(cohort="size = 4").replace("every = 0", 'every = 1\nclients = "cohort"')
+    table += "public_evaluation = true\n"
+    with pytest.raises(PrivacyError, match="would tell who was drawn"):
+        make_plan(job(table), 16)
+    make_plan(job(table + 'cohorts = "known"'), 16)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roundtable.core.config import JobConfig
+from roundtable.core.config import JobConfig, parse_job
 from roundtable.core.errors import PrivacyError
 from roundtable.engine import make_plan
 from roundtable.privacy import (
@@ -19,6 +19,7 @@ from roundtable.privacy import (
     privacy_plan,
     render,
 )
+from roundtable.privacy.accounting.accountants import gaussian_epsilon
 
 POPULATION = 1000
 
@@ -170,3 +171,18 @@ def test_the_plot_is_an_image(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(plan(config("client_local")), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("cohort", ["size = 10", 'strategy = "poisson"\nprobability = 0.1'])
+def test_a_draw_that_is_known_amplifies_nothing(cohort: str) -> None:
+    text = (
+        f'task = "t"\nrounds = 20\n[cohort]\n{cohort}\n[aggregation]\nweighting = "uniform"\n'
+        '[evaluation]\nevery = 0\n[privacy]\nlevel = "client"\nclip_norm = 1.0\ndelta = 1e-5\n'
+        "noise_multiplier = 4.0\n"
+    )
+    hidden, known = (
+        privacy_plan(parse_job(text + more), population=100, dimension=10)
+        for more in ("", 'cohorts = "known"')
+    )
+    assert hidden.epsilon < known.epsilon == pytest.approx(gaussian_epsilon(4.0 / 20**0.5, 1e-5))
+    assert "is known (privacy.cohorts)" in known.sampling

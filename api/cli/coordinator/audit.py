@@ -190,12 +190,13 @@ def verify_model(
         print_json({"signer": provenance.signer, "proven": proven, **values})
         return 0 if proven else UNPROVEN
     rounds = values["rounds"]
-    silos = {name for one in rounds for name in one["participants"]}
+    silos = {name for one in rounds for name in one.get("participants", ())}
+    who = f"{len(silos)} silos under pseudonyms" if silos else "silos that may not be told"
     made = datetime.fromtimestamp(rounds[-1]["ended"], UTC)
     say(f"{file} is the model of job {values['job']} ({values['name']}), round {rounds[-1]['round']}.")
     say(f"  signed by       {provenance.signer}, Roundtable {values['version']}")
     say(f"  made            {made:%Y-%m-%d %H:%M} UTC, submitted by {values['submitter']}")
-    say(f"  participants    {len(silos)} silos under pseudonyms, {len(rounds)} rounds")
+    say(f"  participants    {who}, {len(rounds)} rounds")
     say(f"  configuration   {values['config']}")
     say(f"  privacy         {json.dumps(values['privacy']) if values['privacy'] else 'none was asked for'}")
     if not proven and export is None:

@@ -144,7 +144,7 @@ def _print_history(records: list[dict[str, Any]]) -> None:
         (
             record["round"],
             *(metrics_of(each).get(name, "") for name in names),
-            f"{each['contributors']}/{each['cohort']}",
+            f"{each['contributors']}/{each['cohort']}" if "cohort" in each else "secret",
             duration(each["seconds"]),
         )
         for record, each in zip(records, figures, strict=True)

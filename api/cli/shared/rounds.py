@@ -12,14 +12,15 @@ def round_line(number: int, rounds: int, figures: Mapping[str, Any]) -> str:
     """One line, for example `round  3/20  accuracy 0.9123  loss 0.3011  3 of 3 silos  0.8 s`.
 
     `figures` has `training` and `evaluation` (name → mean), `contributors` and `cohort`, `seconds` where
-    time is real, and `epsilon`, spent so far, under differential privacy.
+    time is real, and `epsilon`, spent so far, under differential privacy. A secret cohort has no size here.
     """
     width = len(str(rounds))
     parts = [f"round {number:{width}d}/{rounds}"]
     parts += [f"{name} {value}" for name, value in metrics_of(figures).items()]
     if "epsilon" in figures:
         parts.append(f"epsilon {figures['epsilon']:.3f}")
-    parts.append(f"{figures.get('contributors', 0)} of {figures.get('cohort', 0)} silos")
+    if "cohort" in figures:
+        parts.append(f"{figures['contributors']} of {figures['cohort']} silos")
     if "seconds" in figures:
         parts.append(duration(figures["seconds"]))
     return "  ".join(parts)
@@ -41,11 +42,16 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "training": _means(record["training"]),
         "evaluation": _means(record["evaluation"]),
-        "cohort": len(record["cohort"]),
-        "contributors": len(record["contributors"]),
+        **_sizes(record),
         "seconds": record["ended"] - record["started"],
         **_epsilon(record["charge"]),
     }
+
+
+def _sizes(record: Mapping[str, Any]) -> dict[str, int]:
+    """How many were asked and answered, unless the cohort is secret."""
+    names = () if "cohort" in record.get("withheld", ()) else ("cohort", "contributors")
+    return {name: len(record[name]) for name in names}
 
 
 def _epsilon(charge: Mapping[str, Any]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from service import Operator, running
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.jobs import aggregate_action, runner
+from roundtable.server.operations import publication
 from roundtable.server.operations.alerts import AlertTable
 
 ONE = torch.ones(4)
@@ -125,7 +126,7 @@ async def test_a_driver_that_breaks_pauses_its_job(
         job = await operator.submit("[cohort]\nsize = 1\n[evaluation]\nevery = 0", rounds=1)
         instruction = await agent.expect("instruction")
         with monkeypatch.context() as broken:
-            broken.setattr(runner, "record_to_plain", None)
+            broken.setattr(publication, "record_to_plain", None)
             assert (await agent.answer(instruction, ONE)).status == agent_pb2.UploadReceipt.ACCEPTED
             await operator.watch_until(job.id, "paused")
         reason = (await operator.job(job.id)).job.reason

@@ -1,0 +1,290 @@
+"""What each value that leaves a coordinator or a silo tells of the silos, and where it is withheld for that.
+
+One table: whatever sends asks it. A field that is not in the table is not sent. docs/privacy.md shows the
+table (`tools/privacy_table.py`), and a test compares it with every message, record and event that there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from roundtable.core.privacy_table import BareUpdates, NoPrivacy, Private, has_secret_cohorts, hides_figures
+
+
+class Tells(Enum):
+    """What a value is a function of."""
+
+    PUBLIC = "the job, the software, the clock, who is connected, and what was released before"
+    NOISY = "all silos' data, through the job's mechanism; charged where there is a guarantee"
+    COHORT = "who was asked, who answered, and how many"
+    UPDATE = (
+        "one silo's update as it arrived: its digest, whether it could be used, how far it lies from others"
+    )
+    SILO = "one silo's training: losses, example counts, progress"
+    TRAINING = "the training of all silos, summed without noise"
+    EVALUATION = "the silos' test data"
+    SECRET = "updates, keys, noise and the state of noise"
+
+
+IN_THE_LOG = "the coordinator's own log says why"
+
+
+def withheld(privacy: NoPrivacy | Private) -> frozenset[Tells]:
+    """What nobody but the coordinator's own machine, or at the silo its own, may see of such a job."""
+    kinds = {Tells.SECRET}
+    if hides_figures(privacy):
+        kinds.add(Tells.SILO)
+        if not privacy.public_evaluation:
+            kinds.add(Tells.EVALUATION)
+    if not isinstance(privacy, NoPrivacy):
+        kinds.add(Tells.TRAINING)
+    if isinstance(privacy, BareUpdates):
+        kinds.add(Tells.UPDATE)
+    if has_secret_cohorts(privacy):
+        kinds.add(Tells.COHORT)
+    return frozenset(kinds)
+
+
+def is_told(privacy: NoPrivacy | Private, *kinds: Tells) -> bool:
+    """Whether values that tell all this may be sent."""
+    return withheld(privacy).isdisjoint(kinds)
+
+
+def released(
+    channel: str, values: Mapping[str, Any], privacy: NoPrivacy | Private
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The values that may be sent, and the names of those that may not: unknown ones among them."""
+    table, kinds = FIELDS[channel], withheld(privacy)
+    kept = {name: value for name, value in values.items() if table.get(name, Tells.SECRET) not in kinds}
+    return kept, tuple(name for name in values if name not in kept)
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """An event of a job's history: what its message tells, and the message where that is withheld.
+
+    One that is `about` a silo of the cohort is not sent at all where cohorts are secret.
+    """
+
+    message: tuple[Tells, ...] = (Tells.PUBLIC,)
+    instead: str = ""
+    about: bool = False
+    detail: Mapping[str, Tells] = field(default_factory=dict)
+
+
+def _of(kind: Tells, names: str) -> dict[str, Tells]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_WORDS = (Tells.COHORT, Tells.UPDATE)
+
+EVENTS: Mapping[str, EventKind] = {
+    **dict.fromkeys(
+        (
+            "job_submitted",
+            "job_running",
+            "job_paused",
+            "job_finished",
+            "job_cancelled",
+            "job_failed",
+            "waiting_for_clients",
+            "budget_spent",
+            "metric_missing",
+        ),
+        EventKind(),
+    ),
+    "round_started": EventKind(
+        (Tells.COHORT,),
+        "round {round}: the cohort is secret",
+        detail={"cohort": Tells.COHORT, "minimum": Tells.PUBLIC},
+    ),
+    "round_committed": EventKind(
+        detail={
+            "training": Tells.TRAINING,
+            "evaluation": Tells.EVALUATION,
+            **_of(Tells.COHORT, "cohort contributors"),
+            **_of(Tells.PUBLIC, "seconds epsilon"),
+        },
+    ),
+    "round_closed": EventKind(_WORDS, "round {round} is closed without a model: " + IN_THE_LOG),
+    "attempt_failed": EventKind(_WORDS, "round {round}, attempt {attempt} failed: " + IN_THE_LOG),
+    "client_failed": EventKind(
+        _WORDS,
+        "{client} did not answer: " + IN_THE_LOG,
+        about=True,
+        detail={**_of(Tells.UPDATE, "kind action"), "phase": Tells.COHORT},
+    ),
+    "client_troubled": EventKind(
+        _WORDS, about=True, detail=_of(Tells.UPDATE, "kind action") | {"phase": Tells.COHORT}
+    ),
+    "client_offline": EventKind((Tells.COHORT,), about=True),
+    "client_replaced": EventKind((Tells.COHORT,), about=True, detail={"replacement": Tells.COHORT}),
+    "update_received": EventKind(
+        (Tells.COHORT,),
+        about=True,
+        detail={
+            "examples": Tells.SILO,
+            "digest": Tells.UPDATE,
+            **_of(Tells.COHORT, "row asked"),
+        },
+    ),
+    "update_excluded": EventKind(_WORDS, about=True, detail={"reason": Tells.UPDATE}),
+    "update_clipped": EventKind(_WORDS, about=True, detail={"reason": Tells.UPDATE}),
+}
+
+FIELDS: Mapping[str, Mapping[str, Tells]] = {
+    # What the coordinator keeps of a round for everybody: history, provenance, audit log.
+    "round": {
+        **_of(Tells.PUBLIC, "round attempt started ended withheld charge"),
+        **_of(Tells.NOISY, "model"),
+        # The digest alone; the state itself never leaves.
+        **_of(Tells.NOISY, "optimizer"),
+        **_of(Tells.COHORT, "cohort contributors failures staleness closed"),
+        **_of(Tells.UPDATE, "excluded weights diagnosis"),
+        **_of(Tells.TRAINING, "training"),
+        **_of(Tells.EVALUATION, "evaluation client_metrics"),
+    },
+    "charge": {
+        **_of(Tells.PUBLIC, "level charge noise_multiplier guarantee epsilon delta silo_charge"),
+        **_of(Tells.PUBLIC, "secure_aggregation"),
+        **_of(Tells.NOISY, "clip_norm standard_deviation"),
+        **_of(Tells.COHORT, "silos cohort groups protocol"),
+        **_of(Tells.TRAINING, "weight examples clipped"),
+    },
+    "provenance": _of(
+        Tells.PUBLIC,
+        "model job name config submitter initial_model privacy coordinator version time rounds",
+    ),
+    "provenance round": {
+        **_of(Tells.PUBLIC, "round attempt ended charge withheld"),
+        "model": Tells.NOISY,
+        **_of(Tells.COHORT, "cohort participants"),
+    },
+    "audit of a round": {
+        **_of(Tells.PUBLIC, "config round attempt charge versions withheld"),
+        **_of(Tells.NOISY, "model optimizer"),
+        **_of(Tells.COHORT, "cohort contributors closed"),
+        "updates": Tells.UPDATE,
+    },
+    # A round in numbers: trackers and spans. Means carry the prefix `train_`, or the metric's own name.
+    "figures": {
+        **_of(Tells.PUBLIC, "time seconds epsilon"),
+        **_of(Tells.COHORT, "clients failed staleness"),
+        "excluded": Tells.UPDATE,
+    },
+    "span": {"model": Tells.NOISY, **_of(Tells.COHORT, "cohort contributors")},
+    # The coordinator's page of metrics, without the prefix `roundtable_`.
+    "metrics": {
+        **_of(
+            Tells.PUBLIC,
+            "coordinator_active database_up calls_refused round_seconds phase_seconds jobs job_rounds_done "
+            "job_rounds_wanted job_running job_silos_online job_silos_known job_silos_needed "
+            "silo_last_seen_timestamp_seconds privacy_epsilon_spent privacy_epsilon_budget "
+            "privacy_epsilon_left event_loop_lag_seconds disk_free_bytes disk_size_bytes "
+            "certificate_expires_timestamp_seconds transfer_bytes rounds",
+        ),
+        **_of(Tells.COHORT, "queue_length updates incidents silos"),
+        "updates_refused": Tells.UPDATE,
+        **_of(
+            Tells.SILO,
+            "silo_step_loss silo_step_step silo_step_steps silo_step_learning_rate silo_step_gradient_norm "
+            "silo_step_examples_per_second silo_step_tokens_per_second silo_step_flops_utilisation "
+            "silo_step_memory_bytes silo_step_seconds silo_step_communication_seconds "
+            "silo_step_waiting_seconds",
+        ),
+    },
+    # The coordinator to operators.
+    "StatusReply": _of(
+        Tells.PUBLIC,
+        "version coordinator clock uptime_seconds clients_online jobs_running database disk_free identity",
+    ),
+    "Event": {
+        **_of(Tells.PUBLIC, "sequence time kind round attempt message detail"),
+        "client": Tells.COHORT,
+    },
+    "Job": {
+        **_of(Tells.PUBLIC, "id name status reason rounds_done rounds submitted updated submitter"),
+        "model": Tells.NOISY,
+    },
+    "JobDetail": {
+        **_of(Tells.PUBLIC, "job job_config round attempt phase deadline history incidents"),
+        **_of(Tells.COHORT, "clients waiting_for"),
+    },
+    "JobUpdate": _of(Tells.PUBLIC, "events detail"),
+    "ClientActivity": {
+        **_of(Tells.COHORT, "client state since"),
+        "note": Tells.UPDATE,
+        **_of(Tells.SILO, "done total loss figures"),
+    },
+    "Client": {
+        **_of(Tells.PUBLIC, "name online version tasks metadata devices last_seen"),
+        **_of(Tells.COHORT, "state selected completed"),
+    },
+    "PrivacyAccount": _of(
+        Tells.PUBLIC,
+        "population silo epsilon delta accountant relation releases reserved_epsilon jobs statement",
+    ),
+    "PrivacyBudget": _of(Tells.PUBLIC, "population epsilon delta accountant author time"),
+    "PrivacyReply": _of(Tells.PUBLIC, "accounts budgets kept_by_silos"),
+    "PrivacyCharge": _of(Tells.PUBLIC, "population silo job round attempt charge released time"),
+    # The coordinator to a silo, of that silo's own work.
+    "Instruction": {
+        **_of(Tells.PUBLIC, "step deadline_seconds job_config train evaluate exchange submission"),
+    },
+    "Train": {"model": Tells.NOISY, "layout": Tells.PUBLIC, "identities": Tells.COHORT},
+    "Evaluate": {"model": Tells.NOISY, "layout": Tells.PUBLIC},
+    # Masked or sealed for another silo; the cohort of a secure sum knows itself.
+    "Exchange": {"payload": Tells.COHORT},
+    "Withdraw": _of(Tells.PUBLIC, "step reason"),
+    "UploadReceipt": _of(Tells.PUBLIC, "status reason time signature sealed sealed_hash"),
+    "UploadState": _of(Tells.PUBLIC, "offset wanted receipt"),
+    "Welcome": _of(Tells.PUBLIC, "version coordinator heartbeat_seconds clock identity revocations"),
+    "Refused": _of(Tells.PUBLIC, "reason"),
+    # A silo to the coordinator.
+    "Hello": _of(
+        Tells.PUBLIC,
+        "version protocol tasks metadata devices clock spooled identity coordinator seen installation",
+    ),
+    "Heartbeat": {"state": Tells.PUBLIC},
+    "Accepted": {"step": Tells.PUBLIC},
+    "Progress": {**_of(Tells.PUBLIC, "step activity"), **_of(Tells.SILO, "done total loss figures")},
+    # Sentences of the agent: no message of a task's exception, no figure of an account.
+    "Failure": _of(Tells.PUBLIC, "step kind detail"),
+    "Trouble": _of(Tells.PUBLIC, "step kind detail action"),
+    "Evaluated": {"step": Tells.PUBLIC, "metrics": Tells.EVALUATION},
+    "Reply": _of(Tells.PUBLIC, "step payload"),
+    "Goodbye": {"reason": Tells.PUBLIC},
+    # The bytes that follow are the update: masked, noisy, or bare to a coordinator that adds the noise.
+    "UploadHeader": {
+        **_of(Tells.PUBLIC, "step layout encoding offset announcement"),
+        # Of what the coordinator gets in the next breath.
+        "content": Tells.PUBLIC,
+        **_of(Tells.SILO, "examples metrics"),
+    },
+}
+"""Channel → field → what it tells. Capitalised channels are messages of the wire."""
+
+
+def event_released(
+    kind: str,
+    message: str,
+    place: Mapping[str, Any],
+    detail: Mapping[str, Any],
+    privacy: NoPrivacy | Private,
+) -> tuple[str, dict[str, Any]] | None:
+    """Message and detail as they may be sent, None for an event that stays in the coordinator's own log.
+
+    `place` has round, attempt and client. An event that is not in the table stays there as well.
+    """
+    known = EVENTS.get(kind)
+    if known is None or (known.about and not is_told(privacy, Tells.COHORT)):
+        return None
+    kinds = withheld(privacy)
+    told = kinds.isdisjoint(known.message)
+    if not told and not known.instead:
+        return None
+    shown = {name: value for name, value in detail.items() if known.detail.get(name) in set(Tells) - kinds}
+    return message if told else known.instead.format(**place), shown

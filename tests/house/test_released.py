@@ -1,0 +1,102 @@
+"""The table of what leaves knows every message, record, event and figure, and the page shows it as it is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from privacy_table import LEVELS, PAGE, markdown
+
+from roundtable.core.observability.monitoring import STEP_GAUGES
+from roundtable.core.observability.released import (
+    EVENTS,
+    FIELDS,
+    Tells,
+    event_released,
+    is_told,
+    released,
+    withheld,
+)
+from roundtable.engine.messages import RoundRecord
+from roundtable.proto import agent_pb2, operator_pb2
+
+ROOT = Path(__file__).resolve().parents[2]
+MESSAGES = {
+    name: module for module in (agent_pb2, operator_pb2) for name in module.DESCRIPTOR.message_types_by_name
+}
+FROM_OPERATORS = {"PutHeader", "PutPart", "PutReply", "SubmitJobRequest"}
+"""What operators say themselves, or hear of their own bytes."""
+ENVELOPES = {"FromAgent", "ToAgent", "UploadPart", "RenewRequest", "ListJobsReply", "ListClientsReply"}
+"""One of the messages in the table each, or of keys."""
+
+
+def test_every_message_that_leaves_is_in_the_table_field_by_field() -> None:
+    sent = {
+        name for name in MESSAGES if not name.endswith("Request") and name not in FROM_OPERATORS | ENVELOPES
+    }
+    assert sent - FIELDS.keys() == set()
+    for name in sent:
+        found = {field.name for field in MESSAGES[name].DESCRIPTOR.message_types_by_name[name].fields}
+        assert found == FIELDS[name].keys(), name
+
+
+def test_every_field_of_a_rounds_record_is_in_the_table() -> None:
+    assert {field.name for field in fields(RoundRecord)} == FIELDS["round"].keys()
+
+
+def kinds_of_events() -> Iterator[str]:
+    """The kinds that engine and coordinator give to events, as their sources say."""
+    for folder in ("engine", "server/jobs"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for call in (
+                node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+            ):
+                name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+                place = {"note": 0, "Note": 0, "EventRow": 2}.get(name)
+                if place is not None and len(call.args) > place:
+                    kind = call.args[place]
+                    if isinstance(kind, ast.Constant):
+                        yield str(kind.value)
+
+
+def test_every_event_is_in_the_table() -> None:
+    said = set(kinds_of_events())
+    assert len(said) > 10
+    # The engine names the job's states in one place.
+    said |= {f"job_{state}" for state in ("paused", "finished", "cancelled", "failed")}
+    assert said == EVENTS.keys()
+
+
+def test_every_training_step_on_the_page_of_metrics_is_in_the_table() -> None:
+    assert {f"silo_step_{name}" for name in STEP_GAUGES} <= FIELDS["metrics"].keys()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_nobody_has_classified_is_not_sent(level: str) -> None:
+    privacy = LEVELS[level]
+    kept, gone = released("round", {"round": 3, "salary": 7}, privacy)
+    assert (kept, gone) == ({"round": 3}, ("salary",))
+    assert event_released("payday", "alder is paid", {}, {}, privacy) is None
+    shown = event_released("job_paused", "paused by olga", {}, {"salary": 7}, privacy)
+    assert shown == ("paused by olga", {})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_event_tells_only_what_its_level_may(level: str) -> None:
+    privacy = LEVELS[level]
+    place = {"round": 2, "attempt": 1, "client": "alder"}
+    for kind, known in EVENTS.items():
+        shown = event_released(kind, "the whole truth", place, dict.fromkeys(known.detail, 1), privacy)
+        if shown is None:
+            continue
+        message, detail = shown
+        assert withheld(privacy).isdisjoint(known.detail[name] for name in detail)
+        assert (message == "the whole truth") is is_told(privacy, *known.message)
+        assert "alder" not in message or is_told(privacy, Tells.COHORT)
+
+
+def test_the_page_shows_the_tables() -> None:
+    assert markdown() in PAGE.read_text(), "run: python tools/privacy_table.py"

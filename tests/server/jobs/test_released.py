@@ -1,0 +1,135 @@
+"""What operators get of a job, byte by byte: at no level anything that the table withholds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from blake3 import blake3
+from scripted_agent import ScriptedAgent
+from service import AGENTS, Operator, running
+
+from roundtable.core.observability.released import FIELDS, Tells, is_told
+from roundtable.core.privacy_table import NoPrivacy, Private, privacy_from
+from roundtable.proto import administration_pb2 as pb
+from roundtable.proto import administration_pb2_grpc, agent_pb2, operator_pb2
+from roundtable.proto.common_pb2 import StepFigures
+from roundtable.server import ServerConfig
+
+JOB = """
+[cohort]
+size = 1
+minimum = 1
+retries = 30
+deadline = 60
+[aggregation]
+weighting = "uniform"
+[evaluation]
+every = 0
+"""
+FIGURES = "[privacy]\nclip_norm = 1.0\ndelta = 1e-3\nnoise_multiplier = 2.0\n"
+LEVELS = {
+    "none": "",
+    "client": FIGURES + 'level = "client"',
+    "known": FIGURES + 'level = "client"\ncohorts = "known"',
+    "dp_ftrl": FIGURES + 'level = "dp_ftrl"\nseparation = 1',
+    "client_local": FIGURES + 'level = "client_local"',
+}
+EXAMPLES, LOSS, WORDS = 48611, 7.654321, "KeyError in patients.py, line 7"
+"""What a silo might tell of its data."""
+
+
+async def take_part(agent: ScriptedAgent, change: torch.Tensor, fails: bool) -> None:
+    """Does what an honest silo does, and tells more than it should."""
+    while (message := await agent.call.read()) is not grpc.aio.EOF:
+        if message.WhichOneof("message") != "instruction":
+            continue
+        step = message.instruction.step
+        await agent.say(heartbeat=agent_pb2.Heartbeat(state="training"))
+        figures = StepFigures(step=1, steps=2, gradient_norm=LOSS)
+        progress = agent_pb2.Progress(step=step, done=EXAMPLES, total=EXAMPLES, loss=LOSS, figures=figures)
+        await agent.say(progress=progress)
+        if fails:
+            await agent.say(failure=agent_pb2.Failure(step=step, kind="task_error", detail=WORDS))
+        else:
+            await agent.answer(message.instruction, change, EXAMPLES, loss=LOSS)
+
+
+async def page_of(port: int) -> str:
+    """The page of metrics."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+    return text
+
+
+async def told_of(operator: Operator, job: str) -> str:
+    """All that a coordinator tells operators of a job, but for its configuration."""
+    events = await operator.watch_until(job, "finished")
+    detail = await operator.job(job)
+    detail.job_config = ""
+    stub: Any = administration_pb2_grpc.AdministrationStub(operator.channel)
+    provenance = (await stub.GetProvenance(pb.ProvenanceRequest(job=job))).statement
+    audit = [line async for part in stub.ReadAudit(pb.ReadAuditRequest()) for line in part.lines]
+    rounds = [line for line in audit if "round_committed" in line or "silo_refused" in line]
+    charges = [str(each) async for each in operator.stub.ExportPrivacy(operator_pb2.PrivacyRequest())]
+    return "\n".join([*map(str, events), str(detail), provenance, *rounds, *charges])
+
+
+@pytest.mark.parametrize("name", LEVELS)
+async def test_operators_are_told_what_the_table_says_and_no_more(
+    settings: Callable[..., ServerConfig], certificates: Path, name: str
+) -> None:
+    text = JOB + LEVELS[name]
+    updates = [torch.full((4,), number / 8) for number in range(3)]
+    tasks = []
+    async with (
+        running(settings(metrics="127.0.0.1:0")) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+    ):
+        agents = [ScriptedAgent(coordinator.port, certificates / each) for each in AGENTS]
+        for agent, update in zip(agents, updates, strict=True):
+            await agent.connect()
+            tasks.append(asyncio.create_task(take_part(agent, update, agent is agents[2])))
+        job = await operator.submit(text, rounds=8)
+        told = await told_of(operator, job.id)
+        page = await page_of(coordinator.metrics_port)
+        records = [json.loads(each) for each in (await operator.job(job.id)).history]
+        clients = (await operator.stub.ListClients(operator_pb2.ListClientsRequest())).clients
+        for task, agent in zip(tasks, agents, strict=True):
+            task.cancel()
+            await agent.close()
+    privacy = _privacy(LEVELS[name])
+    digests = [blake3(update.numpy().tobytes()).hexdigest() for update in updates]
+
+    def tells(*words: str) -> bool:
+        return any(word in told or word in page for word in words)
+
+    assert any(each in told for each in AGENTS) is is_told(privacy, Tells.COHORT)
+    assert any(each.selected for each in clients) is is_told(privacy, Tells.COHORT)
+    assert ('result="accepted"' in page) is is_told(privacy, Tells.COHORT)
+    assert tells(*digests) is is_told(privacy, Tells.UPDATE)
+    assert tells(WORDS) is is_told(privacy, Tells.UPDATE)
+    assert tells(str(EXAMPLES), str(LOSS)) is is_told(privacy, Tells.SILO)
+    names = {
+        line.split()[2].removeprefix("roundtable_")
+        for line in page.splitlines()
+        if "# TYPE roundtable_" in line
+    }
+    assert {re.sub("_total$|_created$", "", name) for name in names} <= FIELDS["metrics"].keys()
+    withheld = {name for record in records for name in record["withheld"]}
+    assert withheld == {name for name, kind in FIELDS["round"].items() if not is_told(privacy, kind)}
+    assert ("participants" in told) is is_told(privacy, Tells.COHORT)
+
+
+def _privacy(table: str) -> NoPrivacy | Private:
+    return privacy_from(tomllib.loads(table).get("privacy", {"level": "none"}))
