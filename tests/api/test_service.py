@@ -373,7 +373,7 @@ def test_certificates_that_do_not_open_the_door(
     assert "is from another authority" in _refused(service, roundtable, other)
     shutil.copy(ca / "ca.crt", other / "ca.crt")
     assert "was not issued by" in _refused(service, roundtable, other)
-    agent = issue(ca, "west", "agent", tmp_path / "west")
+    agent = issue(ca, "harbour", "agent", tmp_path / "harbour")
     assert "here as agent" in _refused(service, roundtable, agent)
 
 
