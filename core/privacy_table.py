@@ -131,11 +131,6 @@ class NoisyLevel(Table):
     population: Count | None = Field(
         None, description="silos that delta protects, if more than there are; amplifies nothing"
     )
-    population_name: str | None = Field(
-        None,
-        min_length=1,
-        description="whose privacy is spent: jobs of one name share an account; default: task",
-    )
     public_evaluation: bool = Field(False, description=_PUBLIC)
 
     @field_validator("delta")

@@ -14,6 +14,7 @@ from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.server.auth.oidc import OidcTable
 from roundtable.server.operations.alerts import AlertTable
+from roundtable.server.operations.populations import Populations
 
 
 class RootTable(Table):
@@ -86,9 +87,20 @@ class ServerConfig(Table):
         "", description="OTLP address for traces of rounds, for example http://127.0.0.1:4318/v1/traces"
     )
 
+    populations: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="names of tasks that are about the same silos' data: their jobs spend from one privacy "
+        "account, NAME = [tasks]; a task in none has an account of its own",
+    )
     root_data: dict[str, RootTable] = Field(
         default_factory=dict, description="trusted data by task name, for rules such as fltrust"
     )
+
+    @field_validator("populations")
+    @classmethod
+    def _apart(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
+        Populations(value)
+        return value
 
     @field_validator("bucket")
     @classmethod

@@ -36,6 +36,7 @@ from roundtable.server.leadership.election import Leadership
 from roundtable.server.metrics_page import CoordinatorPage, DatabaseAway
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
+from roundtable.server.operations.populations import Populations
 from roundtable.server.services.agents import AgentService
 from roundtable.server.services.operators import OperatorService
 from roundtable.server.services.security import Security
@@ -148,6 +149,7 @@ class Coordinator:
             tracking=Path(config.state) / "tracking",
             trusted=self.trusted or NoTrustedTraining(),
             observer=self.observer,
+            populations=Populations(config.populations),
         )
         self.jobs = JobRegistry(services)
         self.security = Security(config, self._database, credentials, self.clock)

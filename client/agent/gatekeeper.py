@@ -19,6 +19,7 @@ from roundtable.client.door.outgoing import receipt_statement
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
+from roundtable.client.policy.privacy_rules import objections_to_sum
 from roundtable.client.policy.rules import Metrics
 from roundtable.client.step_key import StepKey
 from roundtable.core.config import JobConfig, job_from_json
@@ -55,6 +56,7 @@ class Gatekeeper:
         try:
             known = self._known(step, instruction, job)
             reasons = self.rules.objections(job, known.submitter or None, datetime.now())
+            reasons += self._to_sum(known, job)
             if self._config.policy.approval and not reasons and self._jobs.approval(known) is None:
                 how = f"roundtable client approve {known.id}"
                 reasons.append(f"a person at this silo has to approve the job first: {how}")
@@ -179,6 +181,13 @@ class Gatekeeper:
                 f"job {step.job} was signed {age / 86400:.1f} days ago, and this silo meets it for the first "
                 f"time: that must be within {_SIGNED_SECONDS / 86400:.0f} days; submit it again"
             )
+
+    def _to_sum(self, known: KnownJob, job: JobConfig) -> list[str]:
+        """What is wrong with a job beside those that the silo took part in before."""
+        if self._config.policy.stated_epsilon is None:
+            return []
+        before = [job_from_json(each.config) for each in self._jobs.taken_part() if each.id != known.id]
+        return list(objections_to_sum(self._config.policy, job, before))
 
     def _to_step(
         self, step: StepKey, instruction: StepInstruction, job: JobConfig, known: KnownJob

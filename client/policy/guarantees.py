@@ -21,6 +21,8 @@ _SENTENCES = {
     "secure_aggregation": "against the coordinator and other silos: only sums over the cohort become known",
     "epsilon": "against everybody: what leaves for all jobs together, by noise that silos add and the silo's "
     "own account; under 'distributed' while no more silos collude than the job's privacy.corruption",
+    "stated_epsilon": "by the coordinator's word: what it promises to spend over all jobs whose noise it "
+    "adds; against everybody: no job without a guarantee",
     "client_level_epsilon": "against everybody: whether this silo took part in a job, by noise that silos "
     "add; under 'distributed' while no more silos collude than the job's privacy.corruption",
     "example_level_epsilon": "against everybody: one record of this silo in a job, by its own noise",
@@ -51,6 +53,10 @@ def _gap(policy: PolicyTable, key: str) -> str:
         return (
             "jobs without secure aggregation are let through, and for them the coordinator's word is all "
             "there is; set secure_aggregation = true"
+        )
+    if key == "stated_epsilon":
+        return (
+            "the silo's bare update reaches the coordinator, and whether the noise was added it cannot check"
         )
     if key.endswith("epsilon") and policy.delta is None:
         return f"jobs may choose any delta up to {LARGEST_DELTA:g}; set delta below 1 / the number protected"

@@ -81,6 +81,10 @@ class KnownJobs:
         jobs = {job.id: job for file in reversed(files) if (job := _job(file)) is not None}
         return sorted(jobs.values(), key=lambda job: -job.first)
 
+    def taken_part(self) -> list[KnownJob]:
+        """Every job that the agent took part in; none is ever forgotten."""
+        return [job for file in sorted(self._known.glob("*.json")) if (job := _job(file)) is not None]
+
     def find(self, wanted: str) -> KnownJob:
         """Finds a job by identifier or unique prefix; ConfigError for one the agent was never asked for."""
         matching = [job for job in self.all() if job.id.startswith(wanted)]

@@ -52,6 +52,12 @@ class PolicyTable(Table):
         "issuing",
         description="root: in secure aggregation only peers count whose identity the root certified offline",
     )
+    stated_epsilon: float | None = Field(
+        None,
+        gt=0,
+        description="most that all jobs whose noise the coordinator adds may promise to spend together, by "
+        "its word; jobs without privacy are refused",
+    )
     client_level_epsilon: float | None = Field(
         None,
         gt=0,

@@ -6,15 +6,25 @@ key that promises privacy is satisfied by them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.config import JobConfig
-from roundtable.core.privacy_table import Accounted, NoPrivacy, levels_of, masking_of
+from roundtable.core.privacy_table import (
+    Accounted,
+    ClientLevel,
+    FtrlLevel,
+    NoPrivacy,
+    levels_of,
+    masking_of,
+)
+from roundtable.privacy import SamplingModel, central_noise, compose, gaussian_charge
 
 LARGEST_DELTA = 1e-3
 """Of a job, where the policy limits an epsilon and names no delta: near 1 any epsilon is true of anything."""
+_NOBODY_DRAWN = SamplingModel("none", 1, 1.0, "")
 _BUDGETS = {"client_level_epsilon": "client", "example_level_epsilon": "example"}
 
 
@@ -30,7 +40,8 @@ def privacy_objections(policy: PolicyTable, job: JobConfig) -> Iterator[str]:
     if policy.epsilon is not None and not isinstance(job.privacy, Accounted):
         yield (
             f"the job's privacy.level is {job.privacy.level!r}, for which no silo can keep an account "
-            "([policy] epsilon): use 'client_local', 'distributed' or 'example'"
+            "([policy] epsilon; stated_epsilon counts what is promised): use 'client_local', 'distributed' "
+            "or 'example'"
         )
     for rule, unit in _BUDGETS.items():
         most = getattr(policy, rule)
@@ -38,6 +49,45 @@ def privacy_objections(policy: PolicyTable, job: JobConfig) -> Iterator[str]:
             yield from _to_level(job, rule, most, unit)
     if any(getattr(policy, rule) is not None for rule in ("epsilon", *_BUDGETS)):
         yield from _to_delta(policy, job)
+
+
+def objections_to_sum(policy: PolicyTable, job: JobConfig, before: Iterable[JobConfig]) -> Iterator[str]:
+    """Why the job passes, with those that the silo took part in before, what they may promise together."""
+    most = policy.stated_epsilon
+    if most is None:
+        return
+    if isinstance(job.privacy, NoPrivacy):
+        yield (
+            "the job has no privacy.level, and this silo counts what jobs promise to spend "
+            f"({most:g}, [policy] stated_epsilon): without a level there is no end to it"
+        )
+        return
+    spent, asked = math.fsum(map(stated_epsilon, before)), stated_epsilon(job)
+    if asked and spent + asked > most:
+        yield (
+            f"the job may spend epsilon = {asked:.4g} by the coordinator's word, earlier ones {spent:.4g}, "
+            f"and this silo allows {most:g} for all together ([policy] stated_epsilon)"
+        )
+
+
+def stated_epsilon(job: JobConfig) -> float:
+    """The most that a job promises to spend by noise that no silo can check; infinite without a guarantee.
+
+    What the job states, or what its noise gives where nobody is drawn by chance. 0 at levels of which the
+    silo keeps an account of its own. Over jobs they add up (basic composition), and so do their deltas.
+    """
+    match job.privacy:
+        case NoPrivacy():
+            return math.inf
+        case ClientLevel(epsilon=float(epsilon)) | FtrlLevel(epsilon=float(epsilon)):
+            return epsilon
+        case ClientLevel(noise_multiplier=float(noise)) as privacy:
+            one = central_noise(privacy, noise, _NOBODY_DRAWN).charge(_NOBODY_DRAWN.fields())
+            return compose([one.repeated_by(job.rounds)], privacy.delta, privacy.accountant)
+        case FtrlLevel(noise_multiplier=float(noise)) as privacy:
+            return compose([gaussian_charge("client", {"sampling": "none"}, noise)], privacy.delta)
+        case _:
+            return 0.0
 
 
 def _to_cohort(policy: PolicyTable, job: JobConfig, masked: bool) -> Iterator[str]:

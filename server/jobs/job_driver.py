@@ -25,7 +25,7 @@ from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.plain_rounds import PlainRounds
-from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all, population_of, worst_charges
+from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all, worst_charges
 from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
@@ -53,8 +53,10 @@ def parse_job(text: str) -> JobConfig:
     return job_from_json(text)
 
 
-def plan_of(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
-    """The job's plan over a population of so many silos.
+def plan_of(
+    job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = (), whose: str = ""
+) -> Plan:
+    """The job's plan over a population of so many silos, which is called `whose`.
 
     Raises ConfigError for what a coordinator does not offer, BudgetExceeded where a budget does not hold one
     round beside what is `spent`.
@@ -62,7 +64,7 @@ def plan_of(job: JobConfig, layout: Layout, population: int, spent: Sequence[Tot
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
     plan = make_plan(job, population, slices, worst_charges(job.privacy, spent))
     if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
-        check_all(budgets_of(job.privacy, population_of(job)), spent, charge)
+        check_all(budgets_of(job.privacy, whose), spent, charge)
     if plan.server is not None:
         raise ConfigError(
             f"algorithm.name = {job.algorithm.name!r}: its silos keep a state that must move only with the "
@@ -98,7 +100,8 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     tasks = BackgroundTasks(row.id)
     account: JobAccount = NoAccount()
     if not isinstance(job.privacy, NoPrivacy):
-        account = Account(row.id, job, plan, services.database, services.clock, reserving)
+        population = services.populations.of(job)
+        account = Account(row.id, job, plan, population, services.database, services.clock, reserving)
     collection: RoundCollection = PlainRounds(job, layout.size, services)
     if masking_of(job.privacy) is not None:
         collection = SecureRounds(row.id, job, layout.size, services, inbox, tasks)

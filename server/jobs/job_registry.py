@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from sqlalchemy.engine import Connection
 
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError, EncodingError, LayoutError, RoundtableError, StorageError
+from roundtable.core.errors import (
+    ConfigError,
+    EncodingError,
+    LayoutError,
+    PrivacyError,
+    RoundtableError,
+    StorageError,
+)
 from roundtable.core.failpoints import failpoint
 from roundtable.core.models import open_model
 from roundtable.core.observability.tracking import check_inside, check_trackers
@@ -20,15 +27,15 @@ from roundtable.engine import messages as m
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_driver import StoredJob, client_info, make_driver, parse_job, plan_of
 from roundtable.server.jobs.job_services import JobServices
-from roundtable.server.jobs.privacy_budget import population_of
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.operations.incidents import driver_incident
+from roundtable.server.operations.populations import check_counted
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import FINAL, AgentRow, ArtifactRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.database import LeaseLost
-from roundtable.server.store.ledger import Total, totals
+from roundtable.server.store.ledger import Limit, Total, budget_of, set_budget, totals
 
 log = logging.getLogger("roundtable.server.jobs.job_registry")
 
@@ -120,6 +127,8 @@ class JobRegistry:
                     await self._take_up(stored)
                 return self._newest(stored)
             job = await asyncio.to_thread(parse_job, submission.config)
+            whose = self._services.populations.of(job)
+            check_counted(job, await self._services.database.read(lambda c: budget_of(c, whose)))
             population, spent = await self._population(job), await self._spent(job)
             row, artifact = await asyncio.to_thread(self._prepare, submission, job, population, spent)
             first = EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
@@ -129,6 +138,19 @@ class JobRegistry:
             failpoint("job_stored")
             await self._take_up(row)
             return row
+
+    async def limit(self, limit: Limit) -> None:
+        """Sets a population's budget; PrivacyError while a job goes on that its account would not see."""
+        budget = limit.budget
+        async with self._submitting:
+            for row in await self._services.database.read(store.unfinished_jobs):
+                job = await asyncio.to_thread(parse_job, row.config)
+                if self._services.populations.of(job) == budget.population:
+                    try:
+                        check_counted(job, budget)
+                    except PrivacyError as error:
+                        raise PrivacyError(f"cancel job {row.id} ({row.name}) first: {error}") from error
+            await self._services.database.write(lambda c: set_budget(c, budget, limit.author, limit.time))
 
     async def find(self, name: str) -> JobRow:
         """Finds a job by identifier, unique prefix, or name; UnknownJob otherwise."""
@@ -184,7 +206,7 @@ class JobRegistry:
         """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
         if isinstance(job.privacy, NoPrivacy):
             return []
-        name = population_of(job)
+        name = self._services.populations.of(job)
         return await self._services.database.read(lambda connection: totals(connection, name))
 
     def _prepare(
@@ -203,7 +225,7 @@ class JobRegistry:
             raise ConfigError(f"the initial model cannot be used: {reason}") from error
         check_inside(job.tracking)
         check_trackers(job.tracking)
-        plan = plan_of(job, layout, population, spent)
+        plan = plan_of(job, layout, population, spent, self._services.populations.of(job))
         if plan.aggregation.takes("root_update") and not self._services.trusted.offers(job.task):
             raise ConfigError(
                 f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "

@@ -11,6 +11,7 @@ from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.jobs.trusted_training import TrustedTraining
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
+from roundtable.server.operations.populations import Populations
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.retention import Retention
 from roundtable.server.store import Database
@@ -37,3 +38,4 @@ class JobServices:
     tracking: Path
     trusted: TrustedTraining
     observer: CoordinatorObserver
+    populations: Populations

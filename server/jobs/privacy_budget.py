@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
@@ -40,12 +39,6 @@ from roundtable.server.store.ledger import (
 )
 
 
-def population_of(job: JobConfig) -> str:
-    """Whose privacy a job spends: `privacy.population_name`, or the task, which stands for its data."""
-    named = None if isinstance(job.privacy, NoPrivacy) else job.privacy.population_name
-    return named or Path(job.task.partition(":")[0]).stem
-
-
 @dataclass(frozen=True)
 class Guarantee:
     """What a published model promises, in words and in figures; no figures where silos keep the accounts."""
@@ -66,6 +59,7 @@ class Account:
         job: str,
         config: JobConfig,
         plan: Plan,
+        population: str,
         database: Database,
         clock: Callable[[], float],
         turn: asyncio.Lock,
@@ -74,7 +68,7 @@ class Account:
             raise PrivacyError("a job without privacy charges no account")
         self._job, self._plan, self._privacy = job, plan, config.privacy
         self._database, self._clock, self._turn = database, clock, turn
-        self.population = population_of(config)
+        self.population = population
 
     async def reserve(self, step: m.Step) -> None:
         """Writes the reservation of an attempt; BudgetExceeded where a budget does not hold it."""

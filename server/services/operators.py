@@ -33,7 +33,7 @@ from roundtable.server.store import FINAL, AgentRow, ArtifactRow, JobRow, tables
 from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
 from roundtable.server.store.jobs import UnknownJob, newest_history, newest_incidents
-from roundtable.server.store.ledger import Limit, entries, remove_budget, set_budget
+from roundtable.server.store.ledger import Limit, entries, remove_budget
 from roundtable.server.store.trust_rows import revoked_silos
 
 log = logging.getLogger("roundtable.server.services.operators")
@@ -197,7 +197,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         accountant = request.accountant or "pld"
         budget = Budget(request.population, request.epsilon, request.delta, accountant)
         limit = Limit(budget, caller(context), self._services.clock())
-        await self._services.database.write(lambda c: set_budget(c, budget, limit.author, limit.time))
+        await self._jobs.limit(limit)
         log.info("%s set the privacy budget of %r to %s", limit.author, budget.population, budget.epsilon)
         return accounts.limit_to(limit)
 

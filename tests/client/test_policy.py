@@ -28,6 +28,7 @@ from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.known_jobs import KnownJobs
 from roundtable.client.policy.policy_table import PolicyTable
+from roundtable.client.policy.privacy_rules import objections_to_sum, stated_epsilon
 from roundtable.client.policy.rules import Rules
 from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.client.step_key import StepKey
@@ -38,6 +39,7 @@ from roundtable.core.evidence.audit_log import read_log
 from roundtable.core.identity.credentials import create_ca, issue, load_silo_identity
 from roundtable.core.identity.revocation import revoke
 from roundtable.core.identity.signing import job_identifier, job_values, sign, vouch
+from roundtable.privacy.accounting.accountants import gaussian_epsilon
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
 
@@ -441,3 +443,37 @@ def test_a_size_of_memory_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no size of memory"):
         PolicyTable(max_memory=text)
     assert PolicyTable(max_memory="1.5GiB").memory_bytes == 3 << 29
+
+
+STATED = '[privacy]\nlevel = "{level}"\ndelta = 1e-5\nclip_norm = 1.0\n{spend}'
+
+
+def test_what_jobs_promise_together_is_bounded_over_all_levels() -> None:
+    policy = PolicyTable(stated_epsilon=8.0)
+    central = job(STATED.format(level="client", spend="epsilon = 5.0"))
+    noisy = job(STATED.format(level="dp_ftrl", spend="noise_multiplier = 1.5"))
+    own = job(STATED.format(level="client_local", spend="epsilon = 100.0"))
+    bare = job("")
+    assert list(objections_to_sum(policy, central, [own])) == []
+    [words] = objections_to_sum(policy, central, [central])
+    assert "epsilon = 5 by the coordinator's word, earlier ones 5, and this silo allows 8" in words
+    # One Gaussian release of noise multiplier 1.5, by the analytic formula.
+    assert stated_epsilon(noisy) == pytest.approx(gaussian_epsilon(1.5, 1e-5))
+    sampled = job(STATED.format(level="client", spend="noise_multiplier = 6.0"))
+    assert stated_epsilon(sampled) == pytest.approx(gaussian_epsilon(6.0 / 3**0.5, 1e-5)), "3 rounds of all"
+    assert "no end to it" in next(objections_to_sum(policy, bare, []))
+    assert "earlier ones inf" in next(objections_to_sum(policy, central, [bare]))
+    assert list(objections_to_sum(policy, own, [bare])) == []
+    assert list(objections_to_sum(PolicyTable(), bare, [bare])) == []
+
+
+def test_a_silo_counts_every_job_that_it_ever_took_part_in(silo: AgentConfig) -> None:
+    """Also those before the rule was set, by an agent that is started anew."""
+    central = job(STATED.format(level="client", spend="epsilon = 5.0"))
+    step, message = instruction(central)
+    assert admit(Gatekeeper(silo, "north"), step, message, wanted=central) == "t.py:T"
+    policy = silo.policy.model_copy(update={"stated_epsilon": 8.0})
+    careful = Gatekeeper(replace(silo, policy=policy), "north")
+    assert admit(careful, step, message, wanted=central) == "t.py:T"
+    with pytest.raises(WorkFailed, match="earlier ones 5, and this silo allows 8"):
+        admit(careful, step._replace(job="another"), message, wanted=central)

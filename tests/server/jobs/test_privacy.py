@@ -14,10 +14,12 @@ from blake3 import blake3
 from scripted_agent import ScriptedAgent
 from service import Operator, running
 
+from roundtable.core import parse_job
 from roundtable.core.models import open_model
 from roundtable.privacy import Budget, Charge, compose
 from roundtable.proto import operator_pb2
 from roundtable.server import ServerConfig
+from roundtable.server.operations.populations import Populations
 from roundtable.server.store import Database
 from roundtable.server.store.ledger import entries, set_budget
 
@@ -101,8 +103,6 @@ async def test_jobs_of_one_population_share_its_account(
         (tmp_path / "model").write_bytes(await operator.fetch(done.job.model.digest))
         with pytest.raises(grpc.aio.AioRpcError, match=r"above its budget of 4\.5") as refused:
             await operator.submit(noisy, rounds=2, request="r2")
-        other = await operator.submit(noisy + '\npopulation_name = "others"', rounds=1, request="r3")
-        await operator.watch_until(other.id, "finished")
         work.cancel()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     text = open_model(tmp_path / "model").metadata["privacy"]
@@ -111,7 +111,7 @@ async def test_jobs_of_one_population_share_its_account(
     database = Database.open(config.database)
     populations = [row.population for row in await database.read(entries)]
     database.close()
-    assert populations == ["t", "t", "others"]
+    assert populations == ["t", "t"]
 
 
 async def test_an_operators_budget_binds_every_job(
@@ -133,6 +133,55 @@ async def test_an_operators_budget_binds_every_job(
         detail = await operator.job(job.id)
     assert detail.job.rounds_done == 1
     assert "above its budget of 3" in detail.job.reason
+
+
+UNSEEN = [
+    ("", "it has no guarantee"),
+    (
+        '[evaluation]\nevery = 0\n[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0',
+        "it has no guarantee",
+    ),
+    (
+        '[aggregation]\nweighting = "uniform"\n[evaluation]\nevery = 0\n[algorithm]\nsteps = 1\n[privacy]\n'
+        'level = "example"\nclip_norm = 1.0\ndelta = 1e-3\nnoise_multiplier = 1.0',
+        "the silos alone keep its account",
+    ),
+]
+
+
+@pytest.mark.parametrize(("table", "why"), UNSEEN)
+async def test_no_job_passes_a_budget_unseen(
+    settings: Callable[..., ServerConfig], certificates: Path, table: str, why: str
+) -> None:
+    """By leaving privacy out, by another level, or by another name of a task over the same data."""
+    budget = operator_pb2.PrivacyBudget(population="ward", epsilon=3.0, delta=1e-3)
+    async with (
+        running(settings(populations={"ward": ["other", "t.py"]})) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+    ):
+        table = "[cohort]\nsize = 5\n" + table
+        early = await operator.submit(table)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"cancel job {early.id}.*pass it unseen: {why}"):
+            await operator.stub.SetPrivacyBudget(budget)
+        await operator.stub.CancelJob(operator_pb2.JobRequest(job=early.id))
+        await operator.watch_until(early.id, "cancelled")
+        await operator.stub.SetPrivacyBudget(budget)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"pass it unseen: {why}"):
+            await operator.submit(table, request="r2")
+        named = '{"task": "t", "privacy": {"level": "client", "clip_norm": 1, "delta": 1e-3, '
+        named += '"noise_multiplier": 1, "population_name": "another"}}'
+        request = operator_pb2.SubmitJobRequest(request_id="r3", job_config=named, model=early.model)
+        with pytest.raises(grpc.aio.AioRpcError, match="population_name: unknown key"):
+            await operator.stub.SubmitJob(request)
+
+
+@pytest.mark.parametrize("task", ["t", "t.py", "t.py:Task", "./t.py:T", "deep/t.py", "t.v2", "t.v2.py:T"])
+def test_every_spelling_of_a_task_spends_from_one_account(task: str) -> None:
+    job = parse_job(f'task = "{task}"')
+    assert Populations({"ward": ["t"]}).of(job) == "ward"
+    assert Populations().of(job) == "t"
+    with pytest.raises(ValueError, match="data belong to one population"):
+        Populations({"ward": ["t"], "home": [task]})
 
 
 async def test_correlated_noise_survives_a_restart(

@@ -166,10 +166,10 @@ async def test_what_a_population_has_spent_and_may_spend(
     privacy = (
         '[evaluation]\nevery = 0\n[aggregation]\nweighting = "uniform"\n[cohort]\nsize = 3\n'
         '[privacy]\nlevel = "client"\nepsilon = 8.0\ndelta = 1e-5\nclip_norm = 1.0\npopulation = 1000\n'
-        'population_name = "ward"\nnoise_multiplier = 4.0'
+        "noise_multiplier = 4.0"
     )
     async with (
-        running(settings(metrics="127.0.0.1:0")) as coordinator,
+        running(settings(metrics="127.0.0.1:0", populations={"ward": ["t", "u"]})) as coordinator,
         Operator(coordinator.port, certificates / "olga") as operator,
     ):
         agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS]
