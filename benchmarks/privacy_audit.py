@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.privacy import NoiseSource, compose, gaussian_charge, solve_noise
-from roundtable.privacy.canary_audit import Audit, one_run_audit
+from roundtable.privacy.audit.one_run import Audit, one_run_audit
 from roundtable.privacy.example_level import make_private
 from roundtable.privacy.example_level.dp_sgd import secure_sources
 

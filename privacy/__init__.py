@@ -11,7 +11,6 @@ from roundtable.privacy.accounting.delta import check_delta
 from roundtable.privacy.accounting.dp_sgd_charge import step_charge
 from roundtable.privacy.accounting.ledger import Budget, Entry, Spent, check, hold, reserved, spent
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
-from roundtable.privacy.canary_audit import Audit, one_run_audit
 from roundtable.privacy.levels import (
     central_noise,
     charges,
@@ -37,7 +36,6 @@ from roundtable.privacy.statement import account_statement, statement
 
 __all__ = [
     "AdaptiveClip",
-    "Audit",
     "BandedFTRL",
     "Budget",
     "CentralDP",
@@ -84,7 +82,6 @@ __all__ = [
     "local_gaussian_charge",
     "merged",
     "noise_for",
-    "one_run_audit",
     "plot",
     "prefix_error",
     "privacy_plan",

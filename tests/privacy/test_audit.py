@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy import SeededNoise, one_run_audit
+from roundtable.privacy import SeededNoise
+from roundtable.privacy.audit.one_run import one_run_audit
 
 
 def load(root: Path) -> ModuleType:
