@@ -87,6 +87,38 @@ def without_rounding(values: np.ndarray) -> np.ndarray:
     return np.asarray(np.ldexp(np.round(mantissa * 2.0**40), exponent - 40))
 
 
+def gram_around(matrix: UpdateMatrix, centre: int) -> np.ndarray:
+    """⟨row i − row c, row j − row c⟩, [n, n] in float64, of the differences themselves: one more pass.
+
+    The Gram matrix loses the digits of rows that are close together and far from the origin. The row c must
+    be an honest one: its own rounding is in all differences.
+    """
+    if isinstance(matrix, SelectedRows) and matrix.in_order:
+        chosen = list(matrix.indices)
+        return np.asarray(gram_around(matrix.base, chosen[centre])[np.ix_(chosen, chosen)])
+    if isinstance(matrix, MixedRows):
+        # Rows of the mixing add up alike, so that their differences do not see where the base is centred.
+        apart = matrix.mixing - matrix.mixing[centre]
+        if np.abs(apart.sum(axis=1)).max() > 1e-12:
+            around = gram(matrix.base)
+        else:
+            around = gram_around(matrix.base, medoid(squared_distances(gram(matrix.base))))
+        mixed = apart @ around @ apart.T
+        return np.asarray((mixed + mixed.T) / 2)
+    total = np.zeros((matrix.rows, matrix.rows))
+    for _, _, values in matrix.blocks():
+        for start, stop in block_ranges(values.shape[1], CELL):
+            cell = in_float64(values[:, start:stop])
+            apart = cell - cell[centre]
+            total += as_numpy(apart @ apart.T)
+    return total
+
+
+def medoid(squared: np.ndarray) -> int:
+    """The row with the smallest sum of distances to the others, from their squares [n, n]."""
+    return int(np.argmin(np.sqrt(squared).sum(axis=1)))
+
+
 def inner_products(matrix: UpdateMatrix, vector: torch.Tensor) -> tuple[np.ndarray, float]:
     """⟨row i, vector⟩ for all rows, [n], and ‖vector‖², in float64: one pass over the data."""
     if isinstance(matrix, MixedRows):

@@ -13,11 +13,16 @@ from roundtable.aggregation.rows.gram import (
     combine,
     finite_gram,
     finite_norms,
+    gram_around,
     inner_products,
+    medoid,
     squared_distances,
 )
 from roundtable.aggregation.rows.matrix import UpdateMatrix
 from roundtable.core.errors import AggregationError, ConfigError
+
+_CANCELLED = 2.0**-20
+"""Squared distances below this share of the norms have lost 20 of 52 bits in the Gram matrix."""
 
 
 @rule("geometric_median", paper="Pillutla et al. 2022, algorithm 2 (RFA); Weiszfeld 1937", needs_gram=True)
@@ -43,26 +48,45 @@ def geometric_median(
     if max_iterations < 1 or tolerance < 0:
         raise AggregationError("geometric_median needs max_iterations ≥ 1 and a tolerance of at least 0")
     products = finite_gram(matrix)
-    share, steps = weiszfeld(products, smoothing, tolerance, max_iterations, start == "mean")
+    centre, centred = _centred(matrix, products)
+    lengths = np.sqrt(np.diagonal(products)) if start == "zeros" else None
+    share, steps = weiszfeld(centred, centre, smoothing, tolerance, max_iterations, lengths)
     return RuleResult(combine(matrix, share), share, {"iterations": steps})
 
 
+def _centred(matrix: UpdateMatrix, products: np.ndarray) -> tuple[int, np.ndarray]:
+    """The row c with the smallest sum of distances, and ⟨row i − c, row j − c⟩ to its last digits."""
+    squared = squared_distances(products)
+    centre = medoid(squared)
+    near = squared[centre] < _CANCELLED * (np.diagonal(products) + products[centre, centre])
+    near[centre] = False
+    if near.any():
+        centred = gram_around(matrix, centre)
+        # Among rows that were told apart by their differences another one may be the middle.
+        return medoid(squared_distances(centred)), centred
+    across = products - products[centre]
+    return centre, np.asarray(across - across[:, [centre]])
+
+
 def weiszfeld(
-    products: np.ndarray, smoothing: float, tolerance: float, max_iterations: int, from_mean: bool
+    centred: np.ndarray,
+    centre: int,
+    smoothing: float,
+    tolerance: float,
+    max_iterations: int,
+    lengths: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int]:
     """Shares of the rows in the geometric median, [n], and the number of iterations.
 
-    A point is known by its shares a, and its distances by ⟨row i − c, row j − c⟩ around the row c with the
-    smallest sum of distances: that one is honest company, so a hostile row of any norm costs no precision.
+    A point is known by its shares a, and its distances by `centred`, the products of rows around one of them.
+    `centre` is the row with the smallest sum of distances: that one is honest company, so a hostile row of
+    any norm costs no precision. `lengths` are the rows' distances to where it begins; None for their mean.
     """
-    squared = squared_distances(products)
-    medoid = int(np.argmin(np.sqrt(squared).sum(axis=1)))
-    share = np.full(len(products), 1 / len(products))
-    if from_mean and _is_median(squared, medoid):
-        return np.eye(len(products))[medoid], 0
-    across = products - products[medoid]
-    centred = across - across[:, [medoid]]
-    lengths = _to_point(centred, share) if from_mean else np.sqrt(np.diagonal(products))
+    squared = squared_distances(centred)
+    share = np.full(len(centred), 1 / len(centred))
+    if lengths is None and _is_median(squared, centre):
+        return np.eye(len(centred))[centre], 0
+    lengths = _to_point(centred, share) if lengths is None else lengths
     for step in range(1, max_iterations + 1):
         pull = 1 / np.maximum(lengths, smoothing)
         change = pull / pull.sum() - share

@@ -199,6 +199,7 @@ def _noise(job: JobConfig, population: int, slices: tuple[slice, ...], spent: Se
         case ClientLocalLevel():
             return _local(job, privacy, population)
         case DistributedLevel() if slices:
+            check_delta(privacy.delta, max(population, privacy.population or 0))
             return NoiseInShares(
                 distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
             )

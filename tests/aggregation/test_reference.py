@@ -158,3 +158,27 @@ def test_alie_z_max(reference_dir: Path) -> None:
     content = json.loads((reference_dir / "aggregation_cases.json").read_text())
     for case in content["alie_zmax"]:
         assert alie_z_max(case["n"], case["f"]) == pytest.approx(case["z"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("through", ["rows", "a mixing"])
+def test_the_geometric_median_of_near_duplicates_far_from_the_origin(through: str) -> None:
+    """As of the differences alone, which are exact here: the median moves with its points.
+
+    By the Gram matrix their squared distances have no digit left.
+    """
+    generator = np.random.default_rng(5)
+    apart = np.round(generator.standard_normal((7, 40)) * 2**10) * 2.0**-30
+    apart[6] *= 1e6
+    far = np.round(generator.standard_normal(40) * 2**10) * 2.0**-2
+    values = torch.from_numpy(far + apart)
+    matrix: UpdateMatrix = TensorMatrix(values)
+    if through == "a mixing":
+        matrix = MixedRows(matrix, np.eye(7))
+    found = run("geometric_median", matrix, smoothing=1e-15).numpy() - far
+    middle = apart.mean(axis=0)
+    for _ in range(5000):
+        pull = 1 / np.maximum(np.linalg.norm(apart - middle, axis=1), 1e-30)
+        middle = pull @ apart / pull.sum()
+    spread = np.median(np.linalg.norm(apart - middle, axis=1))
+    # The answer itself lies as far out as the rows, and is rounded there.
+    assert np.linalg.norm(found - middle) < 1e-6 * spread + 40 * np.spacing(np.abs(far).max())

@@ -71,7 +71,7 @@ def test_bad_figures_are_refused_before_the_first_round(
     assert "round 1" not in said.out
 
 
-@pytest.mark.parametrize("level", ["client", "client_local", "dp_ftrl"])
+@pytest.mark.parametrize("level", ["client", "client_local", "dp_ftrl", "distributed"])
 def test_a_delta_that_would_allow_one_silo_in_the_clear_is_refused(
     roundtable: Command, job: Any, level: str
 ) -> None:
