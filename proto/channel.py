@@ -2,7 +2,8 @@
 
 Both sides ping at the same interval, also while no call is open, and the coordinator tolerates pings as
 often as agents send them: so an idle connection through a firewall stays open, a dead one is noticed
-within `KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS`, and nobody is ever told "too many pings".
+within `KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS`, and nobody is ever told "too many pings". A connection without a
+call is ended after `IDLE_MS`: an agent's control stream is a call, and an operator's next call connects anew.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from roundtable.proto import MAX_MESSAGE_BYTES
 
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
+IDLE_MS = 30_000
 
 _SHARED: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -35,8 +37,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 4),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
-    # Who opens a connection and says nothing does not hold it for long, nor many streams on one.
+    # Who opens a connection and says nothing does not hold it for long, also one who answers pings and calls
+    # nothing, nor many streams on one.
     ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", IDLE_MS),
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_metadata_size", 16_384),
     # Compressed messages are not taken: a small one could become a large one in memory.

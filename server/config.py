@@ -13,6 +13,7 @@ from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.server.auth.oidc import OidcTable
+from roundtable.server.auth.quotas import QuotaTable
 from roundtable.server.operations.alerts import AlertTable
 from roundtable.server.operations.populations import Populations
 
@@ -77,6 +78,7 @@ class ServerConfig(Table):
         default_factory=list,
         description="further places for models, as fsspec takes them: /mnt/second, s3://bucket/prefix",
     )
+    quotas: QuotaTable = Field(default_factory=QuotaTable, description="what one caller may hold and use up")
     alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of incidents")
 
     metrics: str = Field(

@@ -40,6 +40,7 @@ from roundtable.server.operations.populations import Populations
 from roundtable.server.services.agents import AgentService
 from roundtable.server.services.operators import OperatorService
 from roundtable.server.services.security import Security
+from roundtable.server.services.storing import Storing
 from roundtable.server.services.uploads import Uploads
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.bucket import Bucket
@@ -135,6 +136,7 @@ class Coordinator:
         artifacts = await self._find_artifacts()
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
         self._together = GroupedWrites(self._database)
+        alerts = Alerts(config.alerts)
         keep, replicas = Keep(config.keep_models, config.keep_every), Replicas(config.copies, artifacts)
         services = JobServices(
             database=self._database,
@@ -144,7 +146,7 @@ class Coordinator:
             compute=self._compute,
             writer=secrets.token_hex(8),
             retention=Retention(self._database, artifacts, keep, replicas),
-            alerts=Alerts(config.alerts),
+            alerts=alerts,
             together=self._together,
             tracking=Path(config.state) / "tracking",
             trusted=self.trusted or NoTrustedTraining(),
@@ -152,12 +154,12 @@ class Coordinator:
             populations=Populations(config.populations),
         )
         self.jobs = JobRegistry(services)
-        self.security = Security(config, self._database, credentials, self.clock)
+        self.security = Security(config, self._database, credentials, alerts, self.clock)
         await self.security.start()
         self._server = self._serve(services, credentials)
         await self.jobs.start()
         await self._server.start()
-        self._page.opened(self.jobs, self._sessions, self._database, self.security.access.refusals)
+        self._page.opened(self.jobs, self._sessions, self._database, self.security)
         work = [
             self._sessions.watch(),
             self._keep_house(services.retention),
@@ -204,18 +206,14 @@ class Coordinator:
     def _serve(self, services: JobServices, credentials: Credentials) -> grpc.aio.Server:
         assert self._leadership is not None
         security = self.security
-        server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS)
+        most = (("grpc.max_allowed_incoming_connections", self.config.quotas.connections),)
+        server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS + most)
         uploads = Uploads(self.jobs, services, self._transfer)
         release = _version()
         agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca, security)
+        storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
         operators = OperatorService(
-            self.jobs,
-            services,
-            self._transfer,
-            release,
-            self.config.max_artifact_bytes,
-            credentials.ca,
-            security.identity,
+            self.jobs, services, self._transfer, release, storing, credentials.ca, security.identity
         )
         server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)

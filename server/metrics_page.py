@@ -19,12 +19,14 @@ from roundtable.core.identity.credentials import Credentials
 from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Interval
 from roundtable.engine.selection import quorum
 from roundtable.proto.pieces import traffic
+from roundtable.server.auth.quotas import QUOTAS
 from roundtable.server.config import ServerConfig
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.privacy_report import Books, books
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
+from roundtable.server.services.security import Security
 from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.trust_rows import revoked_silos
@@ -51,7 +53,7 @@ class CoordinatorPage:
         self._observer = observer
         self._clock = clock
         self._parts: tuple[JobRegistry, Sessions, Database] | None = None
-        self._refusals: Counter[tuple[str, str]] = Counter()
+        self._security: Security | None = None
         self._turn = asyncio.Lock()
         self._interval = Interval(REFRESH_SECONDS)
         self._silos: list[AgentRow] = []
@@ -60,12 +62,10 @@ class CoordinatorPage:
         self._known: dict[str, Books] = {}
         self._answers = False
 
-    def opened(
-        self, jobs: JobRegistry, sessions: Sessions, database: Database, refusals: Counter[tuple[str, str]]
-    ) -> None:
-        """Shows an active coordinator from now on. `refusals` are counted by call and status."""
+    def opened(self, jobs: JobRegistry, sessions: Sessions, database: Database, security: Security) -> None:
+        """Shows an active coordinator from now on."""
         self._parts = (jobs, sessions, database)
-        self._refusals = refusals
+        self._security = security
 
     def closed(self) -> None:
         """Shows a coordinator that is no longer active."""
@@ -114,9 +114,14 @@ class CoordinatorPage:
             shown = "updates_refused" if name == "refused" else name
             values = {key: float(count) for key, count in tally.of(name).items()}
             page.counter(f"roundtable_{shown}", text, values, labels)
-        text, labels = "calls that the gate or the service refused", ("call", "status")
-        refused = {key: float(count) for key, count in self._refusals.items()}
-        page.counter("roundtable_calls_refused", text, refused, labels)
+        if self._security is not None:
+            text, labels = "calls that the gate or the service refused", ("call", "status")
+            refused = {key: float(count) for key, count in self._security.access.refusals.items()}
+            page.counter("roundtable_calls_refused", text, refused, labels)
+            quotas = {(name,): float(self._security.quotas.refusals[name]) for name in QUOTAS}
+            page.counter(
+                "roundtable_quota_refusals", "what callers wanted beyond a quota", quotas, ("quota",)
+            )
         page.histogram(
             "roundtable_round_seconds", "from a round's start to its commit", tally.spreads_of("round")
         )

@@ -1,9 +1,14 @@
 """Who calls, whether they may, and what they are told when something fails.
 
 Every call passes here: the caller is known by certificate or token, `server/auth/permissions.py` says whether
-the role may make this call, calls that change something are noted in the audit log before they are
-done, our own errors become status codes with their message, and anything unexpected becomes INTERNAL
-without a traceback. Refusals are logged, counted, and kept in the audit log.
+the role may make this call, `server/auth/quotas.py` whether the caller may make one more, calls that change
+something are noted in the audit log before they are done, our own errors become status codes with their
+message, and anything unexpected becomes INTERNAL without a traceback. Refusals are logged, counted, and kept
+in the audit log.
+
+The caller is known and counted before a byte of the request is read: gRPC would wait for the message of a
+unary call first, for as long as the caller likes. So every method is served as one that takes a stream of
+requests (on the wire they are the same), and the only message of a unary call is read here.
 """
 
 from __future__ import annotations
@@ -11,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -25,6 +30,7 @@ from roundtable.core import errors
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.permissions import CALLERS, Permission, permission_of
 from roundtable.server.auth.principals import NOBODY, Principal, Principals, credential_of
+from roundtable.server.auth.quotas import Quotas
 from roundtable.server.auth.rate_limit import Lockouts, RateLimit, WrongSecret
 from roundtable.server.store.trust_rows import Party
 
@@ -39,9 +45,13 @@ _CODES: tuple[tuple[type[errors.RoundtableError], grpc.StatusCode], ...] = (
     (errors.RoundtableError, grpc.StatusCode.INVALID_ARGUMENT),
 )
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+_SERVED = {
+    "unary_unary": grpc.stream_unary_rpc_method_handler,
+    "unary_stream": grpc.stream_stream_rpc_method_handler,
+    "stream_unary": grpc.stream_unary_rpc_method_handler,
+    "stream_stream": grpc.stream_stream_rpc_method_handler,
+}
 _NAMES_OF_OBJECTS = ("job", "silo", "name", "population", "request_id")
-CALLS_A_SECOND, CALLS_AT_ONCE = 100.0, 1000.0
-STRANGERS_A_SECOND, STRANGERS_AT_ONCE = 2.0, 20.0
 LINES_A_SECOND, LINES_AT_ONCE = 1.0, 60.0
 FLUSH_SECONDS = 0.2
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -74,16 +84,20 @@ def address_of(context: Context) -> str:
 
 
 class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Intercepts every call: identifies the caller, checks the permission, limits the rate."""
+    """Intercepts every call: identifies the caller, checks the permission and the caller's quotas."""
 
     def __init__(
-        self, principals: Principals, audit: AuditLog, lockouts: Lockouts, clock: Callable[[], float]
+        self,
+        principals: Principals,
+        audit: AuditLog,
+        lockouts: Lockouts,
+        quotas: Quotas,
+        clock: Callable[[], float],
     ) -> None:
         self._principals = principals
         self._audit = audit
         self._lockouts = lockouts
-        self._known = RateLimit(CALLS_A_SECOND, CALLS_AT_ONCE, clock)
-        self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
+        self._quotas = quotas
         self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, clock)
         self._active: dict[Party, set[asyncio.Task[Any]]] = {}
         self._cut: set[asyncio.Task[Any]] = set()
@@ -102,10 +116,9 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return None  # type: ignore[return-value]
         kind = next(name for name in _KINDS if getattr(handler, name) is not None)
         name = details.method.removeprefix("/roundtable.v1.")
-        guarded = self._guarded(getattr(handler, kind), name, permission, streams=handler.response_streaming)
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        reader = _careful(handler.request_deserializer, name, streams=handler.request_streaming)
-        return make(guarded, reader, handler.response_serializer)  # type: ignore[no-any-return]
+        guarded = self._guarded(getattr(handler, kind), name, permission, kind)
+        reader = _careful(handler.request_deserializer, name)
+        return _SERVED[kind](guarded, reader, handler.response_serializer)
 
     def cut(self, party: Party) -> int:
         """Ends every call of this party, now; returns how many there were."""
@@ -118,26 +131,21 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._cut.add(task)
         task.cancel()
 
-    def _guarded(self, method: Method, name: str, permission: Permission, *, streams: bool) -> Method:
-        async def call(request: Any, context: Context) -> Any:
-            who = NOBODY
+    def _guarded(self, method: Method, name: str, permission: Permission, kind: str) -> Method:
+        async def call(requests: AsyncIterator[Any], context: Context) -> Any:
+            who, address = NOBODY, address_of(context)
             try:
                 who = await self._identify(context)
-                self._admit(who, address_of(context), name, permission)
-                if isinstance(request, _Malformed):
-                    raise _unreadable(name)
-                if permission.noted:
-                    await self._note(who, name, request)
+                if who.role not in permission.callers:
+                    raise errors.IdentityError(_wrong_role(who, name, permission))
+                label = _label(who, address)
+                self._quotas.arrive(label, permission.cost, known=who is not NOBODY)
                 _principal.set(who)
-                if streams:
-                    # Left to the first message, gRPC forgets having sent it when that message is cut off,
-                    # and then takes no status: the caller would never learn that the call has ended.
-                    await context.send_initial_metadata(())
-                with self._running(who, streams):
-                    return await method(request, context)
+                with self._quotas.open_call(label), self._running(who, kind != "unary_unary"):
+                    return await self._perform(method, name, permission, kind, requests, context)
             except errors.RoundtableError as error:
                 code = error.code if isinstance(error, Refusal) else _code(error)
-                self._refused(who, name, code, error, address_of(context))
+                self._refused(who, name, code, error, address)
                 await context.abort(code, str(error))
             except grpc.aio.AbortError:
                 raise
@@ -153,14 +161,36 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         return call
 
-    def _admit(self, who: Principal, address: str, name: str, permission: Permission) -> None:
-        """Lets the call pass. Raises IdentityError for a wrong role, Refusal for too many calls."""
-        if who.role not in permission.callers:
-            raise errors.IdentityError(_wrong_role(who, name, permission))
-        fits = self._strangers.allows(address) if who is NOBODY else self._known.allows(who.party)
-        if not fits:
-            said = "too many calls in a short time; wait a second, then go on"
-            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
+    async def _perform(
+        self,
+        method: Method,
+        name: str,
+        permission: Permission,
+        kind: str,
+        requests: AsyncIterator[Any],
+        context: Context,
+    ) -> Any:
+        """Reads what is asked for, notes it if it changes something, and does it."""
+        seconds, who = self._quotas.table.idle, principal()
+        # A stream both ways is an agent's control stream, whose silence is judged by heartbeats.
+        request: Any = requests if kind == "stream_stream" else _patient(requests, name, seconds)
+        if kind.startswith("unary"):
+            request = await anext(request, None)
+            if request is None:
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"a call of {name} ended without its message")
+        if permission.noted:
+            self._quotas.change(who.label)
+            await self._note(who, name, request)
+        if kind.endswith("stream"):
+            # Left to the first message, gRPC forgets having sent it when that message is cut off,
+            # and then takes no status: the caller would never learn that the call has ended.
+            await context.send_initial_metadata(())
+        try:
+            return await method(request, cast(Context, _PatientContext(context, name, seconds)))
+        except errors.RoundtableError:
+            if permission.noted:
+                self._quotas.failed_change(who.label)
+            raise
 
     async def _identify(self, context: Context) -> Principal:
         address, known = address_of(context), context.auth_context()
@@ -189,7 +219,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _refused(
         self, who: Principal, name: str, code: grpc.StatusCode, error: errors.RoundtableError, address: str
     ) -> None:
-        if self._lines.allows(address if who is NOBODY else who.party):
+        if self._lines.allows(_label(who, address)):
             log.info("%s refused to %s: %s", name, who.label, error, extra={"code": code.name})
         self.refusals[name, code.name] += 1
         denied = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
@@ -242,14 +272,52 @@ def check_lockout(lockouts: Lockouts, address: str, credential: str) -> None:
         )
 
 
-class _Malformed:
-    """Stands for a message that cannot be read; gRPC itself would answer it with a traceback in the log."""
+class _PatientContext:
+    """A call's context whose `write` does not wait for ever for a caller that reads nothing."""
+
+    def __init__(self, context: Context, name: str, seconds: float) -> None:
+        self._context = context
+        self._name = name
+        self._seconds = seconds
+
+    async def write(self, message: Any) -> None:
+        """Sends a message. Refusal if the caller's side takes none for too long."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._context.write(message)
+        except TimeoutError:
+            raise _too_slow(f"nothing of what {self._name} answers was read", self._seconds) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
-def _careful(
-    reader: Callable[[bytes], Any] | None, name: str, *, streams: bool
-) -> Callable[[bytes], Any] | None:
-    """Wraps a deserializer so that its failures become refusals. In a stream they are raised at once."""
+async def _patient(requests: AsyncIterator[Any], name: str, seconds: float) -> AsyncIterator[Any]:
+    """The caller's messages. Refusal if the next one does not come in time."""
+    messages = aiter(requests)
+    while True:
+        try:
+            async with asyncio.timeout(seconds):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise _too_slow(f"the next message to {name} did not come", seconds) from None
+        yield message
+
+
+def _too_slow(problem: str, seconds: float) -> Refusal:
+    said = f"{problem} within {seconds:.0f} s: the call is over; make it again, and go on from where it ended"
+    return Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, said)
+
+
+def _label(who: Principal, address: str) -> str:
+    """What quotas go by: the party, or the address of somebody without credentials."""
+    return f"a stranger at {address}" if who is NOBODY else who.label
+
+
+def _careful(reader: Callable[[bytes], Any] | None, name: str) -> Callable[[bytes], Any] | None:
+    """Wraps a deserializer so that its failures become refusals, where gRPC would log a traceback."""
     if reader is None:
         return None
 
@@ -257,9 +325,7 @@ def _careful(
         try:
             return reader(data)
         except (DecodeError, ValueError) as error:
-            if streams:
-                raise _unreadable(name) from error
-            return _Malformed()
+            raise _unreadable(name) from error
 
     return read
 

@@ -16,13 +16,16 @@ from sqlalchemy.engine import Connection
 from roundtable.core.errors import StorageError
 from roundtable.core.evidence.audit_log import AuditEntry, entry
 from roundtable.core.identity.credentials import SiloIdentity
+from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.store import Database
 from roundtable.server.store import audit as store
 
 log = logging.getLogger("roundtable.server.auth.audit")
 
 SEAL_SECONDS = 60.0
-REFUSALS_A_MINUTE = 60
+REFUSALS_AT_ONCE, REFUSALS_A_SECOND = 60.0, 600 / 3600
+OWN_AT_ONCE, OWN_A_SECOND = 10.0, 60 / 3600
+"""Of one actor at one address: nobody crowds out what others were refused."""
 PAGE = 500
 LAST = 2**31 - 1
 
@@ -36,6 +39,8 @@ class AuditLog:
         self._clock = clock
         self._waiting: list[AuditEntry] = []
         self._unwritten = 0
+        self._all = RateLimit(REFUSALS_A_SECOND, REFUSALS_AT_ONCE, clock)
+        self._own = RateLimit(OWN_A_SECOND, OWN_AT_ONCE, clock)
         self.refusals = 0
         self.sealed = (0, "")
         """The last entry that is signed, and its hash: what receipts name."""
@@ -57,9 +62,13 @@ class AuditLog:
         await self._database.write(lambda connection: store.append(connection, item))
 
     def refused(self, actor: str, action: str, reason: str, source: str) -> None:
-        """Remembers a refusal for the next write; beyond sixty a minute they are only counted."""
+        """Remembers a refusal for the next write; beyond what entries there may be they are only counted.
+
+        The log is for ever, so strangers must not fill it: ten at once and sixty an hour of one actor at one
+        address, sixty at once and six hundred an hour of all.
+        """
         self.refusals += 1
-        if len(self._waiting) < REFUSALS_A_MINUTE:
+        if self._own.allows((actor, source)) and self._all.allows(""):
             detail = {"reason": reason[:300], "source": source[:100]}
             self._waiting.append(entry(self._clock(), actor, "refused", action, detail))
         else:

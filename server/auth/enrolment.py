@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,7 +33,8 @@ from roundtable.core.identity.signing import check_signature, renewal_values
 from roundtable.proto import administration_pb2, administration_pb2_grpc, agent_pb2, common_pb2
 from roundtable.server.auth.access import Context, Refusal, address_of, check_lockout
 from roundtable.server.auth.principals import Principals, label_of
-from roundtable.server.auth.rate_limit import Lockouts, RateLimit, WrongSecret
+from roundtable.server.auth.quotas import DAY, Quotas
+from roundtable.server.auth.rate_limit import Lockouts, WrongSecret
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store import trust_rows as store
@@ -42,7 +42,6 @@ from roundtable.server.store import trust_rows as store
 log = logging.getLogger("roundtable.server.auth.enrolment")
 
 RENEWAL_SECONDS = 600.0
-RENEWALS_A_SECOND, RENEWALS_AT_ONCE = 1 / 3600, 5.0
 _MAX_REQUEST = 8192
 _WRONG = "this invitation does not hold: it was used, has expired or was withdrawn; ask for a new one"
 
@@ -68,6 +67,7 @@ class Enrolment:
         folder: Path,
         authority: bytes,
         principals: Principals,
+        quotas: Quotas,
         clock: Callable[[], float],
         days: float,
     ) -> None:
@@ -75,9 +75,9 @@ class Enrolment:
         self._folder = folder
         self._authority = authority
         self._principals = principals
+        self._quotas = quotas
         self._clock = clock
         self._days = days
-        self._renewals = RateLimit(RENEWALS_A_SECOND, RENEWALS_AT_ONCE, time.monotonic)
 
     async def invite(self, silo: str, seconds: float, uses: int, author: str) -> tuple[Invitation, float]:
         """A new invitation and when it ends; IdentityError for what cannot name a silo."""
@@ -109,10 +109,6 @@ class Enrolment:
         """
         issuer, keys = self._issuer(), _keys(request.requests)
         self._check_renewal(name, shown, keys, request)
-        if not self._renewals.allows(name):
-            raise Refusal(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the certificates of {name!r} were renewed just now"
-            )
         made = await self._database.write(
             lambda connection: self._certify(connection, issuer, name, keys, "")
         )
@@ -154,6 +150,7 @@ class Enrolment:
         self, connection: Connection, issuer: Authority, name: str, keys: _Keys, invitation: str
     ) -> common_pb2.Certificates:
         now = self._clock()
+        self._check_quota(connection, name, keys, now)
         start = datetime.fromtimestamp(now, UTC)
         made = [
             issuer.certify(key, name, "agent", days=self._days, start=start)
@@ -176,6 +173,22 @@ class Enrolment:
         action = "enrolled" if invitation else "renewed"
         audit_store.append(connection, entry(now, label_of("agent", name), action, name, detail))
         return common_pb2.Certificates(name=name, node=made[0], identity=made[1])
+
+    def _check_quota(self, connection: Connection, name: str, keys: _Keys, now: float) -> None:
+        """QuotaExceeded where these keys were certified often of late.
+
+        It goes by keys, not by name: whoever has copied a silo's keys cannot use up what an invitation gives.
+        """
+        most = self._quotas.table.certificates
+        times = store.issue_times(connection, name, keys.digest, now - DAY)
+        if len(times) >= most:
+            again = datetime.fromtimestamp(times[-most] + DAY, UTC).strftime("%Y-%m-%d %H:%M UTC")
+            raise self._quotas.exceeded(
+                label_of("agent", name),
+                "certificates",
+                f"the keys of {name!r} were certified {len(times)} times within a day; the next time can be "
+                f"after {again}",
+            )
 
     def _issuer(self) -> Authority:
         if not (self._folder / ISSUING_KEY).exists():

@@ -17,30 +17,34 @@ CALLERS: tuple[Caller, ...] = get_args(Caller)
 
 @dataclass(frozen=True)
 class Permission:
-    """Who may call an RPC, and whether each call is noted."""
+    """Who may call an RPC, whether each call is noted, and how many plain calls it counts for.
+
+    The cost is that of calls that write whenever they are made, that read everything, or that compute.
+    """
 
     callers: frozenset[Caller]
     noted: bool = False
+    cost: float = 1.0
 
 
-def _from(role: Role, *, noted: bool = False) -> Permission:
+def _from(role: Role, *, noted: bool = False, cost: float = 1.0) -> Permission:
     """Permits this operators' role and those above it."""
-    return Permission(frozenset(OPERATOR_ROLES[OPERATOR_ROLES.index(role) :]), noted)
+    return Permission(frozenset(OPERATOR_ROLES[OPERATOR_ROLES.index(role) :]), noted, cost)
 
 
 _AGENTS = Permission(frozenset(["agent"]))
 _ANYBODY = Permission(frozenset(CALLERS))
 
 PERMISSIONS: dict[str, Permission] = {
-    "Agents/Connect": _AGENTS,
+    "Agents/Connect": Permission(frozenset(["agent"]), cost=20.0),
     "Agents/Download": _AGENTS,
     "Agents/UploadStatus": _AGENTS,
     "Agents/Upload": _AGENTS,
-    "Agents/Renew": _AGENTS,
+    "Agents/Renew": Permission(frozenset(["agent"]), cost=50.0),
     "Enrolment/Authority": _ANYBODY,
     "Enrolment/Enroll": _ANYBODY,
     "Operators/Status": _from("viewer"),
-    "Operators/ListJobs": _from("viewer"),
+    "Operators/ListJobs": _from("viewer", cost=5.0),
     "Operators/GetJob": _from("viewer"),
     "Operators/WatchJob": _from("viewer"),
     "Operators/ListClients": _from("viewer"),
@@ -51,16 +55,16 @@ PERMISSIONS: dict[str, Permission] = {
     "Operators/CancelJob": _from("data-scientist", noted=True),
     "Operators/PauseJob": _from("data-scientist", noted=True),
     "Operators/ResumeJob": _from("data-scientist", noted=True),
-    "Operators/ShowPrivacy": _from("viewer"),
-    "Operators/ExportPrivacy": _from("operator"),
+    "Operators/ShowPrivacy": _from("viewer", cost=50.0),
+    "Operators/ExportPrivacy": _from("operator", cost=50.0),
     "Operators/SetPrivacyBudget": _from("operator", noted=True),
     "Operators/RemovePrivacyBudget": _from("operator", noted=True),
-    "Administration/GetProvenance": _from("viewer"),
+    "Administration/GetProvenance": _from("viewer", cost=50.0),
     "Administration/Invite": _from("operator", noted=True),
     "Administration/Revoke": _from("operator", noted=True),
     "Administration/Confirm": _from("admin", noted=True),
     "Administration/ListPending": _from("admin"),
-    "Administration/ReadAudit": _from("operator"),
+    "Administration/ReadAudit": _from("operator", cost=50.0),
     "Administration/CreateToken": _from("admin", noted=True),
     "Administration/RevokeToken": _from("admin", noted=True),
     "Administration/ListTokens": _from("admin"),

@@ -22,7 +22,7 @@ class _Bucket:
 
 
 class RateLimit:
-    """`burst` calls at once and `rate` a second after that, for each key. The oldest keys are forgotten."""
+    """`burst` at once and `rate` a second after that, for each key. The oldest keys are forgotten."""
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
         self._rate = rate
@@ -32,6 +32,25 @@ class RateLimit:
 
     def allows(self, key: Hashable) -> bool:
         """Counts one more call if the limit allows it; returns whether it does."""
+        return not self.take(key)
+
+    def take(self, key: Hashable, amount: float = 1.0) -> float:
+        """Takes so much out of the bucket, if it is there; otherwise the seconds until it will be.
+
+        What is more than a bucket holds is let through once the bucket is full, and empties it.
+        """
+        bucket, wanted = self._filled(key), min(amount, self._burst)
+        if bucket.level < wanted:
+            return (wanted - bucket.level) / self._rate
+        bucket.level -= wanted
+        return 0.0
+
+    def charge(self, key: Hashable, amount: float) -> None:
+        """Takes so much out of the bucket, or what there is."""
+        bucket = self._filled(key)
+        bucket.level = max(0.0, bucket.level - amount)
+
+    def _filled(self, key: Hashable) -> _Bucket:
         now = self._clock()
         bucket = self._buckets.pop(key, None) or _Bucket(self._burst, now)
         bucket.level = min(self._burst, bucket.level + (now - bucket.seen) * self._rate)
@@ -39,10 +58,7 @@ class RateLimit:
         self._buckets[key] = bucket
         if len(self._buckets) > _REMEMBERED:
             self._buckets.popitem(last=False)
-        if bucket.level < 1:
-            return False
-        bucket.level -= 1
-        return True
+        return bucket
 
 
 @dataclass

@@ -23,7 +23,7 @@ from roundtable.server.store import trust_rows as store
 
 Action = Literal["revoke", "revoke_token"]
 WAIT_SECONDS = 86400.0
-MOST = 100
+MOST_OF_ONE = 10
 
 
 class SecondPerson:
@@ -47,9 +47,11 @@ class SecondPerson:
             for other in known:
                 if (other.action, other.role, other.name, other.author) == (action, role, name, who.label):
                     return other
-            if len(known) >= MOST:
+            # Of each: one administrator's requests must not keep another from asking.
+            if sum(other.author == who.label for other in known) >= MOST_OF_ONE:
                 raise Refusal(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST} requests wait already for a second person"
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"{MOST_OF_ONE} requests of {who.label} wait already for a second person; each for a day",
                 )
             store.add_pending(connection, row)
             detail = {"request": row.identifier, "action": action, "role": role, "reason": row.reason}

@@ -34,6 +34,7 @@ from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import FINAL, AgentRow, ArtifactRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.agent_rows import all_clients
+from roundtable.server.store.artifacts import is_readable
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import Limit, Total, budget_of, set_budget, totals
 
@@ -129,6 +130,7 @@ class JobRegistry:
             job = await asyncio.to_thread(parse_job, submission.config)
             whose = self._services.populations.of(job)
             check_counted(job, await self._services.database.read(lambda c: budget_of(c, whose)))
+            await self._check_model(submission.model)
             population, spent = await self._population(job), await self._spent(job)
             row, artifact = await asyncio.to_thread(self._prepare, submission, job, population, spent)
             first = EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
@@ -209,14 +211,14 @@ class JobRegistry:
         name = self._services.populations.of(job)
         return await self._services.database.read(lambda connection: totals(connection, name))
 
+    async def _check_model(self, digest: str) -> None:
+        """ConfigError unless operators may read it: a job would hand somebody's update to all silos."""
+        if not await self._services.database.read(lambda connection: is_readable(connection, digest)):
+            raise ConfigError(f"the initial model {digest[:12]} is not stored here: upload it before the job")
+
     def _prepare(
         self, submission: Submission, job: JobConfig, population: int, spent: list[Total]
     ) -> tuple[JobRow, ArtifactRow]:
-        size = self._services.artifacts.size(submission.model)
-        if size is None:
-            raise ConfigError(
-                f"the initial model {submission.model[:12]} is not stored here: upload it before the job"
-            )
         path = self._services.artifacts.path(submission.model)
         try:
             layout = open_model(path).layout
@@ -261,7 +263,7 @@ class JobRegistry:
             submitted=now,
             updated=now,
         )
-        return row, ArtifactRow(submission.model, size, "model", now)
+        return row, ArtifactRow(submission.model, path.stat().st_size, "model", now)
 
     async def _take_up(self, row: JobRow) -> JobRunner:
         """Makes the driver of a stored job and starts it."""

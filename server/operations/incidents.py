@@ -13,8 +13,8 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error", "critical")
 
 @dataclass(frozen=True)
 class Incident:
-    """One incident. `kind` is one of FAILURE_KINDS, or quorum_missed, storage, coordinator, takeover
-    or clone."""
+    """One incident. `kind` is one of FAILURE_KINDS, or quorum_missed, storage, coordinator, takeover,
+    clone or quota."""
 
     kind: str
     severity: Severity
@@ -139,4 +139,15 @@ def clone_incident(silo: str) -> Incident:
         "`roundtable client revoke`, then invite it anew",
         "refused the second installation; the first one goes on",
         site=silo,
+    )
+
+
+def quota_incident(quota: str) -> Incident:
+    """A caller has used up a quota."""
+    return Incident(
+        "quota",
+        "warning",
+        f"ask who it is what they are doing; if it is sound, raise {quota} in [quotas] of coordinator.toml, "
+        "and if not, revoke them",
+        "refused what was beyond it; everybody else is served",
     )

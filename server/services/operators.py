@@ -11,27 +11,26 @@ from dataclasses import replace
 
 import grpc
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection
 from typing_extensions import override
 
-from roundtable.core.errors import StorageError, TransferError
+from roundtable.core.errors import StorageError
 from roundtable.core.identity.credentials import SiloIdentity, identity_of
 from roundtable.core.identity.signing import VOUCHED_FOR, check_submission, job_identifier, job_values, vouch
 from roundtable.engine import messages as m
 from roundtable.privacy import Budget
 from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
-from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Context, Refusal, caller, principal
 from roundtable.server.jobs import privacy_report as accounts
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_registry import JobRegistry, Submission
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
+from roundtable.server.services.storing import Storing
 from roundtable.server.services.watching import detail_of, updates
 from roundtable.server.storage.artifact_store import DIGEST
-from roundtable.server.store import FINAL, AgentRow, ArtifactRow, JobRow, tables
+from roundtable.server.store import FINAL, AgentRow, JobRow, tables
 from roundtable.server.store.agent_rows import all_clients
-from roundtable.server.store.artifacts import SECRET_KINDS, kind_of, note_artifact
+from roundtable.server.store.artifacts import is_readable
 from roundtable.server.store.jobs import UnknownJob, newest_history, newest_incidents
 from roundtable.server.store.ledger import Limit, entries, remove_budget
 from roundtable.server.store.trust_rows import revoked_silos
@@ -55,7 +54,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         services: JobServices,
         threads: ThreadPoolExecutor,
         version: str,
-        max_artifact_bytes: int,
+        storing: Storing,
         authority: bytes,
         identity: SiloIdentity | None,
     ) -> None:
@@ -63,7 +62,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self._services = services
         self._threads = threads
         self._version = version
-        self._max_bytes = max_artifact_bytes
+        self._storing = storing
         self._authority = authority
         self._identity = identity
         self._name = identity_of(identity.certificate)[0] if identity else services.database.identity
@@ -95,38 +94,18 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def PutArtifact(
         self, requests: AsyncIterator[operator_pb2.PutPart], context: Context
     ) -> operator_pb2.PutReply:
-        content = await self._put_header(requests)
-        owner = f"put.{principal().role}.{caller(context)}"
-        if self._services.artifacts.size(content.digest) is not None:
-            await self._mention(content)
-            return operator_pb2.PutReply(offset=content.size, complete=True)
-        writer = self._services.artifacts.receive(owner, content.digest, content.size)
-        try:
-            await transfer.in_thread(self._threads, writer.open)
-            await transfer.receive(_chunks(requests), writer, content.size, self._threads)
-            if writer.offset < content.size:
-                return operator_pb2.PutReply(offset=writer.offset)
-            await transfer.in_thread(self._services.artifacts.threads(self._threads), writer.finish)
-        finally:
-            writer.close()
-        try:
-            await self._mention(content)
-        finally:
-            self._services.artifacts.unpin([content.digest])
-        return operator_pb2.PutReply(offset=content.size, complete=True)
+        return await self._storing.receive(requests)
 
     @override
     async def GetArtifact(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
-        if not DIGEST.fullmatch(request.digest) or self._services.artifacts.size(request.digest) is None:
+        read = self._services.database.read
+        # One answer for what is not here and for what is not for operators: nobody learns which it is.
+        if not DIGEST.fullmatch(request.digest) or not await read(lambda c: is_readable(c, request.digest)):
             raise Refusal(
                 grpc.StatusCode.NOT_FOUND,
-                f"there is no artifact {request.digest[:64]!r} here; older models are not kept for ever",
-            )
-        kind = await self._services.database.read(lambda connection: kind_of(connection, request.digest))
-        if kind in SECRET_KINDS:
-            raise Refusal(
-                grpc.StatusCode.PERMISSION_DENIED,
-                "updates of silos and the state of noise and server optimizers do not leave the coordinator",
+                f"there is no artifact {request.digest[:64]!r} here that operators may read: older models "
+                "are not kept for ever, updates of silos and states of noise and server optimizers do not "
+                "leave the coordinator",
             )
         artifacts = self._services.artifacts
         threads = artifacts.threads(self._threads)
@@ -286,41 +265,3 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             message = f"job {row.id} is {row.submitter}'s; a data scientist changes jobs of their own only"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
         return self._job(await self._jobs.change(row, event))
-
-    async def _put_header(self, requests: AsyncIterator[operator_pb2.PutPart]) -> common_pb2.Artifact:
-        async for part in requests:
-            content = part.header.content
-            if part.WhichOneof("part") != "header" or not DIGEST.fullmatch(content.digest):
-                break
-            if content.size > min(self._max_bytes, self._services.artifacts.free_bytes()):
-                raise Refusal(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"an artifact of {content.size} bytes does not fit here: the limit is {self._max_bytes}, "
-                    f"free on the disk are {self._services.artifacts.free_bytes()}",
-                )
-            return content
-        raise Refusal(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "a transfer begins with a header: BLAKE3 digest in 64 hexadecimal digits",
-        )
-
-    async def _mention(self, content: common_pb2.Artifact) -> None:
-        row = ArtifactRow(content.digest, content.size, "upload", self._services.clock())
-
-        def note(connection: Connection) -> None:
-            # Within the transaction: what nobody mentions is deleted in the turn of another.
-            size = self._services.artifacts.size(content.digest)
-            if size != content.size:
-                raise TransferError(
-                    f"artifact {content.digest[:12]} has {size} bytes here, announced were {content.size}"
-                )
-            note_artifact(connection, row)
-
-        await self._services.database.write(note)
-
-
-async def _chunks(requests: AsyncIterator[operator_pb2.PutPart]) -> AsyncIterator[Piece]:
-    async for part in requests:
-        if part.WhichOneof("part") != "chunk":
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after the header only chunks follow")
-        yield Piece(part.chunk.offset, part.chunk.data)

@@ -33,9 +33,12 @@ from roundtable.server.auth.enrolment import Enrolment, EnrolmentService
 from roundtable.server.auth.oidc import Provider
 from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.provenance import Provenance
+from roundtable.server.auth.quotas import Quota, Quotas
 from roundtable.server.auth.rate_limit import Lockouts
 from roundtable.server.auth.second_person import SecondPerson
 from roundtable.server.config import ServerConfig
+from roundtable.server.operations.alerts import Alerts
+from roundtable.server.operations.incidents import quota_incident
 from roundtable.server.services.administration import AdministrationService
 from roundtable.server.store import Database
 from roundtable.server.versions import versions
@@ -53,9 +56,12 @@ class Security:
         config: ServerConfig,
         database: Database,
         credentials: Credentials,
+        alerts: Alerts,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
+        self._alerts = alerts
+        self._clock = clock
         self._credentials = credentials
         self._folder = Path(config.credentials)
         self.identity = _identity(self._folder)
@@ -63,9 +69,16 @@ class Security:
         self.principals = Principals(database, self._folder, credentials.ca, clock, provider)
         self.audit = AuditLog(database, self.identity, clock)
         self._lockouts = Lockouts(time.monotonic)
-        self.access = Access(self.principals, self.audit, self._lockouts, time.monotonic)
+        self.quotas = Quotas(config.quotas, time.monotonic, self._exceeded)
+        self.access = Access(self.principals, self.audit, self._lockouts, self.quotas, time.monotonic)
         self.enrolment = Enrolment(
-            database, self._folder, credentials.ca, self.principals, clock, config.certificate_days
+            database,
+            self._folder,
+            credentials.ca,
+            self.principals,
+            self.quotas,
+            clock,
+            config.certificate_days,
         )
         provenance = Provenance(database, self.identity, versions()["roundtable"], clock)
         self._administration = AdministrationService(
@@ -128,6 +141,11 @@ class Security:
                 f"cannot listen on {address}: {reason}; does another coordinator run here? "
                 f"Choose another address ({key})"
             ) from error
+
+    def _exceeded(self, who: str, quota: Quota, problem: str) -> None:
+        """Tells operators of a caller that wants more than it may have; once an hour for each."""
+        log.warning("%s is refused: %s", who, problem)
+        self._alerts.tell(quota_incident(quota), f"{who} is refused: {problem}", self._clock())
 
     async def _refresh(self) -> None:
         """Notices what another process has revoked; a list that is wrong changes nothing."""

@@ -83,10 +83,10 @@ async def receive(
                 )
             data = piece.data
             expected += len(data)
-            if len(data) > MAX_CHUNK_BYTES or expected > size:
+            if not 0 < len(data) <= MAX_CHUNK_BYTES or expected > size:
                 raise Refusal(
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    f"a chunk of {len(data)} bytes at {piece.offset}: chunks hold at most "
+                    f"a chunk of {len(data)} bytes at {piece.offset}: chunks hold between 1 and "
                     f"{MAX_CHUNK_BYTES}, and {size} were announced in all",
                 )
             waiting.append(data)

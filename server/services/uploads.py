@@ -22,7 +22,7 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.services import transfer
-from roundtable.server.storage.artifact_store import DIGEST
+from roundtable.server.storage.artifact_store import DIGEST, ArtifactStore
 from roundtable.server.storage.blobs import BlobWriter
 from roundtable.server.storage.finite_check import ContentCheck
 from roundtable.server.store import ArtifactRow, UpdateRow
@@ -137,10 +137,10 @@ class Uploads:
         content = offer.header.content
         check = offer.runner.collection.content_check()
         offer.runner.inbox.post(m.WorkStarted(offer.client, offer.step, "uploading"))
-        writer = self._services.artifacts.receive(
-            offer.owner, content.digest, content.size, check, offer.header.offset
-        )
+        artifacts = self._services.artifacts
+        writer = artifacts.receive(offer.owner, content.digest, content.size, check, offer.header.offset)
         try:
+            await transfer.in_thread(self._threads, _forget_others, artifacts, offer.owner, content.digest)
             await transfer.in_thread(self._threads, writer.open)
             await transfer.receive(_pieces(parts, offer.step), writer, content.size, self._threads)
             return await self._complete(offer, writer, check)
@@ -221,6 +221,13 @@ class Uploads:
             reason=reason,
             received=self._services.clock(),
         )
+
+
+def _forget_others(artifacts: ArtifactStore, owner: str, digest: str) -> None:
+    """Deletes halves of other updates for the same step: a silo has one update for it."""
+    for other in artifacts.unfinished(owner):
+        if other != digest:
+            artifacts.drop(owner, other)
 
 
 def _failure(offer: Offer, kind: str, problem: str) -> SiteFailure:

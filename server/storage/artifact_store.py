@@ -19,6 +19,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from threading import Lock
 
@@ -110,6 +111,16 @@ class ArtifactStore:
         except FileNotFoundError:
             return 0
 
+    def unfinished(self, owner: str) -> list[str]:
+        """Digests of what an owner has begun to upload and not ended, what was left alone longest first."""
+        kept = [path for path in self._partial.iterdir() if path.name.rpartition(".")[0] == owner]
+        times = {path: stamp[0] for path in kept if (stamp := _stamp(path))}
+        return [path.name.rpartition(".")[2] for path in sorted(times, key=times.__getitem__)]
+
+    def drop(self, owner: str, digest: str) -> None:
+        """Deletes an unfinished upload."""
+        (self._partial / _partial_name(owner, digest)).unlink(missing_ok=True)
+
     def create(self, blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
         """Stores the blocks as one blob, pinned; returns its digest and size."""
         partial = self._own_partial()
@@ -137,10 +148,11 @@ class ArtifactStore:
                 missing += 1
         return missing
 
-    def discard(self, prefix: str) -> None:
-        """Deletes unfinished uploads whose owner begins with a prefix."""
+    def discard(self, prefix: str, before: float = inf) -> None:
+        """Deletes unfinished uploads whose owner begins with a prefix, untouched since a Unix time."""
         for path in self._partial.iterdir():
-            if path.name.startswith(prefix):
+            stamp = _stamp(path)
+            if path.name.startswith(prefix) and stamp and stamp[0] < before * 1e9:
                 path.unlink(missing_ok=True)
 
     def delete(self, digests: Iterable[str]) -> int:

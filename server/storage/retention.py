@@ -31,6 +31,8 @@ from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
 log = logging.getLogger("roundtable.server.storage.retention")
 
 UNUSED_SECONDS = 7 * 86400.0
+STORED_BY = "put."
+"""Owners of what operators store begin so."""
 AT_ONCE = 500
 
 
@@ -100,6 +102,7 @@ class Retention:
             return 0
         for job in over:
             self._artifacts.discard(f"{job}.")
+        self._artifacts.discard(STORED_BY, now - UNUSED_SECONDS)
         if count:
             log.info("deleted %d artifacts that nothing mentions", count)
         return count

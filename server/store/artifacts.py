@@ -35,10 +35,19 @@ def all_digests(connection: Connection) -> list[str]:
     return list(connection.execute(sa.select(tables.artifacts.c.digest)).scalars())
 
 
-def kind_of(connection: Connection, digest: str) -> str | None:
-    """What an artifact is; None for one that the database does not mention."""
-    query = sa.select(tables.artifacts.c.kind).where(tables.artifacts.c.digest == digest)
-    return connection.execute(query).scalar()
+def note_upload(connection: Connection, artifact: ArtifactRow) -> None:
+    """Notes what somebody has stored who may read it from then on, also where the same bytes were secret."""
+    note_artifact(connection, artifact)
+    table = tables.artifacts.c
+    same = sa.update(tables.artifacts).where(table.digest == artifact.digest, table.kind.in_(SECRET_KINDS))
+    connection.execute(same.values(kind=artifact.kind, created=artifact.created))
+
+
+def is_readable(connection: Connection, digest: str) -> bool:
+    """Whether operators may read it: it is mentioned, and no silo's update and no optimizer's state."""
+    table = tables.artifacts.c
+    query = sa.select(sa.literal(1)).where(table.digest == digest, table.kind.not_in(SECRET_KINDS))
+    return connection.execute(query).first() is not None
 
 
 def spent_updates(connection: Connection, job: str, round_number: int) -> list[str]:

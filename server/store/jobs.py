@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -123,6 +123,22 @@ def unfinished_jobs(connection: Connection) -> list[JobRow]:
     """Those that a restarted coordinator must take up again, oldest first."""
     query = sa.select(tables.jobs).where(tables.jobs.c.status.not_in(FINAL)).order_by(tables.jobs.c.submitted)
     return [JobRow.of(row) for row in connection.execute(query)]
+
+
+@dataclass(frozen=True)
+class JobPosition:
+    """How far a job has come: its status, its rounds, and how many are committed."""
+
+    status: str
+    rounds: int
+    done: int
+
+
+def positions_of(connection: Connection, jobs: Collection[str]) -> dict[str, JobPosition]:
+    """Identifier → position of those of these jobs that there are, in one query."""
+    table = tables.jobs.c
+    query = sa.select(table.id, table.status, table.rounds, table.rounds_done).where(table.id.in_(jobs))
+    return {row[0]: JobPosition(*row[1:]) for row in connection.execute(query)}
 
 
 class UnknownJob(ConfigError):

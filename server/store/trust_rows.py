@@ -121,6 +121,13 @@ def add_certificates(connection: Connection, *rows: CertificateRow) -> None:
     connection.execute(sa.insert(tables.certificates), [asdict(row) for row in rows])
 
 
+def issue_times(connection: Connection, name: str, key: str, since: float) -> list[float]:
+    """When this pair of keys was certified, from that time on, the oldest first. Each time makes two rows."""
+    table = tables.certificates.c
+    query = sa.select(table.issued).where(table.name == name, table.key == key, table.issued > since)
+    return list(connection.execute(query.order_by(table.issued)).scalars())[::2]
+
+
 def has_enrolled(connection: Connection, invitation: str, key: str) -> bool:
     """Whether this key was certified for this invitation before."""
     table = tables.certificates.c

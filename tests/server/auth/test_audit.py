@@ -168,10 +168,10 @@ async def test_the_log_goes_on_over_restarts(
 async def test_refusals_are_written_and_a_flood_of_them_is_counted(coordinator: Coordinator) -> None:
     audit = coordinator.security.audit
     for number in range(1000):
-        audit.refused("eve", "Operators/Status", f"attempt {number}", "ipv4:192.0.2.1")
+        audit.refused("eve", "Operators/Status", f"attempt {number}", f"ipv4:192.0.2.{number % 250}")
     lines = await exported(coordinator)
     refused = [json.loads(line)["entry"] for line in lines if '"action":"refused"' in line]
-    assert len(refused) == 61
+    assert len(refused) == 61, "sixty at once of all callers, and how many more there were"
     assert refused[-1]["detail"] == {"further_refusals": 940}
 
 

@@ -65,9 +65,9 @@ async def audited(hub: Coordinator) -> list[dict[str, Any]]:
 
 
 async def test_a_silo_called_like_an_administrator_is_somebody_else(hub: Coordinator, people: Path) -> None:
-    access = hub.security.access
-    ample, access._known = access._known, RateLimit(0.001, 5, time.monotonic)
-    while access._known.allows(("agent", "ada")):
+    quotas = hub.security.quotas
+    ample, quotas.rate = quotas.rate, RateLimit(0.001, 5, time.monotonic)
+    while quotas.rate.allows("agent/ada"):
         pass
     async with Operator(hub.port, people / "ada") as ada:
         await ada.stub.Status(operator_pb2.StatusRequest())
@@ -75,7 +75,7 @@ async def test_a_silo_called_like_an_administrator_is_somebody_else(hub: Coordin
         with pytest.raises(grpc.aio.AioRpcError, match="too many calls"):
             await silo.connect()
         await silo.close()
-        access._known = ample
+        quotas.rate = ample
         watched = await ada.submit()
         watching = ada.stub.WatchJob(operator_pb2.WatchJobRequest(job=watched.id))
         await watching.read()
