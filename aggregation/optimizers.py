@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from typing_extensions import override
@@ -20,18 +20,19 @@ from roundtable.core.errors import ConfigError, LayoutError
 
 _SLICE = 1 << 18
 _CONSTANT = Schedule()
+TABLE = ("aggregation", "server_optimizer")
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What a server optimizer remembers: named float32 vectors [d] and the number of steps taken.
+    """What a server optimizer remembers: named float32 vectors [d] and named whole numbers, such as `steps`.
 
-    It is part of the model artifact: `vectors` go into it as tensors, `scalars` as metadata; the constructor
-    takes both back, and the next step is the same to the bit.
+    It is stored with each model: `vectors` as tensors, `scalars` as metadata; the constructor takes both
+    back, and the next step is the same to the bit. What is not in it is forgotten.
     """
 
     vectors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    scalars: Mapping[str, int] = field(default_factory=lambda: {"steps": 0})
+    scalars: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -71,7 +72,7 @@ def _beside(model: torch.Tensor, delta: torch.Tensor, state: OptimizerState) -> 
 
 
 def _initial(columns: int, *names: str) -> OptimizerState:
-    return OptimizerState({name: torch.zeros(columns) for name in names})
+    return OptimizerState({name: torch.zeros(columns) for name in names}, {"steps": 0})
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,14 @@ class ServerSGD:
     schedule: Schedule = _CONSTANT
 
     def init(self, columns: int) -> OptimizerState:
-        return _initial(columns)
+        return OptimizerState()
 
     def apply(
         self, state: OptimizerState, model: torch.Tensor, delta: torch.Tensor, step: int
     ) -> tuple[OptimizerState, torch.Tensor]:
         state = _beside(model, delta, state)
         rate = self.learning_rate * self.schedule.factor(step)
-        return OptimizerState({}, {"steps": state.steps + 1}), torch.add(model, delta, alpha=rate)
+        return OptimizerState(), torch.add(model, delta, alpha=rate)
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class FedLion:
         return OptimizerState({"momentum": momentum}, {"steps": state.steps + 1}), result
 
 
-_KINDS: dict[str, type[ServerOptimizer]] = {
+OPTIMIZERS: dict[str, type[ServerOptimizer]] = {
     "fedavg": ServerSGD,
     "fedavgm": FedAvgM,
     "fedadagrad": FedAdagrad,
@@ -224,31 +225,32 @@ _KINDS: dict[str, type[ServerOptimizer]] = {
     "fedlion": FedLion,
 }
 
-OptimizerName = Literal["fedavg", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion"]
-
 
 def make_optimizer(
     name: str, parameters: Mapping[str, object] | None = None, schedule: Mapping[str, object] | None = None
 ) -> ServerOptimizer:
-    """The optimizer of a job file's table: a name, its parameters, the table of its schedule.
+    """A built-in optimizer: its name, its parameters, the table of its schedule.
 
     Raises ConfigError for a name or parameter that does not exist, or a value out of range.
     """
-    if name not in _KINDS:
-        raise ConfigError(f"unknown server optimizer {name!r}; known are {', '.join(_KINDS)}")
-    kind = _KINDS[name]
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"unknown server optimizer {name!r}; known are {', '.join(OPTIMIZERS)}")
+    kind = OPTIMIZERS[name]
     options = dict(parameters or {})
     allowed = [key for key in kind.__dataclass_fields__ if key != "schedule"]  # type: ignore[attr-defined]
     for key, value in options.items():
         if key not in allowed:
             raise ConfigError(
-                f"server optimizer {name!r} has no parameter {key!r}; it takes: {', '.join(allowed)}"
+                f"server optimizer {name!r} has no parameter {key!r}; it takes: {', '.join(allowed)}",
+                key=(*TABLE, key),
             )
         _check_range(name, key, value)
     try:
         plan = Schedule(**(schedule or {}))  # type: ignore[arg-type]
     except TypeError as error:
-        raise ConfigError(f"server optimizer {name!r}: schedule: {error}") from error
+        raise ConfigError(
+            f"server optimizer {name!r}: schedule: {error}", key=(*TABLE, "schedule")
+        ) from error
     return kind(**options, schedule=plan)  # type: ignore[call-arg]
 
 
@@ -262,4 +264,6 @@ def _check_range(name: str, key: str, value: object) -> None:
     else:
         fits, wanted = 0 <= value < 1, "in [0, 1)"
     if not fits:
-        raise ConfigError(f"server optimizer {name!r}: {key} must be {wanted}, not {value!r}")
+        raise ConfigError(
+            f"server optimizer {name!r}: {key} must be {wanted}, not {value!r}", key=(*TABLE, key)
+        )

@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from roundtable.aggregation.conditions import require, require_positive
-from roundtable.aggregation.registry import as_function, check_parameters
+from roundtable.aggregation.registry import ARGUMENTS, PROVIDED
 from roundtable.aggregation.rows.gram import finite_gram, finite_norms, squared_distances, without_rounding
 from roundtable.aggregation.rows.matrix import UpdateMatrix
 from roundtable.core.errors import AggregationError
-from roundtable.core.plugins import resolve
+from roundtable.core.plugins.calls import as_function, check_call, check_parameters, named_at
+from roundtable.core.plugins.doors import resolve
 from roundtable.core.seeds import numpy_generator
 
 ENTRY_POINT_GROUP = "roundtable.pre_aggregations"
@@ -38,7 +39,18 @@ class PreAggregation:
     def check(self, parameters: Mapping[str, object]) -> None:
         """Raises ConfigError for parameters that the step does not have, or lacks; f may be the rule's."""
         assumed = {"f": 0, **parameters} if self.takes("f") else parameters
-        check_parameters(f"pre-aggregation {self.name!r}", self.function, assumed)
+        owner = f"pre-aggregation {self.name!r}"
+        check_parameters(
+            owner,
+            self.function,
+            assumed,
+            skip=len(ARGUMENTS),
+            table=("aggregation", "pre"),
+            provided=PROVIDED,
+        )
+        f = assumed.get("f", 0)
+        if isinstance(f, int) and f < 0:
+            raise AggregationError(f"{owner}: f counts byzantine silos and cannot be {f}")
 
     def takes(self, parameter: str) -> bool:
         """Whether the step's function has this parameter."""
@@ -110,7 +122,9 @@ PRE_AGGREGATIONS = {
 
 def find_pre_aggregation(name: str, folder: Path | None = None) -> PreAggregation:
     """The step that a job's `name` means, found as `find_rule` finds a rule. Raises ConfigError."""
-    definition = resolve("pre-aggregation", name, PRE_AGGREGATIONS, ENTRY_POINT_GROUP, folder)
-    if isinstance(definition, PreAggregation):
-        return definition
-    return PreAggregation(name, as_function("pre-aggregation", name, definition))
+    with named_at("aggregation", "pre"):
+        definition = resolve("pre-aggregation", name, PRE_AGGREGATIONS, ENTRY_POINT_GROUP, folder)
+        if isinstance(definition, PreAggregation):
+            check_call(f"pre-aggregation {name!r}", definition.function, ARGUMENTS)
+            return definition
+        return PreAggregation(name, as_function("pre-aggregation", name, definition, ARGUMENTS))

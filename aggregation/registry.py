@@ -11,16 +11,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.errors import AggregationError
 from roundtable.core.paths import AnyPath
-from roundtable.core.plugins import described, names, resolve
+from roundtable.core.plugins.calls import as_function, check_call, check_parameters, named_at
+from roundtable.core.plugins.doors import names, resolve
 
 ENTRY_POINT_GROUP = "roundtable.aggregation_rules"
+
+ARGUMENTS = ("matrix", "weights")
+TABLE = ("aggregation", "parameters")
 
 PROVIDED = ("seed", "previous", "root_update", "history")
 """Parameters that the pipeline fills in itself, for a rule that has them in its signature."""
@@ -65,7 +69,13 @@ class Rule:
 
     def check(self, parameters: Mapping[str, object]) -> None:
         """Raises ConfigError for parameters that the rule does not have, or lacks."""
-        check_parameters(f"aggregation rule {self.name!r}", self.function, parameters)
+        owner = f"aggregation rule {self.name!r}"
+        check_parameters(
+            owner, self.function, parameters, skip=len(ARGUMENTS), table=TABLE, provided=PROVIDED
+        )
+        f = parameters.get("f", 0)
+        if isinstance(f, int) and f < 0:
+            raise AggregationError(f"{owner}: f counts byzantine silos and cannot be {f}")
 
     def takes(self, parameter: str) -> bool:
         """Whether the rule's function has this parameter."""
@@ -98,60 +108,14 @@ def find_rule(name: str, folder: AnyPath | None = None) -> Rule:
 
     Raises ConfigError where there is none, or what is there is no rule.
     """
-    definition = resolve("aggregation rule", name, RULES, ENTRY_POINT_GROUP, folder)
-    if isinstance(definition, Rule):
-        return definition
-    return Rule(name, as_function("aggregation rule", name, definition), weighted=True)
+    with named_at("aggregation", "rule"):
+        definition = resolve("aggregation rule", name, RULES, ENTRY_POINT_GROUP, folder)
+        if isinstance(definition, Rule):
+            check_call(f"aggregation rule {name!r}", definition.function, ARGUMENTS)
+            return definition
+        return Rule(name, as_function("aggregation rule", name, definition, ARGUMENTS), weighted=True)
 
 
 def rule_names() -> list[str]:
     """Names of all rules that a job file can use, installed ones included."""
     return names(RULES, ENTRY_POINT_GROUP)
-
-
-def as_function(kind: str, name: str, definition: Any) -> Callable[..., Any]:
-    """What is to be called of somebody else's object; of a class, an object made without arguments."""
-    if isinstance(definition, type):
-        try:
-            definition = definition()
-        except Exception as error:
-            raise ConfigError(f"{kind} {name!r}: creating it failed: {described(error)}") from error
-    if not callable(definition):
-        raise ConfigError(f"{kind} {name!r} is a {type(definition).__name__}, and nothing that can be called")
-    return cast("Callable[..., Any]", definition)
-
-
-def check_parameters(owner: str, function: Callable[..., object], given: Mapping[str, object]) -> None:
-    """Raises ConfigError where `given` does not fit the keyword parameters of `function`."""
-    declared = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in declared):
-        return
-    options = {p.name: p for p in list(declared)[2:] if p.name not in PROVIDED}
-    for name, value in given.items():
-        if name not in options:
-            allowed = ", ".join(options) or "none"
-            raise ConfigError(f"{owner} has no parameter {name!r}; it takes: {allowed}")
-        annotation = options[name].annotation
-        kind = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-        _check_type(owner, name, kind, value)
-    for name, parameter in options.items():
-        if parameter.default is inspect.Parameter.empty and name not in given:
-            raise ConfigError(f"{owner} needs the parameter {name!r}")
-
-
-def _check_type(owner: str, name: str, annotation: str, value: object) -> None:
-    """Refuses what is plainly of another type than the annotation says; booleans are not numbers."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "int": (int,),
-        "float": (int, float),
-        "str": (str,),
-        "bool": (bool,),
-    }
-    wanted = [kinds[part.strip()] for part in annotation.split("|") if part.strip() in kinds]
-    if not wanted or (value is None and "None" in annotation):
-        return
-    accepted = tuple({kind for group in wanted for kind in group})
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        raise ConfigError(f"{owner}: {name} must be of type {annotation}, not {value!r}")
-    if name == "f" and isinstance(value, int) and value < 0:
-        raise AggregationError(f"{owner}: f counts byzantine silos and cannot be {value}")

@@ -14,6 +14,7 @@ from roundtable.aggregation.registry import Rule, RuleResult
 from roundtable.aggregation.rows.matrix import MixedRows, UpdateMatrix
 from roundtable.aggregation.validation import Exclusion
 from roundtable.core.errors import AggregationError
+from roundtable.core.plugins.calls import foreign_call
 from roundtable.core.seeds import derive_seed
 
 
@@ -68,16 +69,28 @@ class Stages:
         parameters = self._lower_f(step.name, parameters)
         if step.takes("seed"):
             parameters["seed"] = derive_seed(self._seed, "aggregation", position)
-        self.mix(step.function(self.matrix, self.weights, **parameters), step.scales_only)
+        with foreign_call(f"pre-aggregation {step.name!r}", step.function, AggregationError):
+            mixing = step.function(self.matrix, self.weights, **parameters)
+        if not isinstance(mixing, np.ndarray) or mixing.ndim != 2 or mixing.shape[1] != self.matrix.rows:
+            shape = list(mixing.shape) if isinstance(mixing, np.ndarray) else type(mixing).__name__
+            raise AggregationError(
+                f"pre-aggregation {step.name!r} returned {shape}, not an array [m, {self.matrix.rows}]"
+            )
+        self.mix(mixing, step.scales_only)
 
     def apply(self, rule: Rule, parameters: dict[str, Any]) -> tuple[Mapping[str, Any], RuleResult]:
         """Runs the rule; returns the parameters it ran with, and its result."""
         parameters = self._lower_f(rule.name, parameters)
         self._resolve_pivot(parameters)
         weights = self.weights if rule.weighted else np.ones(self.matrix.rows)
-        result = rule.function(self.matrix, weights, **parameters, **self._provided(rule))
+        with foreign_call(f"aggregation rule {rule.name!r}", rule.function, AggregationError):
+            result = rule.function(self.matrix, weights, **parameters, **self._provided(rule))
         if isinstance(result, torch.Tensor):
             result = RuleResult(result)
+        if not isinstance(result, RuleResult):
+            raise AggregationError(
+                f"rule {rule.name!r} returned a {type(result).__name__}, not a tensor or a RuleResult"
+            )
         if result.vector.shape != (self.matrix.columns,):
             raise AggregationError(
                 f"rule {rule.name!r} returned shape {list(result.vector.shape)}, not [{self.matrix.columns}]"

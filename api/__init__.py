@@ -1,6 +1,7 @@
 """Federated learning for organisations that may not pool their data: `import roundtable as rt`.
 
-What is listed in `__all__` is the public face; a name is loaded when it is first used, so that
+What is listed in `__all__` is the public face: tasks, jobs, and what code of your own is made of that a job
+names (docs/extending.md); a name is loaded when it is first used, so that
 `import roundtable` and `roundtable --help` stay quick.
 """
 
@@ -10,10 +11,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roundtable.aggregation.optimizers import OptimizerState
+    from roundtable.aggregation.registry import RuleResult
     from roundtable.client.join import join
+    from roundtable.core.algorithms.contract import (
+        AlgorithmPlace,
+        ClientAlgorithm,
+        ClientRound,
+        Composition,
+        GradientWork,
+        Moved,
+        Sent,
+        ServerAlgorithm,
+        ServerRound,
+    )
+    from roundtable.core.algorithms.round_context import Context
+    from roundtable.core.algorithms.step import LocalStep
+    from roundtable.core.algorithms.table import AlgorithmTable
     from roundtable.core.config import JobConfig, load_job
     from roundtable.core.errors import RoundtableError
     from roundtable.core.task import ArrayTask, Site, Task, load_task
+    from roundtable.engine.foreign_selection import SelectionStrategy
+    from roundtable.engine.selection import Candidate
     from roundtable.loading import load_model
     from roundtable.operator import OperatorClient
     from roundtable.simulation import simulate
@@ -21,10 +40,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlgorithmPlace",
+    "AlgorithmTable",
     "ArrayTask",
+    "Candidate",
+    "ClientAlgorithm",
+    "ClientRound",
+    "Composition",
+    "Context",
+    "GradientWork",
     "JobConfig",
+    "LocalStep",
+    "Moved",
     "OperatorClient",
+    "OptimizerState",
     "RoundtableError",
+    "RuleResult",
+    "SelectionStrategy",
+    "Sent",
+    "ServerAlgorithm",
+    "ServerRound",
     "Site",
     "Task",
     "__version__",
@@ -36,10 +71,26 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AlgorithmPlace": "roundtable.core.algorithms.contract",
+    "AlgorithmTable": "roundtable.core.algorithms.table",
     "ArrayTask": "roundtable.core.task",
+    "Candidate": "roundtable.engine.selection",
+    "ClientAlgorithm": "roundtable.core.algorithms.contract",
+    "ClientRound": "roundtable.core.algorithms.contract",
+    "Composition": "roundtable.core.algorithms.contract",
+    "Context": "roundtable.core.algorithms.round_context",
+    "GradientWork": "roundtable.core.algorithms.contract",
     "JobConfig": "roundtable.core.config",
+    "LocalStep": "roundtable.core.algorithms.step",
+    "Moved": "roundtable.core.algorithms.contract",
     "OperatorClient": "roundtable.operator",
+    "OptimizerState": "roundtable.aggregation.optimizers",
     "RoundtableError": "roundtable.core.errors",
+    "RuleResult": "roundtable.aggregation.registry",
+    "SelectionStrategy": "roundtable.engine.foreign_selection",
+    "Sent": "roundtable.core.algorithms.contract",
+    "ServerAlgorithm": "roundtable.core.algorithms.contract",
+    "ServerRound": "roundtable.core.algorithms.contract",
     "Site": "roundtable.core.task",
     "Task": "roundtable.core.task",
     "join": "roundtable.client.join",

@@ -118,7 +118,7 @@ class Demo:
         from roundtable.simulation.world.partition import make_partition
 
         images, labels = _digits()
-        partition = make_partition(job.simulation.partition, job.seed)
+        partition = make_partition(job.simulation.partition, job.seed, self.example)
         for index, silo in enumerate(self._silos):
             rows = partition(labels, index, len(self._silos))
             np.savez(silo / "digits.npz", images=images[rows], labels=labels[rows])

@@ -12,13 +12,14 @@ import torch
 from roundtable.client.training.private_training import check_task
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.config import JobConfig, load_job
+from roundtable.core.config import JobConfig, job_document, read_job
 from roundtable.core.errors import ConfigError, LayoutError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.models import Model, open_model
-from roundtable.core.plugins import is_file
+from roundtable.core.plugins.doors import is_file
 from roundtable.core.privacy_table import ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, load_task
+from roundtable.core.toml import with_place
 from roundtable.engine.validation.feasibility import check_rule
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.simulation.world.config import check_population
@@ -41,19 +42,26 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
     `start` is a model artifact to start from in the place of the task's own weights. Raises
     ConfigError, TaskError, EncodingError, LayoutError or PrivacyError; each says what to change.
     """
-    job = load_job(path, dict(overrides or {}))
-    check_tables(job)
+    document = job_document(path, overrides)
+    with with_place(document):
+        return _prepared(read_job(document, path.resolve().parent), path, start)
+
+
+def _prepared(job: JobConfig, path: Path, start: Path | None) -> Prepared:
+    folder = path.resolve().parent
+    check_tables(job, folder)
     task = load_task(job.task, path.parent, trains=False)
-    model = initial_model(job, task, make_algorithm(job.algorithm))
+    algorithm = make_algorithm(job.algorithm, folder)
+    model = initial_model(job, task, algorithm)
     if start is not None:
         model = _started(start, model, job.task)
     slices = tuple(place for _, place in model.layout.slices())
     population = likely_population(job)
-    plan = make_plan(job, population, slices, folder=path.resolve().parent)
+    plan = make_plan(job, population, slices, folder=folder)
     if job.cohort.size is not None or job.round.buffer is not None:
         check_rule(job, plan, population)
     check_task(task, job, model.layout)
-    check_task_with(make_algorithm(job.algorithm), task)
+    check_task_with(algorithm, task)
     weak = weak_signal_of(job, plan, population, model.layout.size)
     warnings = (weak, _not_simulated(job), _not_submitted(job))
     return Prepared(job, task, model, tuple(warning for warning in warnings if warning))
@@ -78,7 +86,13 @@ def _not_simulated(job: JobConfig) -> str | None:
 
 def _not_submitted(job: JobConfig) -> str | None:
     """A warning where the file names code beside it, which no coordinator runs."""
-    named = [job.aggregation.rule, *(str(step.get("name")) for step in job.aggregation.pre)]
+    named = [
+        job.aggregation.rule,
+        *(str(step.get("name")) for step in job.aggregation.pre),
+        job.aggregation.server_optimizer.name,
+        job.cohort.strategy,
+        job.algorithm.name,
+    ]
     files = [name for name in named if is_file(name)]
     if not files:
         return None

@@ -20,7 +20,7 @@ from roundtable.core.errors import (
     RoundtableError,
     TransferError,
 )
-from roundtable.core.plugins import foreign_frames
+from roundtable.core.plugins.doors import foreign_frames
 
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)

@@ -53,9 +53,13 @@ class CohortTable(Table):
     over_selection: float = Field(
         1.0, ge=1.0, le=10.0, description="ask size × this many, go on when size have answered"
     )
-    strategy: Literal["uniform", "data_size", "reliability", "diversity", "poisson", "round_robin"] = Field(
-        "uniform", description="how clients are chosen; accountants need uniform or poisson to amplify"
+    strategy: str = Field(
+        "uniform",
+        min_length=1,
+        description="how clients are chosen: uniform, data_size, reliability, diversity, poisson, "
+        "round_robin, an installed one, or file.py:function; accountants need uniform or poisson to amplify",
     )
+    parameters: Open = Field(default_factory=dict, description="of a strategy that is not built in")
     probability: float | None = Field(
         None, gt=0.0, le=1.0, description="poisson: each client takes part with this probability"
     )
@@ -122,8 +126,14 @@ class RoundTable(Table):
 class ServerOptimizerTable(Table):
     """`[aggregation.server_optimizer]`: what is done with the aggregated update (Reddi et al. 2021)."""
 
-    name: Literal["fedavg", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion"] = Field(
-        "fedavg", description="the step"
+    name: str = Field(
+        "fedavg",
+        min_length=1,
+        description="the step: fedavg, fedavgm, fedadagrad, fedadam, fedyogi, fedlion, an installed one, or "
+        "file.py:Class",
+    )
+    parameters: Open = Field(
+        default_factory=dict, description="of a step that is not built in: all that it takes"
     )
     learning_rate: Finite = Field(1.0, gt=0, description="the server's learning rate")
     momentum: Finite | None = Field(None, ge=0, lt=1, description="fedavgm")
@@ -301,8 +311,17 @@ def load_job(path: AnyPath, overrides: Mapping[str, Any] | None = None) -> JobCo
 
     Raises ConfigError with one line for each mistake: file, line, key, what was expected.
     """
-    file = Path(path)
-    return _with_overrides(read_toml(file), overrides, file.resolve().parent)
+    return read_job(job_document(path, overrides), Path(path).resolve().parent)
+
+
+def job_document(path: AnyPath, overrides: Mapping[str, Any] | None = None) -> TomlDocument:
+    """A job file with other values at some dotted keys, not checked yet. Raises ConfigError."""
+    return _overridden(read_toml(Path(path)), overrides)
+
+
+def read_job(document: TomlDocument, folder: Path | None = None) -> JobConfig:
+    """The checked job of a document; `folder` is where its files lie. Raises ConfigError as `load_job`."""
+    return validate(JobConfig, document, folder)
 
 
 def override_job(job: JobConfig, overrides: Mapping[str, Any] | None) -> JobConfig:
@@ -310,15 +329,13 @@ def override_job(job: JobConfig, overrides: Mapping[str, Any] | None) -> JobConf
     if not overrides:
         return job
     values = job.model_dump(mode="json", exclude_unset=True)
-    return _with_overrides(TomlDocument(values, "job", ""), overrides)
+    return read_job(_overridden(TomlDocument(values, "job", ""), overrides))
 
 
-def _with_overrides(
-    document: TomlDocument, overrides: Mapping[str, Any] | None, folder: Path | None = None
-) -> JobConfig:
+def _overridden(document: TomlDocument, overrides: Mapping[str, Any] | None) -> TomlDocument:
     for key, value in (overrides or {}).items():
         document.override(key, value)
-    return validate(JobConfig, document, folder)
+    return document
 
 
 def parse_job(text: str, source: str = "job") -> JobConfig:

@@ -33,7 +33,14 @@ class RoundtableError(Exception):
 
 
 class ConfigError(RoundtableError):
-    """A job file, agent file or option that cannot be used."""
+    """A job file, agent file or option that cannot be used.
+
+    `key` is where in the file the mistake is, for whoever has the file at hand (`toml.with_place`).
+    """
+
+    def __init__(self, message: str, key: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.key: tuple[str, ...] = key
 
 
 class TaskError(RoundtableError):

@@ -14,7 +14,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, RoundtableError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
-from roundtable.core.plugins import described
+from roundtable.core.plugins.doors import described
 from roundtable.core.task import AnyTask, initial_state
 
 

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import TaskError
 from roundtable.core.paths import AnyPath
-from roundtable.core.plugins import described, import_file, import_module
+from roundtable.core.plugins.doors import described, import_file, import_module
 from roundtable.core.seeds import derive_seed
 
 Batch = Any

@@ -6,6 +6,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -88,6 +89,17 @@ def read_toml(path: Path) -> TomlDocument:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
+
+
+@contextmanager
+def with_place(document: TomlDocument) -> Iterator[None]:
+    """Says of a ConfigError that names its key, and rises within, where in the document the key stands."""
+    try:
+        yield
+    except ConfigError as error:
+        if not error.key:
+            raise
+        raise ConfigError(f"{document.place_of(error.key)}: {'.'.join(error.key)}: {error}") from error
 
 
 def validate(model: type[Model], document: TomlDocument, folder: Path | None = None) -> Model:

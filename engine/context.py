@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
 from roundtable.engine.population import Population
-from roundtable.engine.selection import Candidate
+from roundtable.engine.selection import Candidate, Strategy
 from roundtable.engine.state import Attempt, ClientRecord, EngineState
 
 MOST_TROUBLES = 8
@@ -19,10 +21,13 @@ MOST_TROUBLES = 8
 class JobContext:
     """One job's state, with the operations on it that more than one transition needs."""
 
-    def __init__(self, job: JobConfig, state: EngineState, population: Population) -> None:
+    def __init__(
+        self, job: JobConfig, state: EngineState, population: Population, strategy: Strategy
+    ) -> None:
         self.job = job
         self.state = state
         self.population = population
+        self._strategy = strategy
         self.out: list[m.Action] = []
 
     def take_actions(self) -> list[m.Action]:
@@ -68,6 +73,30 @@ class JobContext:
         if info.examples is None:
             info = replace(info, examples=record.examples)
         return Candidate(info, record.selected, record.completed, record.last_round)
+
+    def choose(self, names: Sequence[str], size: int, chance: np.random.Generator) -> list[str]:
+        """The names that the job's strategy chooses, in order. Raises SelectionFailed where it cannot."""
+        return sorted(self._strategy(names, size, chance, self.candidate, self.job.cohort))
+
+    def choose_available(
+        self, count: int, available: Callable[[str], bool], unavailable: int, chance: np.random.Generator
+    ) -> list[str]:
+        """Up to `count` of the clients that are online and `available`.
+
+        `unavailable` is about how many are not: where these are few, a uniform draw costs nothing that grows
+        with the population.
+        """
+        known = self.population.known()
+        if self.job.cohort.strategy == "uniform" and len(known) > 8 * (count + unavailable):
+            drawn: dict[str, None] = {}
+            for _ in range(16 * count + 64):
+                name = known[int(chance.integers(len(known)))]
+                if self.population.is_online(name) and available(name):
+                    drawn[name] = None
+                if len(drawn) == count:
+                    return sorted(drawn)
+        names = [name for name in self.population.online() if available(name)]
+        return self.choose(names, min(count, len(names)), chance) if names else []
 
     def record(self, name: str) -> ClientRecord:
         """The client's record, made on first use."""

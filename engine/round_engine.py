@@ -12,18 +12,21 @@ and which updates it waits for, its `TrainingPolicy` decides: synchronous or buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 from roundtable.core.config import JobConfig
 from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
+from roundtable.engine.foreign_selection import find_strategy
 from roundtable.engine.phases import Phases
 from roundtable.engine.policies.buffered import BufferedTraining
 from roundtable.engine.policies.synchronous import SynchronousTraining
 from roundtable.engine.policies.training_policy import TrainingPolicy
 from roundtable.engine.population import Population, Roster
+from roundtable.engine.selection import SelectionFailed, Strategy
 from roundtable.engine.state import EngineState, from_plain, to_plain
 from roundtable.engine.view import EngineView, view
 
@@ -31,11 +34,14 @@ from roundtable.engine.view import EngineView, view
 class RoundEngine:
     """One job's rounds, from `state` on, with the training policy of the job's `[round] mode`."""
 
-    def __init__(self, job: JobConfig, state: EngineState, population: Population | None = None) -> None:
+    def __init__(
+        self, job: JobConfig, state: EngineState, population: Population | None, strategy: Strategy | None
+    ) -> None:
         self.job = job
         self.state = state
         self.population: Population = population or Roster()
-        self._context = JobContext(job, state, self.population)
+        strategy = strategy or find_strategy(job.cohort)
+        self._context = JobContext(job, state, self.population, strategy)
         self._policy: TrainingPolicy = (
             BufferedTraining(self._context)
             if job.round.mode == "buffered"
@@ -71,19 +77,22 @@ class RoundEngine:
         selection_seed: int,
         population: Population | None = None,
         separation: int = 1,
+        strategy: Strategy | None = None,
     ) -> RoundEngine:
         """The engine of a job that has not started.
 
         `model` is the digest of the initial model. `selection_seed` seeds the choice of cohorts: the
         job's seed in a simulation; secret and drawn from the operating system at a coordinator, because
         amplification by sampling holds only against those who cannot predict the sample. `separation` is
-        the plan's: the least number of rounds from one contribution of a client to its next.
+        the plan's: the least number of rounds from one contribution of a client to its next. `strategy` is
+        the plan's too; left out, the job's is found by its name.
         """
-        return cls(job, EngineState(model, selection_seed, separation=separation), population)
+        return cls(job, EngineState(model, selection_seed, separation=separation), population, strategy)
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """What is to be done after `event` at time `now` (seconds); never raises for a stale event."""
-        self._handlers[type(event)](event, now)
+        with self._pausing(now):
+            self._handlers[type(event)](event, now)
         return self._context.take_actions()
 
     def snapshot(self) -> dict[str, Any]:
@@ -97,12 +106,21 @@ class RoundEngine:
         snapshot: Mapping[str, Any],
         history: Iterable[m.RoundRecord],
         population: Population | None = None,
+        strategy: Strategy | None = None,
     ) -> RoundEngine:
         """The engine of the snapshot; nobody counts as online until `ClientJoined` says so."""
         state = from_plain(snapshot)
         for record in history:
             state.summary.add(record, job.stop, state.separation)
-        return cls(job, state, population)
+        return cls(job, state, population, strategy)
+
+    @contextmanager
+    def _pausing(self, now: float) -> Iterator[None]:
+        """Pauses the job where its strategy cannot choose: somebody has to look at that."""
+        try:
+            yield
+        except SelectionFailed as error:
+            self._phases.stop("paused", str(error), now)
 
     def outstanding(self, now: float) -> list[m.Action]:
         """After `restore`: the actions that may have been lost with the process. All are idempotent.
@@ -125,7 +143,8 @@ class RoundEngine:
             case m.COMMIT:
                 assert attempt.record is not None
                 self._context.out.append(self._phases.commit_action(attempt.record))
-        self._phases.follow(self._policy.restore(now), now)
+        with self._pausing(now):
+            self._phases.follow(self._policy.restore(now), now)
         return self._context.take_actions()
 
     def works_on(self, client: str, step: m.Step) -> bool:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundtable.core.config import CohortTable, JobConfig
+from roundtable.core.errors import RoundtableError
 from roundtable.core.privacy_table import has_secret_cohorts
 from roundtable.engine.messages import ClientInfo
-from roundtable.engine.population import Population
 from roundtable.engine.state import EngineState
 
 
@@ -32,6 +32,10 @@ class Candidate:
     def reliability(self) -> float:
         """Estimated probability of answering: (completed + 1) / (selected + 1); new clients get 1."""
         return min(1.0, (self.completed + 1) / (self.selected + 1))
+
+
+class SelectionFailed(RoundtableError):
+    """A strategy that cannot choose, or chooses whom it may not."""
 
 
 Lookup = Callable[[str], Candidate]
@@ -152,35 +156,6 @@ def rested(names: Sequence[str], state: EngineState) -> Sequence[str]:
         return names
     recent = {name for contributors in state.summary.recent for name in contributors}
     return [name for name in names if name not in recent] if recent else names
-
-
-def draw_available(
-    count: int,
-    population: Population,
-    available: Callable[[str], bool],
-    unavailable: int,
-    chance: np.random.Generator,
-    lookup: Lookup,
-    cohort: CohortTable,
-) -> list[str]:
-    """Up to `count` of the clients that are online and `available`, by the job's strategy; sorted.
-
-    `unavailable` is about how many are not: where these are few, a uniform draw costs nothing that grows with
-    the population.
-    """
-    known = population.known()
-    if cohort.strategy == "uniform" and len(known) > 8 * (count + unavailable):
-        drawn: dict[str, None] = {}
-        for _ in range(16 * count + 64):
-            name = known[int(chance.integers(len(known)))]
-            if population.is_online(name) and available(name):
-                drawn[name] = None
-            if len(drawn) == count:
-                return sorted(drawn)
-    names = [name for name in population.online() if available(name)]
-    if not names:
-        return []
-    return sorted(STRATEGIES[cohort.strategy](names, min(count, len(names)), chance, lookup, cohort))
 
 
 def _weighted(

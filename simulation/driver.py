@@ -70,7 +70,9 @@ class Driver:
             else SynchronousPacing(self._updates, self._queue)
         )
         start = model_digest(world.initial)
-        self._engine = RoundEngine.begin(world.job, start, world.job.seed, fleet, separation=plan.separation)
+        self._engine = RoundEngine.begin(
+            world.job, start, world.job.seed, fleet, plan.separation, plan.strategy
+        )
 
     def run(self) -> None:
         """From the start, or from where `resume` left it, to the end of the job.
@@ -114,7 +116,7 @@ class Driver:
         self._next = (checkpoint.model, checkpoint.server)
         self._earlier = checkpoint.earlier
         self._engine = RoundEngine.restore(
-            self.world.job, checkpoint.engine, self.history[:-1], population=self.fleet
+            self.world.job, checkpoint.engine, self.history[:-1], self.fleet, self.plan.strategy
         )
         state, index_of = self._engine.state, self.world.names.index_of
         for name, update in state.buffer.items():

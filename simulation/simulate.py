@@ -18,12 +18,13 @@ from blake3 import blake3
 from roundtable.client.training.private_training import check_task
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.config import JobConfig, load_job, override_job
+from roundtable.core.config import JobConfig, job_document, override_job, read_job
 from roundtable.core.errors import ResourceError, TaskError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
 from roundtable.core.paths import AnyPath
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task
+from roundtable.core.toml import with_place
 from roundtable.engine.messages import Note, RoundRecord, Step
 from roundtable.engine.validation.feasibility import check_budget, check_rule
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
@@ -41,6 +42,7 @@ from roundtable.simulation.reporting.usage import Meter
 from roundtable.simulation.world.config import check_population, devices_table
 from roundtable.simulation.world.devices import Devices
 from roundtable.simulation.world.fleet import Fleet
+from roundtable.simulation.world.tables_check import check_tables
 
 
 def simulate(
@@ -62,14 +64,17 @@ def simulate(
 
     Raises RoundtableError (ConfigError, TaskError, ...) for what can be known before round 1.
     """
-    if isinstance(job, JobConfig):
-        beside, job = Path.cwd(), override_job(job, overrides)
-    else:
-        beside, job = Path(job).resolve().parent, load_job(job, overrides)
-    folder = beside if folder is None else Path(folder)
     with ExitStack() as stack:
+        if isinstance(job, JobConfig):
+            beside, job = Path.cwd(), override_job(job, overrides)
+        else:
+            beside, document = Path(job).resolve().parent, job_document(job, overrides)
+            job = read_job(document, beside)
+            stack.enter_context(with_place(document))
+        folder = beside if folder is None else Path(folder)
         stack.enter_context(one_thread())
         check_population(job)
+        check_tables(job, folder)
         check_trackers(job.tracking)
         world = make_world(job, task, folder)
         layout = world.layout

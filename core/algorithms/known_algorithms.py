@@ -24,12 +24,24 @@ from roundtable.core.algorithms.fedprox import FedProx
 from roundtable.core.algorithms.scaffold import Scaffold
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
-from roundtable.core.plugins import is_file, resolve
+from roundtable.core.plugins.calls import check_methods, place_of
+from roundtable.core.plugins.doors import is_file, resolve
 from roundtable.core.toml_tables import Open
 
 ENTRY_POINTS = "roundtable.algorithms"
 FOLDER = "folder"
 """Key of pydantic's context under which the folder of the job's file is found."""
+
+_HOOKS = {
+    "step": (),
+    "server": (),
+    "local_tensors": ("model",),
+    "begin": ("round",),
+    "before_gradient": ("work",),
+    "after_gradient": ("work",),
+    "end": ("round", "update", "steps"),
+    "before_evaluation": ("round", "module"),
+}
 
 BUILTINS: Mapping[str, type[ClientAlgorithm]] = {"fedavg": FedAvg, "fedprox": FedProx, "scaffold": Scaffold}
 
@@ -66,9 +78,12 @@ def find_algorithm(name: str, folder: Path | None = None) -> type[ClientAlgorith
     """The class of this name. Raises ConfigError where there is none, or where it is none."""
     kind = resolve("algorithm", name, BUILTINS, ENTRY_POINTS, folder)
     if not (isinstance(kind, type) and issubclass(kind, ClientAlgorithm)):
+        raise ConfigError(f"algorithm {name!r}{place_of(kind)} is no subclass of roundtable.ClientAlgorithm")
+    if not (isinstance(kind.Table, type) and issubclass(kind.Table, AlgorithmTable)):
         raise ConfigError(
-            f"algorithm {name!r}: {kind!r} is no subclass of ClientAlgorithm (core.algorithms.contract)"
+            f"algorithm {name!r}{place_of(kind)}: its Table is no subclass of roundtable.AlgorithmTable"
         )
+    check_methods(f"algorithm {name!r}", kind, _HOOKS)
     return kind
 
 

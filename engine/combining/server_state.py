@@ -72,8 +72,8 @@ class ServerState:
 
     @property
     def worth_keeping(self) -> bool:
-        """Whether a later round needs any of it; the count of steps alone matters to no optimizer."""
-        return bool(self.optimizer.vectors or self.past) or any(
+        """Whether a later round needs any of it."""
+        return bool(self.optimizer.vectors or self.optimizer.scalars or self.past) or any(
             kept is not None for kept in (self.previous, self.clip_norm, self.drawn)
         )
 

@@ -29,7 +29,7 @@ from roundtable.engine.policies.training_policy import (
     not_awaited,
     quorum_missed,
 )
-from roundtable.engine.selection import draw_available, quorum
+from roundtable.engine.selection import quorum
 from roundtable.engine.state import Assignment, Attempt
 
 WORK = "work"
@@ -176,14 +176,8 @@ class BufferedTraining:
         """Up to `count` of those who are there and idle, by the job's strategy."""
         self._state.draws += 1
         chance = numpy_generator(self._state.selection_seed, self._state.draws, "refill")
-        return draw_available(
-            count=count,
-            population=self._population,
-            available=self._idle,
-            unavailable=len(self._state.at_work),
-            chance=chance,
-            lookup=self._context.candidate,
-            cohort=self._job.cohort,
+        return self._context.choose_available(
+            count, available=self._idle, unavailable=len(self._state.at_work), chance=chance
         )
 
     def _idle(self, name: str) -> bool:

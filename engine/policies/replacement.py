@@ -10,7 +10,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.privacy_table import NoPrivacy, OwnNoise, masking_of
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine.context import JobContext
-from roundtable.engine.selection import draw_available, rested
+from roundtable.engine.selection import rested
 
 
 def why_never(job: JobConfig) -> str:
@@ -49,13 +49,10 @@ def draw_replacement(context: JobContext, now: float) -> str | None:
     chance = numpy_generator(
         state.selection_seed, attempt.round, attempt.number, "replacement", len(attempt.replacements)
     )
-    drawn = draw_available(
+    drawn = context.choose_available(
         count=1,
-        population=context.population,
         available=lambda name: name not in asked and bool(rested([name], state)),
         unavailable=len(asked),
         chance=chance,
-        lookup=context.candidate,
-        cohort=context.job.cohort,
     )
     return drawn[0] if drawn else None

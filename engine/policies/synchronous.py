@@ -21,7 +21,7 @@ from roundtable.engine.policies.training_policy import (
     not_awaited,
     quorum_missed,
 )
-from roundtable.engine.selection import STRATEGIES, is_amplified, least_for_selection, quorum, rested
+from roundtable.engine.selection import is_amplified, least_for_selection, quorum, rested
 from roundtable.engine.validation.secure_feasibility import fewest, fewest_groups, fewest_updates
 from roundtable.engine.view import view
 
@@ -174,8 +174,8 @@ class SynchronousTraining:
         # Another draw because of who did not answer would favour those who do: each attempt asks the same.
         number = 0 if amplified else attempt.number
         chance = numpy_generator(self._state.selection_seed, attempt.round, number, "selection")
-        chosen = STRATEGIES[cohort.strategy](candidates, ask, chance, self._context.candidate, cohort)
-        attempt.cohort = tuple(sorted(chosen))
+        chosen = self._context.choose(candidates, ask, chance)
+        attempt.cohort = tuple(chosen)
         attempt.target = len(chosen) if sampled else wanted
         attempt.minimum = max(quorum(cohort, attempt.target), fewest_updates(self._job, attempt.target))
         if amplified:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
+from roundtable.aggregation.foreign_optimizer import find_optimizer
+from roundtable.aggregation.optimizers import OPTIMIZERS
 from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.config import AggregationTable, JobConfig
+from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.privacy_table import (
     ClientLevel,
@@ -24,6 +26,8 @@ from roundtable.core.privacy_table import (
     NoPrivacy,
     Private,
 )
+from roundtable.engine.foreign_selection import check_strategy, find_strategy
+from roundtable.engine.selection import Strategy
 from roundtable.engine.validation.algorithm_composition import check_algorithm
 from roundtable.engine.validation.buffered_composition import check_buffered
 from roundtable.engine.validation.privacy_soundness import check_soundness
@@ -74,14 +78,15 @@ class ServerPart:
 class Plan:
     """What the rounds of a checked job need.
 
-    `noise` says who hides the updates and what a round costs; `staleness_exponent` discounts late updates;
-    `server` is the server's part of an algorithm that has one.
+    `noise` says who hides the updates and what a round costs; `strategy` chooses cohorts;
+    `staleness_exponent` discounts late updates; `server` is the server's part of an algorithm that has one.
     """
 
     aggregation: AggregationConfig
     optimizer: ServerOptimizer
     privacy: NoPrivacy | Private
     noise: RoundNoise
+    strategy: Strategy
     staleness_exponent: float = 0.0
     server: ServerPart | None = None
 
@@ -142,7 +147,9 @@ def make_plan(
     algorithm = make_algorithm(job.algorithm, folder)
     check_algorithm(job, algorithm)
     aggregation = aggregation_config(job.aggregation, folder)
-    optimizer = server_optimizer(job.aggregation)
+    optimizer = server_optimizer(job.aggregation, folder)
+    strategy = find_strategy(job.cohort, folder)
+    check_strategy(job, strategy)
     if job.round.mode == "buffered":
         check_buffered(job)
     check_soundness(job, aggregation)
@@ -151,7 +158,7 @@ def make_plan(
     exponent = job.round.staleness_exponent if job.round.mode == "buffered" else 0.0
     server = algorithm.server()
     part = ServerPart(server, algorithm.places, population) if server is not None else None
-    return Plan(aggregation, optimizer, job.privacy, noise, exponent, part)
+    return Plan(aggregation, optimizer, job.privacy, noise, strategy, exponent, part)
 
 
 def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:
@@ -171,11 +178,28 @@ def aggregation_config(table: AggregationTable, folder: Path | None = None) -> A
     )
 
 
-def server_optimizer(table: AggregationTable) -> ServerOptimizer:
-    """The `[aggregation.server_optimizer]` table as an optimizer."""
+def server_optimizer(table: AggregationTable, folder: Path | None = None) -> ServerOptimizer:
+    """The `[aggregation.server_optimizer]` table as an optimizer; `folder` as for `make_plan`."""
     given = table.server_optimizer.model_dump(exclude_none=True)
-    name, schedule = given.pop("name"), given.pop("schedule", None)
-    return make_optimizer(name, given, schedule)
+    name, schedule, parameters = given.pop("name"), given.pop("schedule", None), given.pop("parameters")
+    place = ("aggregation", "server_optimizer")
+    if name in OPTIMIZERS:
+        if parameters:
+            raise ConfigError(
+                f"server optimizer {name!r} is built in and takes its keys in [aggregation.server_optimizer] "
+                "itself; parameters are for one that is not",
+                key=(*place, "parameters"),
+            )
+        return make_optimizer(name, given, schedule)
+    plain = ServerOptimizerTable().model_dump()
+    for key, value in {**given, "schedule": schedule}.items():
+        if value != plain[key]:
+            raise ConfigError(
+                f"{key} is of the built-in server optimizers; {name!r} takes what it needs from "
+                "[aggregation.server_optimizer.parameters]",
+                key=(*place, key),
+            )
+    return find_optimizer(name, parameters, folder)
 
 
 def _ratio(value: float | Literal["off"]) -> float | None:

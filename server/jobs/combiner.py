@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from roundtable.aggregation.foreign_optimizer import ForeignOptimizer
 from roundtable.core.config import JobConfig
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import Plan, Received, ServerState, combine, initial_server_state
@@ -36,7 +37,8 @@ class Combiner:
         self._artifacts = artifacts
         self._trusted = trusted
         # A rule that starts from the last aggregate needs it afterwards; others let the model take its place.
-        keeps_aggregate = plan.aggregation.takes("previous")
+        whole = isinstance(plan.optimizer, ForeignOptimizer) and not plan.optimizer.elementwise
+        keeps_aggregate = whole or plan.aggregation.takes("previous")
         self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
 
     def combine(self, action: m.Aggregate, received: Received, guarantee: Guarantee, now: float) -> NewModel:

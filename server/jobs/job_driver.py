@@ -92,7 +92,7 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     noise = row.snapshot.get("noise_multiplier")
     plan = plan_of(_with_noise(job, noise), layout, int(row.snapshot["population"]))
     history = [record_from_plain(json.loads(record)) for record in stored.records]
-    engine = RoundEngine.restore(job, row.snapshot["engine"], history)
+    engine = RoundEngine.restore(job, row.snapshot["engine"], history, strategy=plan.strategy)
     for agent in stored.agents:
         if agent.offers(job.task):
             engine.handle(m.ClientJoined(client_info(agent), online=False), services.clock())

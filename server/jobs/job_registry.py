@@ -234,7 +234,13 @@ class JobRegistry:
                 f"and this coordinator has none for the task {job.task!r}: give its coordinator.toml a table "
                 "[root_data.NAME] with task and data"
             )
-        engine = RoundEngine.begin(job, submission.model, secrets.randbits(63), separation=plan.separation)
+        engine = RoundEngine.begin(
+            job,
+            submission.model,
+            secrets.randbits(63),
+            separation=plan.separation,
+            strategy=plan.strategy,
+        )
         noise = plan.noise.noise_multiplier if isinstance(plan.noise, CentralNoise) else None
         now = self._services.clock()
         row = JobRow(

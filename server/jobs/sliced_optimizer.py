@@ -43,7 +43,7 @@ def drop_pages(mapped: Tensor) -> None:
 class SlicedOptimizer:
     """A server optimizer applied slice by slice: the new model takes the aggregate's place in memory.
 
-    All server optimizers work on each parameter by itself, so the result is the same to the bit. The
+    For optimizers that work on each parameter by itself, so that the result is the same to the bit. The
     old model must be a mapped file: its pages are dropped as they are left behind.
     """
 

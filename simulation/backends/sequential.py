@@ -21,7 +21,7 @@ from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import Execution
 from roundtable.client.training.silo_account import Protection
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
-from roundtable.core.plugins import described
+from roundtable.core.plugins.doors import described
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.task import initial_state, told
 from roundtable.privacy import NoiseSource, SeededNoise

@@ -82,14 +82,18 @@ class PartitionReport:
 
 
 def describe_partition(
-    spec: Mapping[str, Any], labels: np.ndarray | Tensor | list[Any], clients: int, seed: int = 0
+    spec: Mapping[str, Any],
+    labels: np.ndarray | Tensor | list[Any],
+    clients: int,
+    seed: int = 0,
+    folder: AnyPath | None = None,
 ) -> PartitionReport:
     """What a `[simulation.partition]` table does to these labels: the split of a job with this seed.
 
-    Raises ConfigError as the job would.
+    `folder` is the job's, for a partition in a file. Raises ConfigError as the job would.
     """
     values = np.asarray(labels)
-    assignment = make_partition(spec, seed).assignment(values, clients)
+    assignment = make_partition(spec, seed, folder).assignment(values, clients)
     kinds, codes = np.unique(values, return_inverse=True)
     owners = np.repeat(np.arange(clients), assignment.sizes)
     counts = np.zeros((clients, len(kinds)), dtype=np.int64)

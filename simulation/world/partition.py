@@ -9,46 +9,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from blake3 import blake3
 from pydantic import Field
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.paths import AnyPath
 from roundtable.core.seeds import numpy_generator
 from roundtable.core.toml import TomlDocument, validate
 from roundtable.core.toml_tables import Finite, Table
+from roundtable.simulation.world.foreign_partition import find_partitioner
+from roundtable.simulation.world.split import Split
 
 _REDRAWS = 50
 _CACHED = 8
-
-
-@dataclass(frozen=True)
-class Split:
-    """All clients' rows in one array: client i has `rows[offsets[i]:offsets[i + 1]]`, ascending."""
-
-    rows: np.ndarray
-    offsets: np.ndarray
-
-    def of(self, index: int) -> np.ndarray:
-        """Row numbers of one client, int64."""
-        return self.rows[self.offsets[index] : self.offsets[index + 1]].astype(np.int64)
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Number of rows of each client."""
-        return np.diff(self.offsets)
-
-    @classmethod
-    def from_owners(cls, owners: np.ndarray, count: int) -> Split:
-        """From the client's number of each row."""
-        narrow = np.int32 if len(owners) < 2**31 else np.int64
-        rows = np.argsort(owners, kind="stable").astype(narrow)
-        offsets = np.zeros(count + 1, dtype=np.int64)
-        np.cumsum(np.bincount(owners, minlength=count), out=offsets[1:])
-        return cls(rows, offsets)
 
 
 class Partitioner(Protocol):
@@ -62,11 +38,17 @@ class Partitioner(Protocol):
     def smallest(self) -> int:
         """Rows that every client must have."""
 
+    @property
+    def remedy(self) -> str:
+        """What to change where a client has fewer."""
+
     def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
         """The split of `len(labels)` rows among `count` clients."""
 
 
 class _Partitioner(Table):
+    remedy: ClassVar[str] = "have fewer clients"
+
     min_size: int = Field(1, ge=0, description="rows every client must have; 0 allows empty clients")
 
     @property
@@ -92,6 +74,8 @@ class Dirichlet(_Partitioner):
     and a test set that are split alike give a client the same mixture of labels in both.
     """
 
+    remedy: ClassVar[str] = "raise alpha, have fewer clients"
+
     name: Literal["dirichlet"] = "dirichlet"
     alpha: Finite = Field(0.5, gt=0, description="concentration: 0.1 is very uneven, 100 nearly iid")
 
@@ -114,6 +98,8 @@ class Dirichlet(_Partitioner):
 class Shards(_Partitioner):
     """Rows sorted by label, cut into equal shards, so many a client (McMahan et al. 2017, section 3)."""
 
+    remedy: ClassVar[str] = "have fewer clients or fewer shards a client"
+
     name: Literal["shards"] = "shards"
     shards: int = Field(2, ge=1, description="shards a client: most clients see at most so many labels")
 
@@ -130,6 +116,8 @@ class Shards(_Partitioner):
 
 class Quantity(_Partitioner):
     """Random rows in sizes that differ: lognormal, or a power law over the clients' rank."""
+
+    remedy: ClassVar[str] = "lower sigma or exponent, have fewer clients"
 
     name: Literal["quantity"] = "quantity"
     distribution: Literal["lognormal", "power"] = Field("lognormal", description="of the clients' sizes")
@@ -157,6 +145,8 @@ class Natural(_Partitioner):
     sorted order; with fewer, keys are dealt out at random, numbers of keys equal to within one.
     """
 
+    remedy: ClassVar[str] = "have at most as many clients as there are keys"
+
     name: Literal["natural"] = "natural"
 
     def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
@@ -167,20 +157,12 @@ class Natural(_Partitioner):
         return Split.from_owners(owner[codes.reshape(-1)], count)
 
 
-AnyPartitioner = Annotated[Iid | Dirichlet | Shards | Quantity | Natural, Field(discriminator="name")]
 PARTITIONERS: dict[str, type[_Partitioner]] = {
     "iid": Iid,
     "dirichlet": Dirichlet,
     "shards": Shards,
     "quantity": Quantity,
     "natural": Natural,
-}
-_REMEDIES = {
-    "iid": "have fewer clients",
-    "dirichlet": "raise alpha, have fewer clients",
-    "shards": "have fewer clients or fewer shards a client",
-    "quantity": "lower sigma or exponent, have fewer clients",
-    "natural": "have at most as many clients as there are keys",
 }
 
 
@@ -235,26 +217,30 @@ class SeededPartition:
             what = "empty" if not sizes[first] else f"with {sizes[first]} rows"
             raise ConfigError(
                 f"simulation.partition: {name} leaves {lacking} of {count} clients with fewer than "
-                f"min_size = {smallest} of {len(labels)} rows (client {first} is {what}); {_REMEDIES[name]}, "
+                f"min_size = {smallest} of {len(labels)} rows (client {first} is {what}); "
+                f"{self.partitioner.remedy}, "
                 f"or allow it with min_size = {int(sizes.min())}"
             )
         return assignment
 
 
-def make_partition(spec: Mapping[str, Any], seed: int) -> SeededPartition:
+def make_partition(spec: Mapping[str, Any], seed: int, folder: AnyPath | None = None) -> SeededPartition:
     """The partition of a `[simulation.partition]` table, for example `{"name": "dirichlet", "alpha": 0.3}`.
 
-    The same table and seed give the same split anywhere. Raises ConfigError for an unknown name
-    (with the known ones) or parameter.
+    The same table and seed give the same split anywhere. `folder` is where a partition is that is named as
+    file.py:function; None refuses it. Raises ConfigError for an unknown name (with the known ones) or
+    parameter.
     """
-    return SeededPartition(parse_partitioner(spec), seed)
+    return SeededPartition(parse_partitioner(spec, folder), seed)
 
 
-def parse_partitioner(spec: Mapping[str, Any]) -> Partitioner:
+def parse_partitioner(spec: Mapping[str, Any], folder: AnyPath | None = None) -> Partitioner:
     """The checked table; ConfigError names the key and what was expected."""
     name = spec.get("name")
-    if name not in PARTITIONERS:
+    if not isinstance(name, str):
         raise ConfigError(f"simulation.partition: name is {name!r}; known: {', '.join(PARTITIONERS)}")
+    if name not in PARTITIONERS:
+        return find_partitioner(spec, PARTITIONERS, folder)
     document = TomlDocument(dict(spec), "simulation.partition", "")
     partitioner: Partitioner = validate(PARTITIONERS[name], document)  # type: ignore[assignment]
     return partitioner

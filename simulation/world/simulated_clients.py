@@ -12,7 +12,7 @@ from roundtable.client.training.batches import as_tensors
 from roundtable.client.training.local_training import split_data
 from roundtable.client.training.trusted_data import NAME, RootData
 from roundtable.core.errors import RoundtableError, TaskError
-from roundtable.core.plugins import described
+from roundtable.core.plugins.doors import described
 from roundtable.core.task import Site
 from roundtable.simulation.backend import World
 from roundtable.simulation.world.attackers import Attackers
@@ -33,7 +33,7 @@ class Clients:
         simulation = world.job.simulation
         self._world = world
         self._names = world.names
-        self._partition = make_partition(simulation.partition, world.job.seed)
+        self._partition = make_partition(simulation.partition, world.job.seed, world.folder)
         self._budget = budget
         self._poison = Attackers.of(world.job).poison
         self._held: OrderedDict[int, tuple[Any, Any, int]] = OrderedDict()

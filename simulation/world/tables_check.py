@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from roundtable.core.config import JobConfig
 from roundtable.simulation.world.config import attack_table, devices_table, dropouts_table
 from roundtable.simulation.world.partition import parse_partitioner
 
 
-def check_tables(job: JobConfig) -> None:
-    """Raises ConfigError, naming the key, for a partition, devices, dropouts or an attack without sense."""
-    parse_partitioner(job.simulation.partition)
+def check_tables(job: JobConfig, folder: Path | None = None) -> None:
+    """Raises ConfigError, naming the key, for a partition, devices, dropouts or an attack without sense.
+
+    `folder` is the job's, for a partition in a file.
+    """
+    parse_partitioner(job.simulation.partition, folder)
     devices_table(job)
     dropouts_table(job)
     attack_table(job)

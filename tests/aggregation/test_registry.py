@@ -24,8 +24,8 @@ from roundtable.aggregation import (
     rule_names,
     rules,
 )
-from roundtable.core import plugins
 from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.plugins import doors
 
 
 def first_silo(matrix: UpdateMatrix, weights: np.ndarray, *, scale: float = 1.0) -> torch.Tensor:
@@ -55,7 +55,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry_points(group: str, name: str = "") -> list[EntryPoint]:
         return [point for point in points if point.group == group and name in ("", point.name)]
 
-    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    monkeypatch.setattr(doors, "entry_points", entry_points)
 
 
 @pytest.mark.usefixtures("installed")
@@ -104,6 +104,18 @@ answer = 42
 
 def doubled(matrix, weights):
     return np.eye(matrix.rows) * 2
+
+def bare(matrix):
+    return matrix
+
+class Bare:
+    def __call__(self, matrix, *, scale=1.0): ...
+
+def failing(matrix, weights):
+    return {}["lost"]
+
+def no_vector(matrix, weights):
+    return [1.0]
 """
 
 
@@ -128,7 +140,9 @@ def test_a_rule_and_a_step_in_a_file_beside_the_job(tmp_path: Path, name: str) -
     [
         ("mine.py:lost_silo", "did you mean 'last_silo'"),
         ("mine.py:answer", "is a int, and nothing that can be called"),
-        ("mine.py:Needy", "creating it failed: TypeError"),
+        ("mine.py:Needy", r"mine\.py, line 13\) needs the parameter 'more'"),
+        ("mine.py:bare", r"mine\.py, line 22\) takes \(matrix\); it is called with \(matrix, weights\)"),
+        ("mine.py:Bare", r"takes \(matrix, \*, scale=1\.0\); it is called with \(matrix, weights\)"),
         ("other.py:last_silo", "there is no file"),
         ("trimed_mean", "did you mean 'trimmed_mean'"),
     ],
@@ -137,6 +151,22 @@ def test_a_rule_that_is_not_there_is_named_with_the_nearest(tmp_path: Path, name
     (tmp_path / "mine.py").write_text(FILE)
     with pytest.raises(ConfigError, match=message):
         AggregationConfig(name, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("failing", r"'mine.py:failing' failed: KeyError: 'lost' \(mine.py, line 29, in failing\)"),
+        ("no_vector", r"returned a list, not a tensor or a RuleResult"),
+    ],
+)
+def test_what_a_rule_of_others_does_wrong_in_a_round_is_an_error_of_ours(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    config = AggregationConfig(f"mine.py:{name}", folder=tmp_path)
+    with pytest.raises(AggregationError, match=message):
+        aggregate(TensorMatrix(torch.ones(2, 3)), [ClientRow("a"), ClientRow("b")], config)
 
 
 def test_a_file_is_refused_where_the_job_was_sent_from_elsewhere() -> None:

@@ -134,7 +134,10 @@ def test_set_takes_toml_values_and_bare_words(roundtable: Command, job_file: Pat
         ("[aggregation]\nrule = 'meen'", "meen"),
         ("[cohort]\nsize = 6\n[aggregation]\nrule = 'krum'\nparameters = { f = 2 }", "krum needs n > 2f + 2"),
         ("[simulation.dropouts]\ndropuot = 0.1", "simulation.dropouts: dropuot: unknown key"),
-        ("[simulation]\npartition = { name = 'dirichlt' }", "simulation.partition: name is 'dirichlt'"),
+        (
+            "[simulation]\npartition = { name = 'dirichlt' }",
+            "simulation.partition.name: unknown partition 'dirichlt'",
+        ),
         ("[simulation.attack]\nname = 'alie'", "simulation.attack: say how many attack"),
         ("[model]\nlocal = ['haed.*']", "model.local: the pattern 'haed.*' fits none"),
         ("rounds = 0", "job.toml:3: rounds: Input should be greater than or equal to 1"),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from roundtable.core import plugins
 from roundtable.core.errors import ConfigError
-from roundtable.core.plugins import names, resolve
+from roundtable.core.plugins import doors
+from roundtable.core.plugins.doors import names, resolve
 
 GROUP = "roundtable.aggregation_rules"
 BUILTINS = {"mean": 1, "median": 2}
@@ -25,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
         return [point for key, point in points.items() if group == GROUP and name in (None, key)]
 
-    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    monkeypatch.setattr(doors, "entry_points", entry_points)
 
 
 @pytest.mark.usefixtures("installed")

@@ -100,6 +100,15 @@ class Operator:
                     return event
         raise AssertionError(f"the job ended without {kind}")
 
+    async def watch_for_round(self, job: str, round: int) -> None:
+        """Follows the job until this round is committed."""
+        call = self.stub.WatchJob(operator_pb2.WatchJobRequest(job=job), timeout=60)
+        async for update in call:
+            if any(each.kind == "round_committed" and each.round == round for each in update.events):
+                call.cancel()
+                return
+        raise AssertionError(f"the job ended without committing round {round}")
+
 
 def model_bytes(model: Model) -> bytes:
     """The artifact's bytes."""

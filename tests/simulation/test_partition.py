@@ -105,7 +105,7 @@ def test_an_empty_client_is_refused_with_the_remedy():
 
 
 def test_mistakes_in_the_table_are_named():
-    with pytest.raises(ConfigError, match=r"name is 'dirichle'; known: iid, dirichlet"):
+    with pytest.raises(ConfigError, match=r"unknown partition 'dirichle'; .*did you mean 'dirichlet'"):
         make_partition({"name": "dirichle"}, 0)
     with pytest.raises(ConfigError, match=r"alpah: unknown key; did you mean 'alpha'"):
         make_partition({"name": "dirichlet", "alpah": 1.0}, 0)
