@@ -86,7 +86,7 @@ class OperatorClient:
         return sorted(reply.jobs, key=lambda job: (-job.submitted, job.id))
 
     def job(self, job: str) -> operator_pb2.JobDetail:
-        """A job by its identifier, a unique prefix of it, or its name (the newest so called)."""
+        """A job by its identifier, a unique prefix of it, or its name: your own so called comes first."""
         with self._translated():
             return self._stub.GetJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
 
@@ -198,6 +198,8 @@ class OperatorClient:
                         waited_since = None
                         if update.events:
                             from_sequence = update.events[-1].sequence + 1
+                        # By its identifier from now on: a later job may be called the same.
+                        job = update.detail.job.id
                         yield update
                     return
             except UnavailableError:

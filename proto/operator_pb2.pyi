@@ -249,7 +249,9 @@ class JobRequest(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     job: builtins.str
-    """The job's identifier, a unique prefix of it, or the name of the newest job so called."""
+    """The job's identifier, a unique prefix of it, or its name: the caller's own job so called comes first, and what
+    changes a job takes no name of another's.
+    """
     def __init__(
         self,
         *,

@@ -36,15 +36,15 @@ class Provenance:
         self._version = version
         self._clock = clock
 
-    async def statement(self, wanted: str, round_number: int = 0) -> str:
-        """The statement of a job's model after a round (0: the newest), as signed JSON."""
+    async def statement(self, wanted: str, who: str, round_number: int = 0) -> str:
+        """The statement of the job that `who` means, after a round (0: the newest), as signed JSON."""
         if self._identity is None:
             raise Refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "this coordinator has no identity key to sign with: issue its credentials anew",
             )
         try:
-            row = await self._database.read(lambda connection: find_job(connection, wanted))
+            row = await self._database.read(lambda connection: find_job(connection, wanted, who))
         except UnknownJob as error:
             raise Refusal(grpc.StatusCode.NOT_FOUND, str(error)) from error
         lines = await self._database.read(lambda connection: history(connection, row.id))

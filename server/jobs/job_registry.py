@@ -154,9 +154,14 @@ class JobRegistry:
                         raise PrivacyError(f"cancel job {row.id} ({row.name}) first: {error}") from error
             await self._services.database.write(lambda c: set_budget(c, budget, limit.author, limit.time))
 
-    async def find(self, name: str) -> JobRow:
-        """Finds a job by identifier, unique prefix, or name; UnknownJob otherwise."""
-        return self._newest(await self._services.database.read(lambda c: store.find_job(c, name)))
+    async def row(self, job: str) -> JobRow:
+        """The job with this identifier; UnknownJob if there is none."""
+        return self._newest(await self._services.database.read(lambda c: store.stored_job(c, job)))
+
+    async def find(self, wanted: str, who: str, *, own: bool = False) -> JobRow:
+        """The job that a caller means by identifier, its beginning, or name; UnknownJob if not one."""
+        read = self._services.database.read
+        return self._newest(await read(lambda c: store.find_job(c, wanted, who, own=own)))
 
     async def rows(self) -> list[JobRow]:
         """Every job, newest first."""

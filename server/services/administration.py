@@ -188,7 +188,8 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
 
     @override
     async def GetProvenance(self, request: pb.ProvenanceRequest, context: Context) -> pb.ProvenanceReply:
-        return pb.ProvenanceReply(statement=await self._provenance.statement(request.job, request.round))
+        statement = await self._provenance.statement(request.job, caller(context), request.round)
+        return pb.ProvenanceReply(statement=statement)
 
     def _void(self, connection: Connection, who: Principal, party: store.Party, reason: str) -> None:
         """Revokes a party, and notes it in the same transaction."""

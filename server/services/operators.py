@@ -249,14 +249,14 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             coordinator=self._name,
         )
 
-    async def _find(self, wanted: str) -> JobRow:
+    async def _find(self, wanted: str, *, own: bool = False) -> JobRow:
         try:
-            return await self._jobs.find(wanted)
+            return await self._jobs.find(wanted, principal().name, own=own)
         except UnknownJob as error:
             raise Refusal(grpc.StatusCode.NOT_FOUND, str(error)) from error
 
     async def _change(self, wanted: str, event: m.Cancel | m.Pause | m.Resume) -> operator_pb2.Job:
-        row = await self._find(wanted)
+        row = await self._find(wanted, own=True)
         if row.status in FINAL:
             message = f"job {row.id} ({row.name}) is {row.status} already; nothing was changed"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)

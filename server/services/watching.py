@@ -43,7 +43,7 @@ async def updates(
     while True:
         runner = jobs.runner(job)
         change = runner.inbox.next_change() if runner else None
-        row = await jobs.find(job)
+        row = await jobs.row(job)
         events = await services.database.read(
             partial(events_from, job=job, sequence=first, limit=MOST_EVENTS)
         )

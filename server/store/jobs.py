@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRo
 
 FINAL = ("finished", "cancelled", "failed")
 HISTORY_PAGE = 100
+SHOWN = 5
+"""Jobs that an answer lists where more than one could be meant."""
 MOST_ROUNDS = 2**31 - 1
 INCIDENT_KINDS = (
     "client_failed",
@@ -142,7 +144,7 @@ def positions_of(connection: Connection, jobs: Collection[str]) -> dict[str, Job
 
 
 class UnknownJob(ConfigError):
-    """No job has this identifier, prefix or name."""
+    """No job is meant, or more than one."""
 
 
 def job_of_request(connection: Connection, request_id: str) -> JobRow | None:
@@ -151,19 +153,65 @@ def job_of_request(connection: Connection, request_id: str) -> JobRow | None:
     return JobRow.of(row) if row else None
 
 
-def find_job(connection: Connection, wanted: str) -> JobRow:
-    """Finds a job by identifier or a unique prefix of one, or the newest of that name; UnknownJob if none."""
-    ids = sa.select(tables.jobs).where(tables.jobs.c.id.startswith(wanted, autoescape=True)).limit(2)
-    rows = connection.execute(ids).all() if wanted else []
-    if len(rows) == 1:
-        return JobRow.of(rows[0])
-    named = sa.select(tables.jobs).where(tables.jobs.c.name == wanted)
-    row = connection.execute(named.order_by(tables.jobs.c.submitted.desc()).limit(1)).first()
-    if row:
-        return JobRow.of(row)
-    if rows:
-        raise UnknownJob(f"{wanted!r} is the beginning of several jobs' identifiers; write more of it")
-    raise UnknownJob(f"there is no job {wanted!r}; `roundtable job list` shows them all")
+def stored_job(connection: Connection, identifier: str) -> JobRow:
+    """The job with this identifier; UnknownJob if there is none."""
+    row = connection.execute(sa.select(tables.jobs).where(tables.jobs.c.id == identifier)).first()
+    if row is None:
+        raise UnknownJob(f"there is no job {identifier[:64]!r}")
+    return JobRow.of(row)
+
+
+def find_job(connection: Connection, wanted: str, who: str, *, own: bool = False) -> JobRow:
+    """Finds the one job that a caller means by an identifier, the beginning of one, or a name.
+
+    An identifier is always that job's. Anybody may call a job anything, so a name is first looked for among
+    the caller's own jobs, and with `own`, for what changes a job, nowhere else; among those of others it
+    counts only where all of them are one submitter's. Of one submitter's jobs of a name those that are not
+    over are meant, or else the newest. Raises UnknownJob where none fits or more than one, naming them.
+    """
+    table = tables.jobs.c
+    exact = connection.execute(sa.select(tables.jobs).where(table.id == wanted)).first()
+    if exact is not None:
+        return JobRow.of(exact)
+    if not wanted:
+        raise UnknownJob("no job is named: give an identifier, its beginning, or a name")
+    named = _named(connection, wanted, table.submitter == who)
+    others = [] if named else _named(connection, wanted, table.submitter != who)
+    begun = sa.select(tables.jobs).where(table.id.startswith(wanted, autoescape=True)).limit(SHOWN)
+    fitting = {row.id: JobRow.of(row) for row in connection.execute(begun)}
+    fitting |= {row.id: row for row in (named if own else named or others)}
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    if fitting:
+        raise UnknownJob(
+            f"{wanted[:64]!r} can mean several jobs, {_listed(fitting.values())}: name one of these"
+        )
+    if others:
+        raise UnknownJob(
+            f"no job of yours is called {wanted[:64]!r}, and another's is changed by its identifier alone: "
+            f"{_listed(others)}"
+        )
+    raise UnknownJob(f"there is no job {wanted[:64]!r}; `roundtable job list` shows them all")
+
+
+def _named(connection: Connection, name: str, whose: sa.ColumnElement[bool]) -> list[JobRow]:
+    """Jobs of this name that could be meant: of each submitter those not over, or else the newest."""
+    table = tables.jobs.c
+    called = sa.select(tables.jobs).where(table.name == name, whose)
+    order = table.submitted.desc(), table.id
+    living = called.where(table.status.not_in(FINAL)).order_by(*order).limit(SHOWN)
+    newest = (
+        sa.select(sa.func.max(table.submitted)).where(table.name == name, whose).group_by(table.submitter)
+    )
+    over = called.where(table.submitted.in_(newest)).order_by(*order).limit(SHOWN)
+    alive = [JobRow.of(row) for row in connection.execute(living)]
+    busy = {row.submitter for row in alive}
+    last = [JobRow.of(row) for row in connection.execute(over)]
+    return alive + [row for row in last if row.submitter not in busy]
+
+
+def _listed(rows: Iterable[JobRow]) -> str:
+    return ", ".join(f"{row.id} of {row.submitter} ({row.status})" for row in list(rows)[:SHOWN])
 
 
 def history(connection: Connection, job: str) -> list[str]:

@@ -58,9 +58,14 @@ async def test_jobs_are_found_by_identifier_prefix_and_name(operator: Operator) 
     newer = await operator.submit('name = "spring"', request="b")
     assert (await operator.job(job.id)).job.id == job.id
     assert (await operator.job(job.id[:8])).job.id == job.id
-    assert (await operator.job("spring")).job.id == newer.id
+    error = await refused(operator.job("spring"))
+    assert (
+        f"can mean several jobs, {newer.id} of olga (waiting), {job.id} of olga (waiting)" in error.details()
+    )
+    await operator.stub.CancelJob(operator_pb2.JobRequest(job=newer.id))
+    assert (await operator.job("spring")).job.id == job.id
     assert (await operator.job(job.id)).job_config == parse_job('task="t"\nname="spring"\nrounds=2').to_json()
-    for unknown in ("summer", "", "%", job.id + "0"):
+    for unknown in ("summer", "%", job.id + "0"):
         error = await refused(operator.job(unknown))
         assert error.code() == grpc.StatusCode.NOT_FOUND
         assert "roundtable job list" in error.details()
