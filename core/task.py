@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -166,19 +166,30 @@ def _asking(task: AnyTask) -> frozenset[str]:
 def in_context(task: Any, context: Context) -> Any:
     """The task with `context` handed to the methods that ask for one; itself where none does."""
     asking = told(task)
-    return _InContext(task, context, asking) if asking else task
+    return _told_kind(type(task).__name__)(task, context, asking) if asking else task
 
 
-class _InContext:
-    """A task for one client's round."""
+class ToldTask:
+    """A task whose methods get a context, if they ask for one: that which `tell` was last given."""
 
     def __init__(self, task: AnyTask, context: Context, asking: Iterable[str]) -> None:
         self._task = task
-        for name in asking:
-            setattr(self, name, partial(getattr(task, name), **{CONTEXT: context}))
+        self._asking = tuple(asking)
+        self.tell(context)
+
+    def tell(self, context: Context) -> None:
+        """What methods that are called from now on are told."""
+        for name in self._asking:
+            setattr(self, name, partial(getattr(self._task, name), **{CONTEXT: context}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
+
+
+@cache
+def _told_kind(name: str) -> type[ToldTask]:
+    """Of the task's own name: messages are about that."""
+    return type(name, (ToldTask,), {})
 
 
 def _asks(task: AnyTask, name: str) -> bool:

@@ -136,8 +136,8 @@ class Backend(Protocol):
         last. The row of a client that failed has no meaning.
         """
 
-    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
-        """Evaluates the model `vector` on each client's test data."""
+    def evaluate(self, round: int, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+        """Evaluates the model `vector` of this round on each client's test data."""
 
     def close(self) -> None:
         """Ends processes and gives memory back; calling it twice is harmless."""

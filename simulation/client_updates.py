@@ -77,9 +77,9 @@ class ClientUpdates:
                 self._received(answer, self._rows[place])
             yield place, answer
 
-    def evaluate(self, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
-        """Evaluates a model on clients' test data, with their own tensors as training left them."""
-        return self.backend.evaluate(vector, list(self._work(indices)))
+    def evaluate(self, round: int, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
+        """Evaluates a round's model on clients' test data, with their own tensors as training left them."""
+        return self.backend.evaluate(round, vector, list(self._work(indices)))
 
     @property
     def unmasks(self) -> bool:

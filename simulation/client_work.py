@@ -94,7 +94,7 @@ class ClientWork:
                 failed = Failed(self._world.names[index], "node_failure", dropout.detail)
                 self._queue.push(self._queue.now, failure_event(failed, step))
         transfer = Transfer(self._transfer.down, 0)
-        for done, answer in enumerate(self._updates.evaluate(vector, there), start=1):
+        for done, answer in enumerate(self._updates.evaluate(step.round, vector, there), start=1):
             index = self._world.names.index_of(answer.client)
             at = self._queue.now + self._fleet.devices.seconds(index, step.round, 0, transfer)
             if isinstance(answer, Failed):

@@ -98,7 +98,7 @@ def preparation(work: LocalWork, device: torch.device) -> Callable[[nn.Module], 
 
     def prepare(module: nn.Module) -> None:
         trained = trained_slices(module, work.layout)
-        algorithm.before_evaluation(begun(work, work.context(0, device), trained), module)
+        algorithm.before_evaluation(begun(work, work.evaluation_context(device), trained), module)
 
     return prepare
 

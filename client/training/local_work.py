@@ -46,6 +46,10 @@ class LocalWork:
         steps = steps_of(self.job, examples)
         return Context(self.job.title, self.round, self.client, steps, device, self.job.seed)
 
+    def evaluation_context(self, device: torch.device) -> Context:
+        """What they are told when the round's model is evaluated: no step is taken then."""
+        return Context(self.job.title, self.round, self.client, 0, device, self.job.seed)
+
 
 @dataclass(frozen=True)
 class Execution:

@@ -156,7 +156,7 @@ class Executor:
             device=self.device,
             local=local,
             prepare=preparation(work, self.device),
-            context=work.context(0, self.device),
+            context=work.evaluation_context(self.device),
             batch_size=part_of_batch(warm.config, order.halvings, evaluation=True),
         )
 

@@ -10,9 +10,10 @@ from typing import Any
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import load_agent_config
 from roundtable.client.policy.policy_table import PolicyTable
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError
-from roundtable.core.task import ArrayTask, Task, load_task
+from roundtable.core.task import ArrayTask, Task, in_context, load_task
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def load_silo_job(
         raise ConfigError(f"task {name!r} is an ArrayTask: only a Task with a PyTorch module runs on ranks")
     return SiloJob(
         job=job,
-        task=task,
+        task=in_context(task, Context(job.title, 1, "plan", job_seed=job.seed)),
         table=(config and config.cluster) or ClusterTable(),
         policy=config.policy if config else PolicyTable(),
         options=dict(config.data if config else job.simulation.data),

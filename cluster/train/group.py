@@ -18,7 +18,9 @@ from typing_extensions import override
 from roundtable.client.durable_files import digest_of
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.trainer import TrainedUpdate
+from roundtable.client.training.batches import count_examples
 from roundtable.client.training.local_training import check_evaluation, check_privacy, split_data
+from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
 from roundtable.client.worker.executor import EVALUATION_BATCHES, Order, Settings
@@ -40,11 +42,12 @@ from roundtable.cluster.train.local_state import save_local
 from roundtable.cluster.train.orders import Advice
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
 from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, hides_figures
-from roundtable.core.task import ArrayTask, Site, Task, load_task
+from roundtable.core.task import ArrayTask, Site, Task, ToldTask, in_context, load_task
 
 Watch = Callable[[StepReport], None]
 
@@ -189,6 +192,8 @@ class GroupExecutor:
         if self._trainer is None or self._job != order.job:
             self._trainer, self._ended = None, 0
             self._trainer, self._job = self._set_up(order, start), order.job
+        if isinstance(self._trainer.task, ToldTask):
+            self._trainer.task.tell(self._context(order, self._trainer.job))
         if not self._trainer.layout.fingerprint == start.layout.fingerprint == order.layout:
             raise LayoutError("the job announces another layout than its model has")
         return self._trainer, start, digest
@@ -201,6 +206,7 @@ class GroupExecutor:
         options = group.settings.data_of.get(order.task, group.settings.data)
         self._site, self._task = Site(group.settings.client, options=options), task
         self._data = split_data(task, self._site)
+        task = in_context(task, self._context(order, job))
         strategy, split = self._plan(task, job)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
         trainer = RankTrainer(
@@ -218,6 +224,12 @@ class GroupExecutor:
             trainer.work = count_work(task, example_batch(self._data[0]))
             trainer.peak = peak_flops(group.table, group.device)
         return trainer
+
+    def _context(self, order: Order, job: JobConfig) -> Context:
+        """What the task's methods are told of the order, if they ask; ranks differ in the device."""
+        group = self._group
+        steps = steps_of(job, count_examples(self._data[0])) if order.phase == "train" else 0
+        return Context(job.title, order.round, group.settings.client, steps, group.device, job.seed)
 
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
         """(strategy, layers that are split): rank 0 plans for the present ranks, as failures advise."""

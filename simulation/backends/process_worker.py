@@ -98,7 +98,7 @@ def _run(
         return
     assert vector is not None
     if message["op"] == "evaluate":
-        yield from backend.evaluate(vector, work)
+        yield from backend.evaluate(message["round"], vector, work)
         return
     assert rows is not None
     yield from backend.train(message["round"], vector, work, [rows[place] for place in message["rows"]])

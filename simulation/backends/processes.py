@@ -124,9 +124,9 @@ class Processes:
             assert isinstance(answer, Trained | Failed)
             yield answer
 
-    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+    def evaluate(self, round: int, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
         self._vector.tensor[0].copy_(vector)
-        for answer in self._run("evaluate", work):
+        for answer in self._run("evaluate", work, round):
             assert isinstance(answer, Measured | Failed)
             yield answer
 
@@ -230,7 +230,7 @@ class Processes:
         if order.op == "train":
             yield from self._own.train(order.round, vector, work, [order.rows[place] for place in places])
         elif order.op == "evaluate":
-            yield from self._own.evaluate(vector, work)
+            yield from self._own.evaluate(order.round, vector, work)
         else:
             counts = self._own.examples(work)
             yield from ((item.client, count) for item, count in zip(work, counts, strict=True))

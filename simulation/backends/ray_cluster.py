@@ -79,10 +79,11 @@ class Host:
         return answers
 
     def evaluate(
-        self, vector: np.ndarray, work: Sequence[tuple[int, Mapping[str, Any] | None]]
+        self, round: int, vector: np.ndarray, work: Sequence[tuple[int, Mapping[str, Any] | None]]
     ) -> list[Measured | Failed]:
         """Test metrics."""
-        return list(self._backend.evaluate(torch.from_numpy(vector.copy()), list(self._work(work))))
+        model = torch.from_numpy(vector.copy())
+        return list(self._backend.evaluate(round, model, list(self._work(work))))
 
     def total(self, weights: Mapping[int, float]) -> np.ndarray:
         """Σ weight · update over these clients, float64 [layout.size]."""
@@ -170,9 +171,9 @@ class RayCluster:
                 rows[place].copy_(torch.from_numpy(update.copy()))
             yield answer
 
-    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+    def evaluate(self, round: int, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
         model = self._ray.put(vector.numpy())
-        for _, _, answer in self._spread("evaluate", (model,), work):
+        for _, _, answer in self._spread("evaluate", (round, model), work):
             yield answer
 
     def total(self, weights: Mapping[int, float]) -> Tensor:

@@ -68,10 +68,10 @@ class Sequential:
         for item, row in zip(work, rows, strict=True):
             yield answer_of(item, partial(self._train, round, vector, item, row))
 
-    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+    def evaluate(self, round: int, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
         left = deque(work)
         while left:
-            yield from self._evaluate_some(vector, left)
+            yield from self._evaluate_some(round, vector, left)
 
     def close(self) -> None:
         self._rows = torch.empty(0, self.world.layout.size)
@@ -98,11 +98,11 @@ class Sequential:
 
         return Protection(lambda privacy, charge: None, source, "first")
 
-    def _evaluate_some(self, vector: Tensor, left: deque[Work]) -> list[Measured | Failed]:
+    def _evaluate_some(self, round: int, vector: Tensor, left: deque[Work]) -> list[Measured | Failed]:
         """The next clients, as many as need nothing else in the model: putting it in place takes longer than
         a small client's test data."""
         first, world = left[0], self.world
-        work, device = world.local_work(0, vector, first), torch.device(self.device)
+        work, device = world.local_work(round, vector, first), torch.device(self.device)
         prepare = preparation(work, device)
         apart = prepare is not None or told(world.task)
         place = evaluation(
@@ -113,7 +113,7 @@ class Sequential:
             device=self.device,
             local=first.local,
             prepare=prepare,
-            context=work.context(0, device),
+            context=work.evaluation_context(device),
         )
         answers: list[Measured | Failed] = []
         with ExitStack() as stack:

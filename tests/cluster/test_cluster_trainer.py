@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from cluster_silo import ALGORITHM, Silo, watched
+from cluster_silo import ALGORITHM, TASK, Silo, watched
 
 from roundtable.client.failures import WorkFailed
 from roundtable.cluster.train.orders import Advice
 from roundtable.core import JobConfig, load_task, save_model
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.initial_model import initial_model
 from roundtable.core.task import initial_state
 
@@ -33,6 +34,31 @@ async def test_rounds_on_warm_ranks_equal_one_process(tmp_path: Path) -> None:
         await trainer.train(silo.work(round=2, output="second"), watched([]))
         assert torch.allclose(silo.update("second"), silo.alone(round=2), atol=1e-6)
         assert trainer.launches == ranks == 1
+
+
+async def test_ranks_tell_the_task_of_its_round_as_one_process_does(tmp_path: Path) -> None:
+    """The loss depends on all that a context says; so does the metric, in an evaluation."""
+    code = TASK.replace("def loss(self, model, batch):", "def loss(self, model, batch, context):")
+    code = code.replace("def metrics(self, model, batch):", "def metrics(self, model, batch, context):")
+    code = code.replace(
+        "return F.cross_entropy(model(batch[0]), batch[1])",
+        "assert context.device.type == 'cpu' and context.job == 'toy'\n"
+        "        pull = context.seed('pull') % 101 / 101 + context.steps\n"
+        "        return F.cross_entropy(model(batch[0]), batch[1]) * pull / 16",
+    )
+    code = code.replace(
+        'return {"accuracy":',
+        'return {"told": (context.seed("x") % 97, 1), "round": (context.round, 1),'
+        ' "steps": (context.steps, 1), "accuracy":',
+    )
+    silo = Silo(tmp_path, code=code)
+    async with silo.trainer() as trainer:
+        for round in (1, 2):
+            await trainer.train(silo.work(round=round, output=f"round-{round}"), watched([]))
+            assert torch.allclose(silo.update(f"round-{round}"), silo.alone(round), atol=1e-6)
+        metrics = await trainer.evaluate(silo.work(round=2, phase="evaluate"), watched([]))
+    batches, told = metrics["round"][1], Context("toy", 2, "alder", job_seed=3).seed("x") % 97
+    assert [metrics[name][0] / batches for name in ("round", "steps", "told")] == [2, 0, told]
 
 
 @pytest.mark.slow

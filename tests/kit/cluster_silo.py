@@ -68,9 +68,11 @@ ALGORITHM = {"learning_rate": 0.1, "momentum": 0.9, "batch_size": 8, "epochs": 2
 class Silo:
     """A trainer with a model to train, and what one process makes of it."""
 
-    def __init__(self, folder: Path, job: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, job: dict[str, Any] | None = None, code: str = TASK, **options: Any
+    ) -> None:
         self.folder = folder
-        (folder / "toy.py").write_text(TASK)
+        (folder / "toy.py").write_text(code)
         table = {"task": "toy", "seed": 3, "algorithm": ALGORITHM, **(job or {})}
         self.job = JobConfig.model_validate(table)
         self.model = initial_model(self.job, load_task("toy.py", folder))

@@ -74,7 +74,7 @@ def evaluated(
     work = [Work(place.names[i], i, local if i == 2 else None) for i in range(len(SIZES))]
     backend = Sequential(place, clients)
     with one_thread():
-        return list(backend.evaluate(place.initial.vector, work))
+        return list(backend.evaluate(1, place.initial.vector, work))
 
 
 @pytest.mark.parametrize("task", [Tested, DrawsNumbers, Counts, ForgetsItsMode, Halved])

@@ -153,8 +153,8 @@ class Stacked:
             total[start : start + _COLUMNS] = factors @ block.double()
         return total.cpu()
 
-    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
-        return self.fallback.evaluate(vector, work)
+    def evaluate(self, round: int, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+        return self.fallback.evaluate(round, vector, work)
 
     def close(self) -> None:
         self.fallback.close()

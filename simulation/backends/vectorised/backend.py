@@ -122,8 +122,8 @@ class Vectorised:
             else:
                 yield answer
 
-    def evaluate(self, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
-        return self.fallback.evaluate(vector, work)
+    def evaluate(self, round: int, vector: Tensor, work: Sequence[Work]) -> Iterator[Measured | Failed]:
+        return self.fallback.evaluate(round, vector, work)
 
     def close(self) -> None:
         self.fallback.close()
