@@ -1,13 +1,16 @@
-"""The coordinator's page of metrics, made when somebody asks for it."""
+"""The coordinator's page of metrics, made when somebody asks for it.
+
+Anybody who reaches its address may read it: silos are counted, not named, and jobs are identifiers. Names are
+for those who show a certificate or a token (`roundtable clients`, `roundtable job show`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -16,7 +19,7 @@ from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError
 from roundtable.core.identity.credentials import Credentials
-from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Interval
+from roundtable.core.observability.monitoring import Families, Interval
 from roundtable.engine.selection import quorum
 from roundtable.proto.pieces import traffic
 from roundtable.server.auth.quotas import QUOTAS
@@ -35,6 +38,8 @@ log = logging.getLogger("roundtable.server.metrics_page")
 
 REFRESH_SECONDS = 15.0
 ANSWER_SECONDS = 3.0
+SILENT_SECONDS = 900.0
+SILO_STATES = ("available", "training", "uploading", "offline")
 STATES = ("waiting", "running", "paused", "finished", "cancelled", "failed")
 
 
@@ -129,12 +134,12 @@ class CoordinatorPage:
         page.histogram("roundtable_phase_seconds", text, tally.spreads_of("phase"), "phase")
 
     def _jobs(self, page: Families, jobs: JobRegistry, sessions: Sessions) -> None:
-        live = {(runner.row.id, runner.row.name): runner for runner in jobs.runners()}
+        live = {(runner.row.id,): runner for runner in jobs.runners()}
         statuses = Counter({status: self._statuses[status] for status in STATES})
         statuses.update(runner.row.status for runner in live.values())
         values = {(status,): float(count) for status, count in statuses.items()}
         page.gauge("roundtable_jobs", "jobs by status", values, ("status",))
-        labels, online = ("job_id", "name"), sessions.clients()
+        labels, online = ("job_id",), sessions.clients()
 
         def each(name: str, text: str, value: Callable[[JobRunner], float]) -> None:
             page.gauge(name, text, {key: value(runner) for key, runner in live.items()}, labels)
@@ -152,29 +157,27 @@ class CoordinatorPage:
         each("roundtable_job_silos_known", text, lambda runner: _offering(runner, self._silos))
         text = "updates without which the job's rounds fail"
         each("roundtable_job_silos_needed", text, lambda runner: self._needed(runner))
-        _steps(page, live)
 
     def _needed(self, runner: JobRunner) -> float:
         cohort = runner.job.cohort
         return float(quorum(cohort, cohort.size or max(1, int(_offering(runner, self._silos)))))
 
     def _silo_states(self, page: Families, jobs: JobRegistry, sessions: Sessions) -> None:
-        states: Counter[str] = Counter({"available": 0, "training": 0, "uploading": 0, "offline": 0})
-        seen = {}
+        states: Counter[str] = Counter(dict.fromkeys(SILO_STATES, 0))
+        silent = 0
         for silo in self._silos:
             session = sessions.get(silo.name)
             state = "offline"
             if session is not None:
                 # Who works was drawn.
                 state = session.state if jobs.tells_cohorts(silo) else "available"
-            states[state] += 1
-            # A session is heard of by a clock without a date.
-            silent = time.monotonic() - session.heard if session is not None else None
-            seen[(silo.name,)] = self._clock() - silent if silent is not None else silo.last_seen
+            # A silo's own words are not a label's value.
+            states[state if state in SILO_STATES else "available"] += 1
+            silent += session is None and self._clock() - silo.last_seen > SILENT_SECONDS
         values = {(state,): float(count) for state, count in states.items()}
         page.gauge("roundtable_silos", "silos by what they do", values, ("status",))
-        text = "when the silo was heard of last"
-        page.gauge("roundtable_silo_last_seen_timestamp_seconds", text, seen, ("silo",))
+        text = "silos that were not heard of for a quarter of an hour"
+        page.gauge("roundtable_silos_silent", text, {(): float(silent)})
 
     def _privacy(self, page: Families) -> None:
         label = ("population",)
@@ -230,18 +233,6 @@ def _expected(connection: Connection) -> list[AgentRow]:
     """The agents that may come back: one that is revoked is neither silent nor missing."""
     revoked = revoked_silos(connection)
     return [row for row in all_clients(connection) if row.name not in revoked]
-
-
-def _steps(page: Families, live: Mapping[tuple[str, str], JobRunner]) -> None:
-    """Adds the newest training step of each silo that reports figures."""
-    newest = {
-        (job, silo): figures
-        for (job, _), runner in live.items()
-        for silo, figures in runner.instructions.figures().items()
-    }
-    for name, text in STEP_GAUGES.items():
-        values = {key: float(figures[name]) for key, figures in newest.items() if name in figures}
-        page.gauge(f"roundtable_silo_step_{name}", text, values, ("job_id", "silo"))
 
 
 def _offering(runner: JobRunner, silos: list[AgentRow]) -> float:

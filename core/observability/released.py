@@ -182,19 +182,12 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
             Tells.PUBLIC,
             "coordinator_active database_up calls_refused round_seconds phase_seconds jobs job_rounds_done "
             "job_rounds_wanted job_running job_silos_online job_silos_known job_silos_needed "
-            "silo_last_seen_timestamp_seconds privacy_epsilon_spent privacy_epsilon_budget "
+            "silos_silent quota_refusals privacy_epsilon_spent privacy_epsilon_budget "
             "privacy_epsilon_left event_loop_lag_seconds disk_free_bytes disk_size_bytes "
             "certificate_expires_timestamp_seconds transfer_bytes rounds",
         ),
         **_of(Tells.COHORT, "queue_length updates incidents silos"),
         "updates_refused": Tells.UPDATE,
-        **_of(
-            Tells.SILO,
-            "silo_step_loss silo_step_step silo_step_steps silo_step_learning_rate silo_step_gradient_norm "
-            "silo_step_examples_per_second silo_step_tokens_per_second silo_step_flops_utilisation "
-            "silo_step_memory_bytes silo_step_seconds silo_step_communication_seconds "
-            "silo_step_waiting_seconds",
-        ),
     },
     # The coordinator to operators.
     "StatusReply": _of(

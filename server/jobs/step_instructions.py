@@ -73,11 +73,3 @@ class StepInstructions:
     def progress_of(self, client: str) -> StepProgress | None:
         """How far the agent says it is with its step."""
         return self._progress.get(client)
-
-    def figures(self) -> dict[str, dict[str, float]]:
-        """The newest training step of each silo that reports figures, by silo and name; "loss" among them."""
-        return {
-            client: {"loss": progress.loss, **figures}
-            for client, progress in self._progress.items()
-            if (figures := progress.figures) is not None
-        }

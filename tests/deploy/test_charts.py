@@ -74,8 +74,10 @@ def check_whole(manifests: list[Manifest]) -> None:
     pod, labels = template["spec"], template["metadata"]["labels"]
     claims = {claim["metadata"]["name"] for claim in of_kind(manifests, "PersistentVolumeClaim")}
     maps = {name["metadata"]["name"] for name in of_kind(manifests, "ConfigMap")}
-    names = {port["name"] for container in pod["containers"] for port in container["ports"]}
-    numbers = {port["containerPort"] for container in pod["containers"] for port in container["ports"]}
+    names = {port["name"] for container in pod["containers"] for port in container.get("ports", ())}
+    numbers = {
+        port["containerPort"] for container in pod["containers"] for port in container.get("ports", ())
+    }
     (stateful,) = of_kind(manifests, "StatefulSet")
     own = {claim["metadata"]["name"] for claim in stateful["spec"].get("volumeClaimTemplates", ())}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -93,7 +95,7 @@ def check_whole(manifests: list[Manifest]) -> None:
         place = selector.pop("statefulset.kubernetes.io/pod-name", None)
         assert place is None or int(place.rpartition("-")[2]) < stateful["spec"]["replicas"]
         assert selector.items() <= labels.items()
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+        assert {port["targetPort"] for port in service["spec"].get("ports", ())} <= names
     for ingress in of_kind(manifests, "Ingress"):
         for rule in ingress["spec"]["rules"]:
             (path,) = rule["http"]["paths"]
@@ -167,12 +169,13 @@ def test_each_coordinator_reads_settings_of_its_own(tmp_path: Path) -> None:
         assert Path(config.artifacts).parent == Path(config.state).parent == Path("/var/lib/roundtable")
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert config.listen == f"0.0.0.0:{ports['grpc']}"
-        assert config.metrics == f"0.0.0.0:{ports['metrics']}"
+        assert config.metrics == "127.0.0.1:9464", "who asks from elsewhere has no certificate"
+        assert "metrics" not in ports
     assert announced == ["hub1.example.org:443", "hub2.example.org:443"]
     variables = {entry["name"] for entry in container["env"]}
     assert "ROUNDTABLE_DATABASE" in variables, "the database's password stands in no file"
-    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
-    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    for probe, path in (("livenessProbe", "healthz"), ("readinessProbe", "readyz")):
+        assert f"'http://127.0.0.1:9464/{path}'" in container[probe]["exec"]["command"][-1]
 
 
 def test_the_agents_file_is_one_that_the_agent_reads(tmp_path: Path) -> None:
@@ -237,7 +240,7 @@ def test_credentials_are_copied_once_and_again_when_they_are_others(tmp_path: Pa
             "roundtable-coordinator",
             {
                 "networkPolicy": {"enabled": False},
-                "serviceMonitor": {"enabled": False},
+                "serviceMonitor": {"enabled": True},
                 "artifacts": {"claim": "shared"},
             },
         ),
@@ -268,8 +271,11 @@ def test_other_values_give_whole_manifests_too(chart: str, values: Manifest, tmp
     (template,) = pods(manifests)
     check_restricted(template)
     (settings,) = of_kind(manifests, "ConfigMap")
+    watched = values.get("serviceMonitor", {}).get("enabled", False)
+    assert bool(of_kind(manifests, "ServiceMonitor")) is watched
     for text in settings["data"].values():
         read = tomllib.loads(text)
+        assert read["metrics"].startswith("0.0.0.0:" if watched else "127.0.0.1:")
         if "settings" in values:
             assert (read["keep_models"], read["copies"]) == (7, ["s3://models/roundtable"])
         if bucket := values.get("artifacts", {}).get("bucket"):
@@ -291,7 +297,9 @@ def test_the_alerts_are_those_that_are_tested(tmp_path: Path) -> None:
     assert rule["spec"] == yaml.safe_load(kept_rules.read_text())
     # By this label RoundtableDown knows our processes, whatever the release is called.
     for chart in ("roundtable-coordinator", "roundtable-agent"):
-        (monitor,) = of_kind(kept(chart), "ServiceMonitor")
+        shown = rendered(chart, {"serviceMonitor": {"enabled": True}}, tmp_path)
+        check_whole(shown)
+        (monitor,) = of_kind(shown, "ServiceMonitor")
         assert monitor["spec"]["jobLabel"] == "app.kubernetes.io/name"
         for service in of_kind(kept(chart), "Service"):
             assert service["metadata"]["labels"]["app.kubernetes.io/name"] == chart

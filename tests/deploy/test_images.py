@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,8 +169,9 @@ def test_of_two_pods_of_the_chart_one_is_active_and_the_other_takes_over(
         return engines[place].log(f"{pods['metadata']['name']}-{place}")
 
     def until(place: int, wanted: str) -> None:
-        port = {port["name"]: port["containerPort"] for port in container["ports"]}["metrics"]
-        page = f"http://127.0.0.1:{port}{container['readinessProbe']['httpGet']['path']}"
+        page = re.findall(
+            r"'(http://127\.0\.0\.1:\d+/readyz)'", str(container["readinessProbe"]["exec"]["command"])
+        )[0]
         loop = f"until curl -s {page} | grep -q '^{wanted}'; do sleep 0.2; done"
         asked = engines[place].run("probe", ["timeout", "120", "sh", "-c", loop], {}, {})
         assert asked.wait() == 0, said(place)

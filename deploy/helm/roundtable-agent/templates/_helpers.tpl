@@ -9,4 +9,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
-
+{{/* Asks from inside: the page is on the pod's own loopback unless Prometheus reads it. */}}
+{{- define "agent.probe" -}}
+["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9465/{{ . }}', timeout=4)"]
+{{- end }}

@@ -17,3 +17,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 {{- end }}
+{{/* Asks from inside: the page is on the pod's own loopback unless Prometheus reads it. */}}
+{{- define "coordinator.probe" -}}
+["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9464/{{ . }}', timeout=4)"]
+{{- end }}
