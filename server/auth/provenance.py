@@ -78,7 +78,7 @@ class Provenance:
             "ended": record["ended"],
             "charge": record["charge"],
         }
-        if "cohort" in record["withheld"]:
+        if "cohort" in record.get("withheld", ()):
             return {**shown, "withheld": record["withheld"]}
         participants = sorted(self._pseudonym(job, name) for name in record["contributors"])
         return {**shown, "cohort": len(record["cohort"]), "participants": participants}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from roundtable.engine import messages as m
 from roundtable.server.jobs.privacy_budget import Guarantee
-from roundtable.server.store import LedgerRow, UpdateRow
 
 
 class JobAccount(Protocol):
-    """One job's account. Everything but `of_updates` may raise StorageError: the database is away."""
+    """One job's account. Everything may raise StorageError: the database is away."""
 
     async def reserve(self, step: m.Step) -> None:
         """Reserves what an attempt can cost; BudgetExceeded where a budget does not hold it."""
@@ -19,8 +17,8 @@ class JobAccount(Protocol):
     async def release(self, step: m.Step) -> None:
         """Charges an attempt for good, before anything of it is seen; PrivacyError if nothing is reserved."""
 
-    def of_updates(self, updates: Iterable[UpdateRow]) -> list[LedgerRow]:
-        """What silos have spent by sending these updates: due when they become durable, used or not."""
+    async def receive(self, client: str, step: m.Step) -> None:
+        """Charges a silo for an update of this step: due before its first byte, used or not."""
 
     async def guarantee(self, step: m.Step) -> Guarantee:
         """The guarantee of the model that this step publishes; its own charge is counted."""
@@ -35,8 +33,8 @@ class NoAccount:
     async def release(self, step: m.Step) -> None:
         return
 
-    def of_updates(self, updates: Iterable[UpdateRow]) -> list[LedgerRow]:
-        return []
+    async def receive(self, client: str, step: m.Step) -> None:
+        return
 
     async def guarantee(self, step: m.Step) -> Guarantee:
         return Guarantee("", {})

@@ -26,10 +26,11 @@ from roundtable.privacy import (
     relation_of,
     statement,
 )
-from roundtable.server.store import Database, LedgerRow, UpdateRow
+from roundtable.server.store import Database, LedgerRow
 from roundtable.server.store.ledger import (
     EVERY_SILO,
     Total,
+    add,
     budget_of,
     is_released,
     jobs_of,
@@ -98,15 +99,12 @@ class Account:
                 "the job has ended, or a newer attempt has begun"
             )
 
-    def of_updates(self, updates: Iterable[UpdateRow]) -> list[LedgerRow]:
-        """What silos have spent by sending these updates, where their own noise is all that hides them."""
+    async def receive(self, client: str, step: m.Step) -> None:
+        """Charges a silo whose own noise is all that hides its update, before a byte of that is here."""
         charge = self._plan.silo_charge
-        if charge is None:
-            return []
-        return [
-            self._row(update.client, m.Step(update.round, update.attempt, m.TRAIN), charge, released=True)
-            for update in updates
-        ]
+        if charge is not None:
+            row = self._row(client, step, charge, released=True)
+            await self._database.write(lambda connection: add(connection, row))
 
     async def guarantee(self, step: m.Step) -> Guarantee:
         """The guarantee of the model that this step publishes; its own charge is counted."""

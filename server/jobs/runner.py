@@ -117,6 +117,10 @@ class JobRunner:
         """The verdict on an upload, before a byte of it is accepted."""
         return self._engine.wants(client, step)
 
+    async def receive(self, client: str, step: m.Step) -> None:
+        """Pays for an upload that is wanted, before a byte of it is accepted."""
+        await self._account.receive(client, step)
+
     def lost(self, client: str, step: m.Step) -> str:
         """The digest of the update that was accepted for this step, is damaged and wanted again; or ""."""
         update = self._engine.lost(client, step)
@@ -189,7 +193,7 @@ class JobRunner:
             if arrival.verdict != "wanted":
                 return
             if not self.lost(arrival.update.client, event.step):
-                # What is sent again was written down and charged the first time.
+                # What is sent again was written down the first time.
                 batch.updates.append(arrival.update)
         batch.artifacts.extend(arrival.artifacts)
         batch.worth_writing |= not isinstance(event, _QUIET)
@@ -284,7 +288,6 @@ class JobRunner:
             artifacts=batch.artifacts,
             records=batch.records,
             released=_released(batch.actions),
-            charges=self._account.of_updates(batch.updates),
         )
         await self._until_written(step, place)
         failpoint("transition_stored", *place)

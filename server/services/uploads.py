@@ -63,6 +63,7 @@ class Uploads:
         self._threads = threads
         self._active: dict[str, asyncio.Task[Receipt]] = {}
         self._corrupted: Counter[str] = Counter()
+        self._begun: dict[str, str] = {}
 
     async def status(self, client: str, header: agent_pb2.UploadHeader) -> agent_pb2.UploadState:
         """How much has arrived, and whether the rest is wanted."""
@@ -135,6 +136,7 @@ class Uploads:
 
     async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Receipt:
         content = offer.header.content
+        await self._pay(offer)
         check = offer.runner.collection.content_check()
         offer.runner.inbox.post(m.WorkStarted(offer.client, offer.step, "uploading"))
         artifacts = self._services.artifacts
@@ -146,6 +148,18 @@ class Uploads:
             return await self._complete(offer, writer, check)
         finally:
             writer.close()
+
+    async def _pay(self, offer: Offer) -> None:
+        """Has the silo charged for what it is about to show: once for each version of its update.
+
+        Trained again, an update has other noise. What has begun to arrive was paid for then.
+        """
+        digest = offer.header.content.digest
+        begun = self._begun.get(offer.owner) == digest
+        begun = begun or self._services.artifacts.received(offer.owner, digest) > 0
+        if not begun and not offer.runner.lost(offer.client, offer.step):
+            await offer.runner.receive(offer.client, offer.step)
+        self._begun[offer.owner] = digest
 
     async def _complete(self, offer: Offer, writer: BlobWriter, check: ContentCheck) -> Receipt:
         """Checks that the written bytes are complete, match the digest and are finite; then keeps them."""
@@ -179,6 +193,7 @@ class Uploads:
         update = m.Update(client, m.BlobReference(artifact.digest), header.examples, loss, metrics)
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.inbox.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
+        self._begun.pop(offer.owner, None)
         if verdict == "wanted":
             self._corrupted.pop(offer.owner, None)
             failpoint("receipt_due", offer.step.round, offer.step.phase)
@@ -204,6 +219,7 @@ class Uploads:
         digest = m.BlobReference(offer.header.content.digest[:64])
         update = m.Update(client, digest, min(offer.header.examples, wire.MAX_COUNT))
         row = self._row(offer, update, "rejected", problem)
+        self._begun.pop(offer.owner, None)
         await offer.runner.inbox.tell(m.ClientFailed(step, failure), (), row)
         return Receipt(status=Receipt.REJECTED, reason=problem)
 

@@ -15,8 +15,8 @@ from roundtable.server.store import tables
 from roundtable.server.store.artifacts import note_artifact
 from roundtable.server.store.audit import append_rounds
 from roundtable.server.store.database import LeaseLost
-from roundtable.server.store.ledger import add, settle
-from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, LedgerRow, UpdateRow, to_json
+from roundtable.server.store.ledger import settle
+from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, UpdateRow, to_json
 
 FINAL = ("finished", "cancelled", "failed")
 HISTORY_PAGE = 100
@@ -41,7 +41,7 @@ class Transition:
 
     `records` are committed rounds as JSON objects with at least round, attempt, model, optimizer,
     cohort, contributors, charge and ended; each is written exactly once. `released` names the
-    (round, attempt) whose new model is shown to anybody from now on; `charges` are new ledger rows.
+    (round, attempt) whose new model is shown to anybody from now on.
     """
 
     job: str
@@ -56,7 +56,6 @@ class Transition:
     artifacts: list[ArtifactRow] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
-    charges: list[LedgerRow] = field(default_factory=list)
 
 
 def insert_job(connection: Connection, job: JobRow, artifact: ArtifactRow, events: list[EventRow]) -> None:
@@ -94,7 +93,6 @@ def apply(connection: Connection, step: Transition) -> None:
     insert_events(connection, step.job, step.events)
     charged = [(r["round"], r["attempt"]) for r in step.records if r["charge"]]
     settle(connection, step.job, [*step.released, *charged], over=step.status in FINAL)
-    add(connection, step.charges)
     append_rounds(connection, step.job, step.time, step.records, step.events)
 
 

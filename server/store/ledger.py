@@ -112,10 +112,9 @@ def release(connection: Connection, job: str, round: int, attempt: int) -> bool:
     return is_released(connection, job, round, attempt)
 
 
-def add(connection: Connection, rows: Sequence[LedgerRow]) -> None:
-    """Inserts charges that are released as they are written."""
-    if rows:
-        connection.execute(sa.insert(tables.ledger), [asdict(row) for row in rows])
+def add(connection: Connection, row: LedgerRow) -> None:
+    """Inserts a charge that is released as it is written."""
+    connection.execute(sa.insert(tables.ledger).values(asdict(row)))
 
 
 def budget_of(connection: Connection, population: str) -> Budget | None:

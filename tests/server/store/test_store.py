@@ -87,6 +87,7 @@ def record(number: int, **changes: Any) -> dict[str, Any]:
         "cohort": ["alder", "birch"],
         "contributors": ["alder"],
         "charge": {},
+        "withheld": [],
         "ended": 3.0,
     }
     return {**values, **changes}
