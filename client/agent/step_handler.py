@@ -12,37 +12,32 @@ import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Link
 from roundtable.client.agent.delivery import Delivery, log_receipt
-from roundtable.client.agent.gatekeeper import Gatekeeper, job_of
+from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.release_ledger import NAME as LEDGER
-from roundtable.client.agent.release_ledger import ReleaseLedger, model_values, refusing
+from roundtable.client.agent.release_ledger import ReleaseLedger
 from roundtable.client.agent.secure_attempts import (
     MASKED,
-    PHASE,
-    MaskingAttempt,
     SecureAttempts,
-    is_secure,
 )
 from roundtable.client.agent.spool import Finished, Spool
 from roundtable.client.agent.step_reports import StepReporter
+from roundtable.client.agent.step_worker import StepWorker
 from roundtable.client.door import incoming, outgoing
 from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.durable_files import explained
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.step_key import StepKey
-from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
-from roundtable.client.training.metrics import loss_of
+from roundtable.client.trainer import Trainer
 from roundtable.core.errors import (
     ProtocolError,
-    ResourceError,
     RoundtableError,
     TransferError,
 )
@@ -64,22 +59,30 @@ class StepHandler:
         models: ModelCache,
         spool: Spool,
     ) -> None:
-        self._config = config
         self._observer = observer
-        self._client = observer.silo
         self._link = link
         self._trainer = trainer
-        self._models = models
         self._spool = spool
-        self._ledger = ReleaseLedger(config.state / LEDGER, config.policy.rounds)
-        self._secure = SecureAttempts(config, self._client, self._ledger)
-        self.gate = Gatekeeper(config, self._client)
+        ledger = ReleaseLedger(config.state / LEDGER, config.policy.rounds)
+        self._secure = SecureAttempts(config, observer.silo, ledger)
+        self.gate = Gatekeeper(config, observer.silo)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
         self._answers: OrderedDict[StepKey, outgoing.FromAgent] = OrderedDict()
         self._reporter = StepReporter(link, observer)
         self._report = self._reporter.report
         self._delivery = Delivery(link, spool, self._reporter)
+        self._worker = StepWorker(
+            gate=self.gate,
+            ledger=ledger,
+            secure=self._secure,
+            observer=observer,
+            reporter=self._reporter,
+            link=link,
+            trainer=trainer,
+            models=models,
+            spool=spool,
+        )
         self._asked: dict[StepKey, tuple[StepInstruction, float]] = {}
 
     @property
@@ -129,7 +132,7 @@ class StepHandler:
     def _instruct(self, instruction: StepInstruction) -> None:
         step = instruction.step
         if isinstance(instruction.work, ExchangeWork):
-            self._exchange(step, instruction.work.payload)
+            self._worker.exchange(step, instruction.work.payload)
             return
         if step in self._answers:
             self._link.send(self._answers[step])
@@ -139,7 +142,7 @@ class StepHandler:
             self._report(step, "uploading", 0, 0)
             return
         if _goes_on(self._working.get(step)):
-            self._advertise(step)
+            self._worker.advertise(step)
             return
         kept = self._delivery.take_back(step)
         if kept is not None:
@@ -192,7 +195,11 @@ class StepHandler:
         failpoint("accepted", step.round, step.phase)
         try:
             async with asyncio.timeout(self.gate.seconds(instruction.seconds)):
-                await self._answer(step, instruction)
+                answer = await self._worker.do(step, instruction, lambda: len(self._working))
+                if isinstance(answer, Finished):
+                    self._start_delivery(answer, fresh=True)
+                else:
+                    self._remember(step, answer)
         except TimeoutError:
             reason = f"the silo did not finish within the {instruction.seconds:.0f} s that were left"
             self._fail(step, WorkFailed("slow_node", reason))
@@ -200,113 +207,6 @@ class StepHandler:
             self._fail(step, error)
         except OSError as error:
             self._fail(step, explained(error, Path(error.filename or "a file")))
-
-    async def _answer(self, step: StepKey, instruction: StepInstruction) -> None:
-        job = job_of(instruction)
-        asked = instruction.work
-        task = self.gate.admit(step, instruction, job)
-        assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
-        arriving = partial(self._report, step, "downloading")
-        model = await self._models.obtain(self._link, asked.model, arriving, lambda: len(self._working))
-        failpoint("model_here", step.round, step.phase)
-        work = StepWork(
-            step=step,
-            client=self._client,
-            config=instruction.config,
-            job=job,
-            task=task,
-            model=model,
-            layout=asked.layout,
-            output=self._spool.bytes_of(step),
-            trouble=partial(self._reporter.trouble, step),
-        )
-        if asked.kind == "train" and is_secure(job):
-            size, values = await asyncio.to_thread(model_values, model)
-            identities = asked.identities
-            attempt = self._secure.begin(step, job, size, values, identities)
-            self._advertise(step)
-            await self._train_masked(work, attempt)
-        elif asked.kind == "train":
-            await self._train(work, asked.model.digest)
-        else:
-            await self._evaluate(work, asked.model.digest)
-
-    async def _train(self, work: StepWork, model: str) -> None:
-        trained = await self._trained(work)
-        failpoint("update_written", work.step.round, work.step.phase)
-        with refusing():
-            await asyncio.to_thread(self._ledger.update, work.step, model, trained.digest)
-        examples, metrics = self.gate.trained(work.job, trained.examples, trained.metrics)
-        finished = Finished(
-            step=work.step,
-            digest=trained.digest,
-            size=trained.size,
-            layout=work.layout,
-            encoding=work.job.transfer.encoding,
-            examples=examples,
-            metrics=metrics,
-        )
-        self._start_delivery(finished, fresh=True)
-
-    async def _train_masked(self, work: StepWork, attempt: MaskingAttempt) -> None:
-        """Trains as `_train` does, and masks the update together with example count and loss."""
-        step, plain, masked = work.step, self._spool.plain_of(work.step), work.output
-        trained = await self._trained(replace(work, output=plain))
-        await attempt.ready()
-        digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained.examples, trained.metrics)
-        plain.unlink()
-        await asyncio.to_thread(self._secure.keep, step)
-        proof = attempt.client.masked().hex()
-        finished = Finished(step, digest, size, work.layout, encoding=MASKED, announcement=proof)
-        self._start_delivery(finished, fresh=True)
-
-    def _advertise(self, step: StepKey) -> None:
-        """Sends this silo's first message of a secure aggregation, again if it may have been lost."""
-        attempt = self._secure.find(step)
-        if attempt is not None and attempt.advert:
-            self._reply(step, attempt.advert)
-
-    def _exchange(self, step: StepKey, message: bytes) -> None:
-        """Answers the coordinator's next message of secure aggregation."""
-        try:
-            answer = self._secure.handle(step, message)
-        except (WorkFailed, ResourceError) as error:
-            diagnosis = diagnose(error)
-            self._link.send(outgoing.failure(step, diagnosis.kind, diagnosis.detail))
-            return
-        if answer is not None:
-            self._reply(step, answer)
-
-    def _reply(self, step: StepKey, payload: bytes) -> None:
-        self._link.send(outgoing.reply(step._replace(phase=PHASE), payload))
-
-    async def _trained(self, work: StepWork) -> TrainedUpdate:
-        step, began = work.step, time.monotonic()
-        _log.info("%s: training", step)
-        self._report(step, "training", 0, 0)
-        quiet = self.gate.is_quiet(work.job)
-        trained = await self._trainer.train(
-            work, lambda *seen: self._report(step, "training", *seen, quiet=quiet)
-        )
-        _log.info(
-            "%s: trained on %d examples in %.2f s%s",
-            step,
-            trained.examples,
-            time.monotonic() - began,
-            loss_of(trained.metrics),
-        )
-        return trained
-
-    async def _evaluate(self, work: StepWork, model: str) -> None:
-        step = work.step
-        self._report(step, "evaluating", 0, 0)
-        metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
-        with refusing():
-            await asyncio.to_thread(self._ledger.evaluation, step, model)
-        _log.info("%s: evaluated%s", step, loss_of(metrics))
-        self._observer.ended(step, "done")
-        failpoint("evaluated", step.round, step.phase)
-        self._remember(step, outgoing.evaluated(step, self.gate.evaluated(metrics)))
 
     def _start_delivery(self, finished: Finished, *, fresh: bool) -> None:
         self._spawn(self._delivering, finished.step, self._deliver(finished, fresh))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from roundtable.core.errors import PrivacyError
 from roundtable.engine import messages as m
 from roundtable.server.jobs.aggregate_action import AggregateAction, despite_outages
@@ -14,55 +16,62 @@ from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.step_instructions import StepInstructions
 
 
+@dataclass(frozen=True)
+class JobParts:
+    """The parts of a job's driver.
+
+    `inbox` is where events for it go, `instructions` what its agents were asked, `collection` how updates
+    come in, `account` whose privacy it spends, `aggregate` how its models are made.
+    """
+
+    inbox: JobInbox
+    instructions: StepInstructions
+    collection: RoundCollection
+    account: JobAccount
+    aggregate: AggregateAction
+
+
 class JobActions:
     """Performs one job's actions; every one of them can safely be performed again."""
 
     def __init__(
         self,
         job: str,
-        instructions: StepInstructions,
-        collection: RoundCollection,
-        aggregate: AggregateAction,
-        account: JobAccount,
+        parts: JobParts,
         tracking: JobTracking,
         services: JobServices,
-        inbox: JobInbox,
         tasks: BackgroundTasks,
     ) -> None:
         self._job = job
-        self._instructions = instructions
-        self._collection = collection
-        self._aggregate = aggregate
-        self._account = account
+        self._parts = parts
         self._tracking = tracking
         self._retention = services.retention
-        self._inbox = inbox
         self._tasks = tasks
-        self._timers = Timers(services.clock, lambda name: inbox.post(m.DeadlinePassed(name)))
+        self._timers = Timers(services.clock, lambda name: parts.inbox.post(m.DeadlinePassed(name)))
 
     def perform(self, action: m.Action) -> None:
         """Performs an action; what takes time goes on in the background."""
         match action:
             case m.Instruct():
-                certificates = self._collection.admit(action)
+                certificates = self._parts.collection.admit(action)
                 if certificates is not None:
-                    self._instructions.send(action, certificates)
+                    self._parts.instructions.send(action, certificates)
             case m.Withdraw():
-                self._instructions.withdraw(action)
+                self._parts.instructions.withdraw(action)
             case m.SetTimer(timer, at):
                 self._timers.set(timer, at)
             case m.Aggregate():
-                self._tasks.spawn(self._aggregate.perform(action))
+                self._tasks.spawn(self._parts.aggregate.perform(action))
             case m.Unmask(step):
-                self._collection.permit(step)
+                self._parts.collection.permit(step)
             case m.Authorize(step):
                 self._tasks.spawn(self._authorize(step))
             case m.Commit(record, settled):
-                self._collection.retire(record.round)
+                self._parts.collection.retire(record.round)
                 self._tracking.committed(record)
                 self._tasks.spawn(self._retention.after_commit(self._job, record, settled))
             case m.StatusChanged("paused"):
-                self._collection.close(forget=True)
+                self._parts.collection.close(forget=True)
             case m.StatusChanged():
                 pass
             case _:
@@ -72,20 +81,20 @@ class JobActions:
         """Ends what runs for a job that is over."""
         self._timers.clear()
         self._tracking.close(finished=True)
-        self._collection.close(forget=True)
+        self._parts.collection.close(forget=True)
 
     def stop(self) -> None:
         """Drops what is under way when the process ends; the engine asks for it again after a start."""
         self._timers.clear()
         self._tracking.close(finished=False)
-        self._collection.close(forget=False)
+        self._parts.collection.close(forget=False)
         self._tasks.cancel()
 
     async def _authorize(self, step: m.Step) -> None:
         """Asks the ledger whether it holds what the attempt can cost."""
         try:
-            await despite_outages(self._job, lambda: self._account.reserve(step))
+            await despite_outages(self._job, lambda: self._parts.account.reserve(step))
         except PrivacyError as error:
-            await self._inbox.tell(m.Denied(step, str(error)))
+            await self._parts.inbox.tell(m.Denied(step, str(error)))
         else:
-            await self._inbox.tell(m.Authorized(step))
+            await self._parts.inbox.tell(m.Authorized(step))

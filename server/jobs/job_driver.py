@@ -16,7 +16,7 @@ from roundtable.core.privacy_table import NoPrivacy, masking_of
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.proto import common_pb2
-from roundtable.server.jobs.actions import JobActions
+from roundtable.server.jobs.actions import JobActions, JobParts
 from roundtable.server.jobs.aggregate_action import AggregateAction
 from roundtable.server.jobs.background import BackgroundTasks
 from roundtable.server.jobs.combiner import Combiner
@@ -109,23 +109,9 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox)
     instructions = StepInstructions(row.id, row.config, layout.fingerprint, _submission(row), services)
     tracking = JobTracking(row.id, job, services.tracking, history)
-    actions = JobActions(
-        row.id, instructions, collection, aggregate, account, tracking, services, inbox, tasks
-    )
-    return JobRunner(
-        row,
-        job,
-        layout,
-        engine,
-        inbox,
-        instructions,
-        collection,
-        account,
-        aggregate,
-        actions,
-        services,
-        stored.sequence,
-    )
+    parts = JobParts(inbox, instructions, collection, account, aggregate)
+    actions = JobActions(row.id, parts, tracking, services, tasks)
+    return JobRunner(row, job, layout, engine, parts, actions, services, stored.sequence)
 
 
 def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:

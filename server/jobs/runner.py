@@ -24,13 +24,9 @@ from roundtable.core.layout import Layout
 from roundtable.core.observability.logs import belongs_to
 from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
-from roundtable.server.jobs.actions import JobActions
-from roundtable.server.jobs.aggregate_action import AggregateAction
-from roundtable.server.jobs.job_account import JobAccount
-from roundtable.server.jobs.job_inbox import Arrival, JobInbox, Verdict
+from roundtable.server.jobs.actions import JobActions, JobParts
+from roundtable.server.jobs.job_inbox import Arrival, Verdict
 from roundtable.server.jobs.job_services import JobServices
-from roundtable.server.jobs.round_collection import RoundCollection
-from roundtable.server.jobs.step_instructions import StepInstructions
 from roundtable.server.operations.incidents import incident_of, storage_incident
 from roundtable.server.operations.publication import Publication
 from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
@@ -57,11 +53,7 @@ class PendingTransition:
 
 
 class JobRunner:
-    """Drives one job's engine until the job ends.
-
-    `inbox` is where events for it go, `instructions` what its agents were asked, `collection` how updates
-    come in.
-    """
+    """Drives one job's engine until the job ends; `inbox`, `instructions` and `collection` are its parts'."""
 
     def __init__(
         self,
@@ -69,11 +61,7 @@ class JobRunner:
         job: JobConfig,
         layout: Layout,
         engine: RoundEngine,
-        inbox: JobInbox,
-        instructions: StepInstructions,
-        collection: RoundCollection,
-        account: JobAccount,
-        aggregate: AggregateAction,
+        parts: JobParts,
         actions: JobActions,
         services: JobServices,
         sequence: int,
@@ -81,11 +69,11 @@ class JobRunner:
         self.row = row
         self.job = job
         self.layout = layout
-        self.inbox = inbox
-        self.instructions = instructions
-        self.collection = collection
-        self._account = account
-        self._aggregate = aggregate
+        self.inbox = parts.inbox
+        self.instructions = parts.instructions
+        self.collection = parts.collection
+        self._account = parts.account
+        self._aggregate = parts.aggregate
         self._actions = actions
         self._engine = engine
         self._services = services

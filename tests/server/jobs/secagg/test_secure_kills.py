@@ -19,7 +19,7 @@ from secure_federation import QUIET, SECURE, Federation, unit
 from secure_process import COLUMNS, ended, free_port, masked_by, note_masks, start_coordinator, start_silo
 
 from roundtable.client.agent import secure_attempts as secure
-from roundtable.client.agent import step_handler
+from roundtable.client.agent import step_worker
 from roundtable.core.models import open_model
 from roundtable.privacy.secagg.framing import Kind, unseal
 from roundtable.proto import operator_pb2
@@ -47,7 +47,7 @@ class Deaf:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.silo, self.kind, self.round, self.heard = "", Kind.EVIDENCE, 0, asyncio.Event()
         self.gives_up = False
-        handle, advertise = secure.SecureAttempts.handle, step_handler.StepHandler._advertise
+        handle, advertise = secure.SecureAttempts.handle, step_worker.StepWorker.advertise
 
         def told(attempts: Any, step: Any, message: bytes) -> bytes | None:
             here = self.round in (0, step.round) and attempts._name == self.silo
@@ -57,13 +57,13 @@ class Deaf:
             return handle(attempts, step, message)
 
         def first(own: Any, step: Any) -> None:
-            if own._client == self.silo and self.kind is Kind.ADVERTISE:
+            if own._observer.silo == self.silo and self.kind is Kind.ADVERTISE:
                 self.heard.set()
             else:
                 advertise(own, step)
 
         monkeypatch.setattr(secure.SecureAttempts, "handle", told)
-        monkeypatch.setattr(step_handler.StepHandler, "_advertise", first)
+        monkeypatch.setattr(step_worker.StepWorker, "advertise", first)
 
     @staticmethod
     def _give_up(attempts: Any, step: Any) -> bytes:

@@ -1,0 +1,176 @@
+"""What a silo does for one step: the model is fetched, trained or evaluated, and the answer made.
+
+asked → model here → trained, and masked where the job says so → an update to deliver
+                   ↘ evaluated → a message
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from roundtable.client.agent.agent_observer import AgentObserver
+from roundtable.client.agent.connection import Link
+from roundtable.client.agent.gatekeeper import Gatekeeper, job_of
+from roundtable.client.agent.model_cache import ModelCache
+from roundtable.client.agent.release_ledger import ReleaseLedger, model_values, refusing
+from roundtable.client.agent.secure_attempts import (
+    MASKED,
+    PHASE,
+    MaskingAttempt,
+    SecureAttempts,
+    is_secure,
+)
+from roundtable.client.agent.spool import Finished, Spool
+from roundtable.client.agent.step_reports import StepReporter
+from roundtable.client.door import outgoing
+from roundtable.client.door.incoming import ExchangeWork, StepInstruction
+from roundtable.client.failures import WorkFailed, diagnose
+from roundtable.client.step_key import StepKey
+from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
+from roundtable.client.training.metrics import loss_of
+from roundtable.core.errors import ResourceError
+from roundtable.core.failpoints import failpoint
+
+_log = logging.getLogger("roundtable.agent")
+
+
+class StepWorker:
+    """Works on steps: `gate` is asked before anything is done, and `ledger` told before anything leaves."""
+
+    def __init__(
+        self,
+        gate: Gatekeeper,
+        ledger: ReleaseLedger,
+        secure: SecureAttempts,
+        observer: AgentObserver,
+        reporter: StepReporter,
+        link: Link,
+        trainer: Trainer,
+        models: ModelCache,
+        spool: Spool,
+    ) -> None:
+        self._gate = gate
+        self._ledger = ledger
+        self._secure = secure
+        self._observer = observer
+        self._reporter = reporter
+        self._report = reporter.report
+        self._link = link
+        self._trainer = trainer
+        self._models = models
+        self._spool = spool
+
+    async def do(
+        self, step: StepKey, instruction: StepInstruction, working: Callable[[], int]
+    ) -> Finished | outgoing.FromAgent:
+        """The update that is to be delivered, or the message that answers an evaluation.
+
+        `working` tells how many steps are worked on now. Raises RoundtableError or OSError for what fails.
+        """
+        job = job_of(instruction)
+        asked = instruction.work
+        task = self._gate.admit(step, instruction, job)
+        assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
+        arriving = partial(self._report, step, "downloading")
+        model = await self._models.obtain(self._link, asked.model, arriving, working)
+        failpoint("model_here", step.round, step.phase)
+        work = StepWork(
+            step=step,
+            client=self._observer.silo,
+            config=instruction.config,
+            job=job,
+            task=task,
+            model=model,
+            layout=asked.layout,
+            output=self._spool.bytes_of(step),
+            trouble=partial(self._reporter.trouble, step),
+        )
+        if asked.kind == "train" and is_secure(job):
+            size, values = await asyncio.to_thread(model_values, model)
+            identities = asked.identities
+            attempt = self._secure.begin(step, job, size, values, identities)
+            self.advertise(step)
+            return await self._train_masked(work, attempt)
+        if asked.kind == "train":
+            return await self._train(work, asked.model.digest)
+        return await self._evaluate(work, asked.model.digest)
+
+    async def _train(self, work: StepWork, model: str) -> Finished:
+        trained = await self._trained(work)
+        failpoint("update_written", work.step.round, work.step.phase)
+        with refusing():
+            await asyncio.to_thread(self._ledger.update, work.step, model, trained.digest)
+        examples, metrics = self._gate.trained(work.job, trained.examples, trained.metrics)
+        return Finished(
+            step=work.step,
+            digest=trained.digest,
+            size=trained.size,
+            layout=work.layout,
+            encoding=work.job.transfer.encoding,
+            examples=examples,
+            metrics=metrics,
+        )
+
+    async def _train_masked(self, work: StepWork, attempt: MaskingAttempt) -> Finished:
+        """Trains as `_train` does, and masks the update together with example count and loss."""
+        step, plain, masked = work.step, self._spool.plain_of(work.step), work.output
+        trained = await self._trained(replace(work, output=plain))
+        await attempt.ready()
+        digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained.examples, trained.metrics)
+        plain.unlink()
+        await asyncio.to_thread(self._secure.keep, step)
+        proof = attempt.client.masked().hex()
+        return Finished(step, digest, size, work.layout, encoding=MASKED, announcement=proof)
+
+    def advertise(self, step: StepKey) -> None:
+        """Sends this silo's first message of a secure aggregation, again if it may have been lost."""
+        attempt = self._secure.find(step)
+        if attempt is not None and attempt.advert:
+            self._reply(step, attempt.advert)
+
+    def exchange(self, step: StepKey, message: bytes) -> None:
+        """Answers the coordinator's next message of secure aggregation."""
+        try:
+            answer = self._secure.handle(step, message)
+        except (WorkFailed, ResourceError) as error:
+            diagnosis = diagnose(error)
+            self._link.send(outgoing.failure(step, diagnosis.kind, diagnosis.detail))
+            return
+        if answer is not None:
+            self._reply(step, answer)
+
+    def _reply(self, step: StepKey, payload: bytes) -> None:
+        self._link.send(outgoing.reply(step._replace(phase=PHASE), payload))
+
+    async def _trained(self, work: StepWork) -> TrainedUpdate:
+        step, began = work.step, time.monotonic()
+        _log.info("%s: training", step)
+        self._report(step, "training", 0, 0)
+        quiet = self._gate.is_quiet(work.job)
+        trained = await self._trainer.train(
+            work, lambda *seen: self._report(step, "training", *seen, quiet=quiet)
+        )
+        _log.info(
+            "%s: trained on %d examples in %.2f s%s",
+            step,
+            trained.examples,
+            time.monotonic() - began,
+            loss_of(trained.metrics),
+        )
+        return trained
+
+    async def _evaluate(self, work: StepWork, model: str) -> outgoing.FromAgent:
+        step = work.step
+        self._report(step, "evaluating", 0, 0)
+        metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
+        with refusing():
+            await asyncio.to_thread(self._ledger.evaluation, step, model)
+        _log.info("%s: evaluated%s", step, loss_of(metrics))
+        self._observer.ended(step, "done")
+        failpoint("evaluated", step.round, step.phase)
+        return outgoing.evaluated(step, self._gate.evaluated(metrics))
