@@ -117,6 +117,11 @@ class OperatorClient:
         with self._translated():
             yield from self._stub.ExportPrivacy(operator_pb2.PrivacyRequest(population=population))
 
+    def job_privacy(self, job: str) -> operator_pb2.JobPrivacy:
+        """What a job's privacy promises against whom, what is spent, and what will be at its end."""
+        with self._translated():
+            return self._stub.ShowJobPrivacy(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
+
     def cancel(self, job: str) -> operator_pb2.Job:
         """Stops a job for good."""
         with self._translated():

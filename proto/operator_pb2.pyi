@@ -593,6 +593,107 @@ class PrivacyAccount(google.protobuf.message.Message):
 global___PrivacyAccount = PrivacyAccount
 
 @typing.final
+class Protection(google.protobuf.message.Message):
+    """Whether epsilon holds against a party, and what that rests on; else what the party sees."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTY_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
+    ASSUMPTION_FIELD_NUMBER: builtins.int
+    party: builtins.str
+    holds: builtins.bool
+    assumption: builtins.str
+    def __init__(
+        self,
+        *,
+        party: builtins.str = ...,
+        holds: builtins.bool = ...,
+        assumption: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assumption", b"assumption", "holds", b"holds", "party", b"party"]) -> None: ...
+
+global___Protection = Protection
+
+@typing.final
+class JobPrivacy(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    HIDES_FIELD_NUMBER: builtins.int
+    PROTECTIONS_FIELD_NUMBER: builtins.int
+    POPULATION_FIELD_NUMBER: builtins.int
+    SILOS_FIELD_NUMBER: builtins.int
+    ROUNDS_DONE_FIELD_NUMBER: builtins.int
+    ROUNDS_FIELD_NUMBER: builtins.int
+    DELTA_FIELD_NUMBER: builtins.int
+    EPSILON_FIELD_NUMBER: builtins.int
+    FORECAST_FIELD_NUMBER: builtins.int
+    OWN_FORECAST_FIELD_NUMBER: builtins.int
+    BUDGET_FIELD_NUMBER: builtins.int
+    POPULATION_BUDGET_FIELD_NUMBER: builtins.int
+    STATEMENT_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    level: builtins.str
+    """"none", "client", ..."""
+    hides: builtins.str
+    """What epsilon hides, in words."""
+    population: builtins.str
+    silos: builtins.int
+    """Silos that the population had when the job began, and rounds done and wanted."""
+    rounds_done: builtins.int
+    rounds: builtins.int
+    delta: builtins.float
+    epsilon: builtins.float
+    """Of the population's account with all its jobs: now, and if this job goes to its end. Left out where the
+    silos alone keep the account.
+    """
+    forecast: builtins.float
+    own_forecast: builtins.float
+    """Of this job alone, at its end."""
+    budget: builtins.float
+    """The most that the job, and that all jobs of the population, may spend. Left out where there is none."""
+    population_budget: builtins.float
+    statement: builtins.str
+    """The guarantee in words, as the model's metadata have it."""
+    @property
+    def protections(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Protection]: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        level: builtins.str = ...,
+        hides: builtins.str = ...,
+        protections: collections.abc.Iterable[global___Protection] | None = ...,
+        population: builtins.str = ...,
+        silos: builtins.int = ...,
+        rounds_done: builtins.int = ...,
+        rounds: builtins.int = ...,
+        delta: builtins.float = ...,
+        epsilon: builtins.float | None = ...,
+        forecast: builtins.float | None = ...,
+        own_forecast: builtins.float | None = ...,
+        budget: builtins.float | None = ...,
+        population_budget: builtins.float | None = ...,
+        statement: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_budget", b"_budget", "_epsilon", b"_epsilon", "_forecast", b"_forecast", "_own_forecast", b"_own_forecast", "_population_budget", b"_population_budget", "budget", b"budget", "epsilon", b"epsilon", "forecast", b"forecast", "own_forecast", b"own_forecast", "population_budget", b"population_budget"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_budget", b"_budget", "_epsilon", b"_epsilon", "_forecast", b"_forecast", "_own_forecast", b"_own_forecast", "_population_budget", b"_population_budget", "budget", b"budget", "delta", b"delta", "epsilon", b"epsilon", "forecast", b"forecast", "hides", b"hides", "job", b"job", "level", b"level", "own_forecast", b"own_forecast", "population", b"population", "population_budget", b"population_budget", "protections", b"protections", "rounds", b"rounds", "rounds_done", b"rounds_done", "silos", b"silos", "statement", b"statement"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_budget", b"_budget"]) -> typing.Literal["budget"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_epsilon", b"_epsilon"]) -> typing.Literal["epsilon"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_forecast", b"_forecast"]) -> typing.Literal["forecast"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_own_forecast", b"_own_forecast"]) -> typing.Literal["own_forecast"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_population_budget", b"_population_budget"]) -> typing.Literal["population_budget"] | None: ...
+
+global___JobPrivacy = JobPrivacy
+
+@typing.final
 class PrivacyReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -76,6 +76,11 @@ class OperatorsStub(object):
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyReply.FromString,
                 )
+        self.ShowJobPrivacy = channel.unary_unary(
+                '/roundtable.v1.Operators/ShowJobPrivacy',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.JobPrivacy.FromString,
+                )
         self.SetPrivacyBudget = channel.unary_unary(
                 '/roundtable.v1.Operators/SetPrivacyBudget',
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyBudget.SerializeToString,
@@ -176,6 +181,13 @@ class OperatorsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShowJobPrivacy(self, request, context):
+        """What one job's privacy promises, against whom, and what it has spent and will have spent at its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetPrivacyBudget(self, request, context):
         """Sets the most that all jobs together may spend on a population; gives what is in force then.
         """
@@ -259,6 +271,11 @@ def add_OperatorsServicer_to_server(servicer, server):
                     servicer.ShowPrivacy,
                     request_deserializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyReply.SerializeToString,
+            ),
+            'ShowJobPrivacy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowJobPrivacy,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.JobPrivacy.SerializeToString,
             ),
             'SetPrivacyBudget': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPrivacyBudget,
@@ -487,6 +504,23 @@ class Operators(object):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ShowPrivacy',
             roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.PrivacyReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ShowJobPrivacy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ShowJobPrivacy',
+            roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.JobPrivacy.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -89,6 +89,12 @@ class OperatorsStub:
     ]
     """What has been spent on the privacy of populations and of their silos, over all jobs."""
 
+    ShowJobPrivacy: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.JobRequest,
+        roundtable.proto.operator_pb2.JobPrivacy,
+    ]
+    """What one job's privacy promises, against whom, and what it has spent and will have spent at its end."""
+
     SetPrivacyBudget: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.PrivacyBudget,
         roundtable.proto.operator_pb2.PrivacyBudget,
@@ -176,6 +182,12 @@ class OperatorsAsyncStub:
         roundtable.proto.operator_pb2.PrivacyReply,
     ]
     """What has been spent on the privacy of populations and of their silos, over all jobs."""
+
+    ShowJobPrivacy: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.JobRequest,
+        roundtable.proto.operator_pb2.JobPrivacy,
+    ]
+    """What one job's privacy promises, against whom, and what it has spent and will have spent at its end."""
 
     SetPrivacyBudget: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.PrivacyBudget,
@@ -288,6 +300,14 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.operator_pb2.PrivacyReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.PrivacyReply]]:
         """What has been spent on the privacy of populations and of their silos, over all jobs."""
+
+    @abc.abstractmethod
+    def ShowJobPrivacy(
+        self,
+        request: roundtable.proto.operator_pb2.JobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.JobPrivacy, collections.abc.Awaitable[roundtable.proto.operator_pb2.JobPrivacy]]:
+        """What one job's privacy promises, against whom, and what it has spent and will have spent at its end."""
 
     @abc.abstractmethod
     def SetPrivacyBudget(

@@ -221,6 +221,12 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         "population silo epsilon delta accountant relation releases reserved_epsilon jobs statement",
     ),
     "PrivacyBudget": _of(Tells.PUBLIC, "population epsilon delta accountant author time"),
+    "Protection": _of(Tells.PUBLIC, "party holds assumption"),
+    "JobPrivacy": _of(
+        Tells.PUBLIC,
+        "job level hides protections population silos rounds_done rounds delta epsilon forecast own_forecast "
+        "budget population_budget statement",
+    ),
     "PrivacyReply": _of(Tells.PUBLIC, "accounts budgets kept_by_silos"),
     "PrivacyCharge": _of(Tells.PUBLIC, "population silo job round attempt charge released time"),
     # The coordinator to a silo, of that silo's own work.

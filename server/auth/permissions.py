@@ -56,6 +56,7 @@ PERMISSIONS: dict[str, Permission] = {
     "Operators/PauseJob": _from("data-scientist", noted=True),
     "Operators/ResumeJob": _from("data-scientist", noted=True),
     "Operators/ShowPrivacy": _from("viewer", cost=50.0),
+    "Operators/ShowJobPrivacy": _from("viewer", cost=50.0),
     "Operators/ExportPrivacy": _from("operator", cost=50.0),
     "Operators/SetPrivacyBudget": _from("operator", noted=True),
     "Operators/RemovePrivacyBudget": _from("operator", noted=True),

@@ -81,16 +81,21 @@ def client_info(agent: AgentRow) -> m.ClientInfo:
     return m.ClientInfo(agent.name, agent.metadata, agent.examples)
 
 
+def stored_plan(row: JobRow, services: JobServices) -> tuple[JobConfig, Layout, Plan]:
+    """A stored job with its layout, and its plan as its ledger has it. Blocks: reads the initial model."""
+    job = parse_job(row.config)
+    layout = open_model(services.artifacts.path(row.initial_model)).layout
+    noise = row.snapshot.get("noise_multiplier")
+    return job, layout, plan_of(_with_noise(job, noise), layout, int(row.snapshot["population"]))
+
+
 def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Lock) -> JobRunner:
     """The driver of a stored job, its engine as it was; `reserving` is held while any job reserves privacy.
 
     Blocks: reads the layout from the initial model. Raises RoundtableError where the job cannot go on.
     """
     row = stored.row
-    job = parse_job(row.config)
-    layout = open_model(services.artifacts.path(row.initial_model)).layout
-    noise = row.snapshot.get("noise_multiplier")
-    plan = plan_of(_with_noise(job, noise), layout, int(row.snapshot["population"]))
+    job, layout, plan = stored_plan(row, services)
     history = [record_from_plain(json.loads(record)) for record in stored.records]
     engine = RoundEngine.restore(job, row.snapshot["engine"], history, strategy=plan.strategy)
     for agent in stored.agents:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import PrivacyError
-from roundtable.core.privacy_table import ExampleLevel, Private
-from roundtable.privacy import account_statement, check_delta, compose
+from roundtable.core.privacy_table import ExampleLevel, NoPrivacy, Private
+from roundtable.engine import Plan
+from roundtable.privacy import Charge, account_statement, check_delta, compose, statement
+from roundtable.privacy.protection import hidden, protection
 from roundtable.proto import operator_pb2
-from roundtable.server.jobs.privacy_budget import accounts, spent_of
-from roundtable.server.store import LedgerRow
+from roundtable.server.jobs.privacy_budget import accounts, silo_statement, spent_of, worst, worst_charges
+from roundtable.server.store import FINAL, JobRow, LedgerRow
 from roundtable.server.store.ledger import Limit, Total, jobs_of, limits, populations, private_jobs, totals
 
 DEFAULT_DELTA = 1e-6
@@ -95,6 +97,55 @@ def reply(found: Sequence[Books], delta: float, kept_by_silos: Sequence[str]) ->
         budgets=[limit_to(each.limit) for each in found if each.limit is not None],
         kept_by_silos=kept_by_silos,
     )
+
+
+def job_privacy(
+    row: JobRow, plan: Plan, population: str, known: Sequence[Total], limit: Limit | None
+) -> operator_pb2.JobPrivacy:
+    """What a job promises against whom, and spends: by the charges that its ledger takes, to its last round.
+
+    Belongs in a thread.
+    """
+    privacy = plan.privacy
+    told = operator_pb2.JobPrivacy(
+        job=row.id,
+        level=privacy.level,
+        hides=hidden(privacy),
+        protections=[
+            operator_pb2.Protection(party=each.party, holds=each.holds, assumption=each.assumption)
+            for each in protection(privacy)
+        ],
+        population=population,
+        silos=int(row.snapshot["population"]),
+        rounds_done=row.rounds_done,
+        rounds=row.rounds,
+    )
+    if limit is not None:
+        told.population_budget = limit.budget.epsilon
+    if isinstance(privacy, NoPrivacy):
+        return told
+    told.delta = privacy.delta
+    if privacy.epsilon is not None:
+        told.budget = privacy.epsilon
+    if isinstance(privacy, ExampleLevel):
+        told.statement = silo_statement(privacy)
+        return told
+    measure = (privacy.delta, privacy.accountant)
+    all_of_it = [
+        charge for each in range(1, row.rounds + 1) if (charge := _charge_of(plan, each)) is not None
+    ]
+    left = [] if row.status in FINAL else all_of_it[row.rounds_done :]
+    paid = [total for total in known if total.released]
+    now = worst_charges(privacy, paid)
+    told.epsilon = compose(now, *measure)
+    told.forecast = compose([*now, *left], *measure)
+    told.own_forecast = compose(all_of_it, *measure)
+    told.statement = statement(privacy, worst(paid, population, *measure, (row.id,)), plan.sampling)
+    return told
+
+
+def _charge_of(plan: Plan, round: int) -> Charge | None:
+    return plan.charge_of(round) or plan.silo_charge
 
 
 def limit_to(limit: Limit) -> operator_pb2.PrivacyBudget:

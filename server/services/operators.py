@@ -22,6 +22,7 @@ from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.server.auth.access import Context, Refusal, caller, principal
 from roundtable.server.jobs import privacy_report as accounts
 from roundtable.server.jobs import wire
+from roundtable.server.jobs.job_driver import stored_plan
 from roundtable.server.jobs.job_registry import JobRegistry, Submission
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
@@ -32,7 +33,7 @@ from roundtable.server.store import FINAL, AgentRow, JobRow, tables
 from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.artifacts import is_readable
 from roundtable.server.store.jobs import UnknownJob, newest_history, newest_incidents
-from roundtable.server.store.ledger import Limit, entries, remove_budget
+from roundtable.server.store.ledger import Limit, entries, limits, remove_budget, totals
 from roundtable.server.store.trust_rows import revoked_silos
 
 log = logging.getLogger("roundtable.server.services.operators")
@@ -166,6 +167,16 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     ) -> operator_pb2.PrivacyReply:
         found, kept = await self._services.database.read(lambda c: accounts.books(c, request.population))
         return await asyncio.to_thread(accounts.reply, found, request.delta, kept)
+
+    @override
+    async def ShowJobPrivacy(
+        self, request: operator_pb2.JobRequest, context: Context
+    ) -> operator_pb2.JobPrivacy:
+        row = await self._find(request.job)
+        job, _, plan = await asyncio.to_thread(stored_plan, row, self._services)
+        whose = self._services.populations.of(job)
+        known, found = await self._services.database.read(lambda c: (totals(c, whose), limits(c)))
+        return await asyncio.to_thread(accounts.job_privacy, row, plan, whose, known, found.get(whose))
 
     @override
     async def SetPrivacyBudget(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.jobs.diagnose import diagnose
+from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
 from roundtable.cli.jobs.watch import follow, make_display
 from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
@@ -157,6 +158,7 @@ def show(
 
 
 job.add_command(diagnose)
+job.add_command(job_privacy)
 
 
 @job.command("watch")

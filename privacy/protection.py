@@ -1,0 +1,85 @@
+"""Against whom a job's ε holds, and on what assumption: a line for each party, at each level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundtable.core.privacy_table import (
+    ClientLevel,
+    ClientLocalLevel,
+    DistributedLevel,
+    ExampleLevel,
+    FtrlLevel,
+    NoPrivacy,
+    Private,
+)
+
+
+@dataclass(frozen=True)
+class HoldsAgainst:
+    """Whether ε holds against `party`, and what it rests on; without `holds`, what the party sees."""
+
+    party: str
+    holds: bool
+    assumption: str
+
+
+PUBLIC = "whoever sees models, records and events"
+SILO = "another silo of the job"
+SILOS = "silos that collude"
+MACHINE = "who runs the coordinator's machine"
+
+_HONEST = "the coordinator adds the noise as it says, and keeps updates and noise to itself"
+_SECRET = f"{_HONEST}, and tells nobody who was drawn"
+_APART = f"{_HONEST}, and holds silos to the separation"
+_SHARES = "as many honest silos as planned finish each round, and secure aggregation is not broken"
+_OWN = "none: each silo adds all of the noise before anything leaves it"
+
+
+def protection(privacy: NoPrivacy | Private) -> tuple[HoldsAgainst, ...]:
+    """The lines of a level; without one, ε holds against nobody."""
+    match privacy:
+        case ClientLevel(cohorts="hidden"):
+            rest = (PUBLIC, _SECRET), (SILO, _SECRET)
+            together = (
+                f"{_SECRET}; silos know which of themselves were drawn: under Poisson sampling that tells "
+                "nothing of others, of m out of n silos it makes the rate against k of them m / (n - k)"
+            )
+            return _lines((*rest, (SILOS, together)), "it sees each silo's clipped update")
+        case ClientLevel():
+            return _lines(_same(_HONEST), "it sees each silo's clipped update")
+        case FtrlLevel():
+            return _lines(_same(_APART), "it sees each silo's clipped update")
+        case DistributedLevel():
+            collude = f"{_SHARES}; no more silos collude than privacy.corruption says"
+            found = (PUBLIC, _SHARES), (SILO, _SHARES), (SILOS, collude), (MACHINE, collude)
+            return tuple(HoldsAgainst(party, True, rests) for party, rests in found)
+        case ClientLocalLevel() | ExampleLevel():
+            return tuple(HoldsAgainst(party, True, _OWN) for party in (PUBLIC, SILO, SILOS, MACHINE))
+        case NoPrivacy():
+            sees = (
+                "sums of the cohort" if privacy.secure_aggregation else "models that remember what they like"
+            )
+            return tuple(HoldsAgainst(party, False, sees) for party in (PUBLIC, SILO, SILOS, MACHINE))
+
+
+def hidden(privacy: NoPrivacy | Private) -> str:
+    """What ε is about, in words."""
+    match privacy:
+        case NoPrivacy():
+            return "nothing"
+        case ExampleLevel():
+            return "any one record of a silo; not that the silo takes part"
+        case ClientLevel(cohorts="hidden"):
+            return "all data of any one silo, and that it takes part"
+        case _:
+            return "all data of any one silo; not that it takes part"
+
+
+def _same(rests: str) -> tuple[tuple[str, str], ...]:
+    return tuple((party, rests) for party in (PUBLIC, SILO, SILOS))
+
+
+def _lines(held: tuple[tuple[str, str], ...], seen: str) -> tuple[HoldsAgainst, ...]:
+    lines = [HoldsAgainst(party, True, rests) for party, rests in held]
+    return (*lines, HoldsAgainst(MACHINE, False, seen))

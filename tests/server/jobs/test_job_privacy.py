@@ -1,0 +1,71 @@
+"""What operators are told of one job's privacy: against whom it holds, what is spent, what will be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from privacy_table import LEVELS
+from scripted_agent import ScriptedAgent
+from service import AGENTS, Operator, running
+
+from roundtable.privacy.accounting.accountants import gaussian_epsilon
+from roundtable.privacy.protection import MACHINE, protection
+from roundtable.proto import operator_pb2
+from roundtable.server import ServerConfig
+
+JOB = """
+[cohort]
+size = 3
+[aggregation]
+weighting = "uniform"
+[evaluation]
+every = 0
+[privacy]
+level = "client"
+cohorts = "known"
+clip_norm = 1.0
+delta = 1e-3
+noise_multiplier = 3.0
+epsilon = 4.0
+"""
+
+
+async def test_what_is_spent_now_and_at_the_end(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    """The forecast of a job is what it has spent once it is over, by the formula of one Gaussian."""
+    async with (
+        running(settings()) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+    ):
+        agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS]
+        async with agents[0], agents[1], agents[2]:
+            work = [asyncio.create_task(agent.take_part(torch.ones(4))) for agent in agents[:2]]
+            job = await operator.submit(JOB, rounds=4)
+            ask = operator_pb2.JobRequest(job=job.id)
+            before = await operator.stub.ShowJobPrivacy(ask)
+            work.append(asyncio.create_task(agents[2].take_part(torch.ones(4))))
+            await operator.watch_until(job.id, "finished")
+            after = await operator.stub.ShowJobPrivacy(ask)
+            for task in work:
+                task.cancel()
+    whole = gaussian_epsilon(3.0 / 4**0.5, 1e-3)
+    assert (before.epsilon, before.rounds_done) == (0.0, 0)
+    assert before.forecast == pytest.approx(whole) == before.own_forecast
+    assert after.epsilon == pytest.approx(whole) == after.forecast
+    assert (after.silos, after.budget, after.HasField("population_budget")) == (3, 4.0, False)
+    assert after.hides == "all data of any one silo; not that it takes part"
+    machine = next(each for each in after.protections if each.party == MACHINE)
+    assert (machine.holds, machine.assumption) == (False, "it sees each silo's clipped update")
+    assert "over 4 releases of 1 job" in after.statement
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_level_holds_against_who_sees_bare_updates(level: str) -> None:
+    holds = {each.party: each.holds for each in protection(LEVELS[level])}
+    assert holds[MACHINE] is (level in ("distributed", "client_local", "example"))
+    assert set(holds.values()) == ({False} if level.startswith("none") else {True, holds[MACHINE]})
