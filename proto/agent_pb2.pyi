@@ -647,6 +647,9 @@ class UploadHeader(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     ANNOUNCEMENT_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
     layout: builtins.str
     """Layout that the vector has."""
     encoding: builtins.str
@@ -657,6 +660,13 @@ class UploadHeader(google.protobuf.message.Message):
     """Offset of the first chunk that follows."""
     announcement: builtins.bytes
     """For a masked vector: the silo's signed message that announces it."""
+    model: builtins.str
+    """BLAKE3 of the model that it was trained from, as the instruction named it."""
+    time: builtins.float
+    """Unix time, and the silo's Ed25519 signature over core.signing's statement of this update; 0 and empty from a silo
+    without an identity.
+    """
+    signature: builtins.bytes
     @property
     def step(self) -> roundtable.proto.common_pb2.Step: ...
     @property
@@ -678,9 +688,12 @@ class UploadHeader(google.protobuf.message.Message):
         metrics: collections.abc.Iterable[roundtable.proto.common_pb2.Metric] | None = ...,
         offset: builtins.int = ...,
         announcement: builtins.bytes = ...,
+        model: builtins.str = ...,
+        time: builtins.float = ...,
+        signature: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["announcement", b"announcement", "content", b"content", "encoding", b"encoding", "examples", b"examples", "layout", b"layout", "metrics", b"metrics", "offset", b"offset", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["announcement", b"announcement", "content", b"content", "encoding", b"encoding", "examples", b"examples", "layout", b"layout", "metrics", b"metrics", "model", b"model", "offset", b"offset", "signature", b"signature", "step", b"step", "time", b"time"]) -> None: ...
 
 global___UploadHeader = UploadHeader
 

@@ -1,8 +1,33 @@
-"""What a receipt says, in the form in which the coordinator signs it and an agent keeps it."""
+"""What an update and its receipt say, in the form in which the silo and the coordinator sign them."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from roundtable.proto import agent_pb2
+
+
+def update_values(client: str, header: agent_pb2.UploadHeader) -> dict[str, Any]:
+    """What a silo commits itself to with an update: of which step, from which model, which bytes, with which
+    weight and training metrics (each a sum and a count; a sum that is NaN says that there is none)."""
+    step = header.step
+    return {
+        "client": client,
+        "job": step.job,
+        "round": step.round,
+        "attempt": step.attempt,
+        "model": header.model,
+        "update": header.content.digest,
+        "size": header.content.size,
+        "layout": header.layout,
+        "encoding": header.encoding,
+        "examples": header.examples,
+        "metrics": {
+            metric.name: [metric.sum, metric.count] for metric in header.metrics if not math.isnan(metric.sum)
+        },
+        "time": header.time,
+    }
 
 
 def receipt_values(
@@ -25,4 +50,4 @@ def receipt_values(
     }
 
 
-__all__ = ["receipt_values"]
+__all__ = ["receipt_values", "update_values"]

@@ -74,6 +74,12 @@ class ServerConfig(Table):
     keep_every: int = Field(
         0, ge=0, description="and the model of every so-manyth round, for good; 0 keeps no others"
     )
+    keep_updates: int = Field(
+        0,
+        ge=0,
+        description="newest rounds of each job whose updates stay, so that an auditor can make their models "
+        "again; never at levels whose updates nobody else may read",
+    )
     copies: list[str] = Field(
         default_factory=list,
         description="further places for models, as fsspec takes them: /mnt/second, s3://bucket/prefix",

@@ -137,7 +137,8 @@ class Coordinator:
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
         self._together = GroupedWrites(self._database)
         alerts = Alerts(config.alerts)
-        keep, replicas = Keep(config.keep_models, config.keep_every), Replicas(config.copies, artifacts)
+        keep = Keep(config.keep_models, config.keep_every, config.keep_updates)
+        replicas = Replicas(config.copies, artifacts)
         services = JobServices(
             database=self._database,
             artifacts=artifacts,
@@ -208,7 +209,7 @@ class Coordinator:
         security = self.security
         most = (("grpc.max_allowed_incoming_connections", self.config.quotas.connections),)
         server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS + most)
-        uploads = Uploads(self.jobs, services, self._transfer)
+        uploads = Uploads(self.jobs, services, self._transfer, credentials.ca)
         release = _version()
         agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca, security)
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)

@@ -6,14 +6,19 @@ import platform
 from functools import cache
 from importlib.metadata import version
 
+import torch
+
 _NAMED = ("roundtable", "torch", "numpy", "grpcio", "cryptography")
 
 
 @cache
 def _found() -> dict[str, str]:
-    return {name: version(name) for name in _NAMED} | {"python": platform.python_version()}
+    # Which instructions sums are made with: another processor may round otherwise.
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    named = {name: version(name) for name in _NAMED}
+    return named | {"python": platform.python_version(), "processor": processor}
 
 
 def versions() -> dict[str, str]:
-    """Names of the software and of Python with their versions."""
+    """Names of the software and of Python with their versions, and the kind of processor."""
     return dict(_found())

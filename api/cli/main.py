@@ -19,6 +19,7 @@ from roundtable.cli.coordinator.backup import backup, restore
 from roundtable.cli.coordinator.ca import ca
 from roundtable.cli.coordinator.server import server
 from roundtable.cli.coordinator.trust import invite, operators, revoke, token
+from roundtable.cli.coordinator.verify_model import bundle, verify_model
 from roundtable.cli.demo import demo
 from roundtable.cli.doctor import doctor
 from roundtable.cli.jobs.clients import clients
@@ -89,6 +90,8 @@ for command in (
     version,
 ):
     cli.add_command(command)
+for command in (bundle, verify_model):
+    audit.add_command(command)
 # An operator's command under a silo's name, because it is silos that it revokes.
 client.add_command(revoke)
 

@@ -27,6 +27,7 @@ from roundtable.proto import CHUNK_BYTES, agent_pb2_grpc
 from roundtable.proto.pieces import Piece
 
 Sent = Callable[[int, int], None]
+Header = Callable[[Finished, int], Any]
 _log = logging.getLogger("roundtable.agent")
 _SYNC_AFTER_SECONDS = 2.0
 _KEPT = 4
@@ -35,17 +36,18 @@ _KEPT = 4
 class Delivery:
     """Delivers updates from the spool, however often the connection breaks."""
 
-    def __init__(self, link: Link, spool: Spool, reporter: StepReporter) -> None:
+    def __init__(self, link: Link, spool: Spool, reporter: StepReporter, sign: Callable[[Any], Any]) -> None:
         self._link = link
         self._spool = spool
         self._reporter = reporter
+        self._sign = sign
         self._delivered: OrderedDict[str, Finished] = OrderedDict()
 
     async def deliver(self, finished: Finished, fresh: bool) -> Receipt:
         """Sends the update; a fresh one is kept first, against power cuts too if it has to wait.
 
-        Raises ProtocolError where the coordinator does not take it, TransferError where it is no longer what
-        it was when it was finished.
+        Raises ProtocolError where the coordinator does not take it or it cannot be signed, TransferError
+        where it is no longer what it was when it was finished.
         """
         keeping = asyncio.create_task(self._keep(finished)) if fresh else None
         try:
@@ -99,6 +101,7 @@ class Delivery:
                         finished,
                         place,
                         lambda sent, total: self._reporter.report(step, "uploading", sent, total),
+                        header=lambda update, offset: self._sign(header_of(update, offset)),
                         ask=ask,
                     )
             except UnavailableError as error:
@@ -116,26 +119,33 @@ def _damaged(error: UnavailableError) -> bool:
 
 
 async def upload(
-    stub: agent_pb2_grpc.AgentsAsyncStub, update: Finished, source: Path, sent: Sent, *, ask: bool
+    stub: agent_pb2_grpc.AgentsAsyncStub,
+    update: Finished,
+    source: Path,
+    sent: Sent,
+    *,
+    header: Header,
+    ask: bool,
 ) -> Receipt:
     """Sends the update and returns the receipt. With `ask`, resumes behind what has arrived before.
 
-    `sent` is called with (bytes sent, bytes in all). Raises grpc's error for a lost connection.
+    `header` makes what goes before its bytes from an offset onwards; `sent` is called with (bytes sent, bytes
+    in all). Raises grpc's error for a lost connection.
     """
     offset = 0
     if ask:
-        state = upload_state_of(await stub.UploadStatus(header_of(update)), update.size)
+        state = upload_state_of(await stub.UploadStatus(header(update, 0)), update.size)
         if state.receipt is not None:
             return state.receipt
         offset = state.offset
-    parts: Any = _parts(update, source, offset, sent)
+    parts: Any = _parts(update, source, offset, sent, header(update, offset))
     receipt = receipt_of(await stub.Upload(parts))
     failpoint("receipt_here", update.step.round, update.step.phase)
     return receipt
 
 
-async def _parts(update: Finished, source: Path, offset: int, sent: Sent) -> AsyncIterator[Any]:
-    yield header_of(update, offset)
+async def _parts(update: Finished, source: Path, offset: int, sent: Sent, header: Any) -> AsyncIterator[Any]:
+    yield header
     with source.open("rb") as file:
         file.seek(offset)
         while data := file.read(CHUNK_BYTES):
@@ -146,7 +156,7 @@ async def _parts(update: Finished, source: Path, offset: int, sent: Sent) -> Asy
 
 
 def header_of(update: Finished, offset: int = 0) -> Any:
-    """What goes before an update's bytes from `offset` onwards."""
+    """What goes before an update's bytes from `offset` onwards, still to be signed."""
     announcement = bytes.fromhex(update.announcement)
     return outgoing.upload_header(
         update.step,
@@ -157,6 +167,7 @@ def header_of(update: Finished, offset: int = 0) -> Any:
         update.metrics,
         announcement,
         offset,
+        update.model,
     )
 
 

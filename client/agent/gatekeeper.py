@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from datetime import datetime
+from typing import Any
 
 from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.silo_log import NAME, SiloLog
 from roundtable.client.agent.spool import Finished
 from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstruction, SubmissionProof
-from roundtable.client.door.outgoing import receipt_statement
+from roundtable.client.door.outgoing import receipt_statement, sign_update
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
@@ -24,7 +25,7 @@ from roundtable.client.policy.rules import Metrics
 from roundtable.client.step_key import StepKey
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import IdentityError, RoundtableError
-from roundtable.core.identity.credentials import CA_CERTIFICATE, verify_identity
+from roundtable.core.identity.credentials import CA_CERTIFICATE, load_silo_identity, verify_identity
 from roundtable.core.identity.signing import check_submission, job_digest, job_values, verify
 from roundtable.core.observability.released import Tells, is_told
 
@@ -101,6 +102,15 @@ class Gatekeeper:
     def is_quiet(self, job: JobConfig) -> bool:
         """Whether the progress of training stays here: it holds counts and the loss in the clear."""
         return not is_told(job.privacy, Tells.SILO) or self._config.policy.metrics == "none"
+
+    def sign_update(self, header: Any) -> Any:
+        """The header of an upload, signed if this silo has an identity: what it then cannot deny."""
+        try:
+            identity = load_silo_identity(self._config.credentials)
+        except IdentityError as error:
+            _log.debug("an update is not signed: %s", error)
+            return header
+        return sign_update(header, self._name, identity, time.time())
 
     def received(self, finished: Finished, receipt: Receipt) -> None:
         """Keeps a receipt; a signature that does not hold is noted, and the coordinator named."""

@@ -24,7 +24,8 @@ _log = logging.getLogger("roundtable.agent")
 class Finished:
     """An update that is ready to be sent.
 
-    `announcement` signs a masked one (hexadecimal), which holds its example count and metrics inside.
+    `announcement` signs a masked one (hexadecimal), which holds its example count and metrics inside; `model`
+    is the digest of the model that it was trained from.
     """
 
     step: StepKey
@@ -35,6 +36,7 @@ class Finished:
     examples: int = 0
     metrics: Metrics = field(default_factory=dict)
     announcement: str = ""
+    model: str = ""
 
     @property
     def content(self) -> ArtifactName:

@@ -71,7 +71,7 @@ class StepHandler:
         self._answers: OrderedDict[StepKey, outgoing.FromAgent] = OrderedDict()
         self._reporter = StepReporter(link, observer)
         self._report = self._reporter.report
-        self._delivery = Delivery(link, spool, self._reporter)
+        self._delivery = Delivery(link, spool, self._reporter, self.gate.sign_update)
         self._worker = StepWorker(
             gate=self.gate,
             ledger=ledger,

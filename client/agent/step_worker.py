@@ -95,7 +95,7 @@ class StepWorker:
             identities = asked.identities
             attempt = self._secure.begin(step, job, size, values, identities)
             self.advertise(step)
-            return await self._train_masked(work, attempt)
+            return replace(await self._train_masked(work, attempt), model=asked.model.digest)
         if asked.kind == "train":
             return await self._train(work, asked.model.digest)
         return await self._evaluate(work, asked.model.digest)
@@ -114,6 +114,7 @@ class StepWorker:
             encoding=work.job.transfer.encoding,
             examples=examples,
             metrics=metrics,
+            model=model,
         )
 
     async def _train_masked(self, work: StepWork, attempt: MaskingAttempt) -> Finished:

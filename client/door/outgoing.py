@@ -11,8 +11,11 @@ from roundtable.client.door.incoming import STATUSES, ArtifactName, Receipt
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
 from roundtable.client.training.metrics import Metrics
+from roundtable.core.errors import ProtocolError
+from roundtable.core.identity.credentials import SiloIdentity
+from roundtable.core.identity.signing import sign
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, common_pb2
-from roundtable.proto.receipts import receipt_values
+from roundtable.proto.receipts import receipt_values, update_values
 
 FromAgent = agent_pb2.FromAgent
 """A message of the control stream, made here and handed on unread."""
@@ -117,8 +120,9 @@ def upload_header(
     metrics: Metrics,
     announcement: bytes = b"",
     offset: int = 0,
+    model: str = "",
 ) -> agent_pb2.UploadHeader:
-    """What goes before an update's bytes."""
+    """What goes before an update's bytes; `model` is the digest of the model that it was trained from."""
     return agent_pb2.UploadHeader(
         step=_step(step),
         content=common_pb2.Artifact(digest=content.digest, size=content.size),
@@ -128,7 +132,23 @@ def upload_header(
         metrics=_metrics(metrics),
         offset=offset,
         announcement=announcement,
+        model=model,
     )
+
+
+def sign_update(
+    header: agent_pb2.UploadHeader, client: str, identity: SiloIdentity, time: float
+) -> agent_pb2.UploadHeader:
+    """The header with the silo's signature under it, made at this Unix time.
+
+    ProtocolError for metrics that are not finite: no signature covers those.
+    """
+    header.time = time
+    try:
+        header.signature = sign(identity, "update", update_values(client, header))
+    except ValueError as error:
+        raise ProtocolError("a training metric of the update is not finite: it cannot be signed") from error
+    return header
 
 
 def receipt_statement(

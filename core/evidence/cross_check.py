@@ -87,10 +87,11 @@ def _unacknowledged(
     name: str,
 ) -> list[str]:
     """Rounds that count an update of the silo which it has no receipt for."""
-    lines = []
+    lines, known = [], {(step[0], entry.detail["update"]) for step, entry in sent.items()}
     for (job, number), detail in rounds.items():
         step = (job, int(number), int(detail["attempt"]))
-        if name in detail.get("updates", ()) and step not in sent:
+        found = detail.get("updates", {}).get(name)
+        if found is not None and step not in sent and (job, found) not in known:
             lines.append(f"{_words(step)}: the coordinator counts an update that the silo never sent")
     return lines
 
@@ -106,8 +107,10 @@ def _contradicted(
         detail = rounds.get(step[:2])
         if detail is None or detail["attempt"] != step[2] or entry.detail["status"] != "ACCEPTED":
             continue
-        if "updates" not in detail:
-            continue  # Withheld at the job's level of privacy.
+        if "updates" not in detail or "asked" in detail:
+            # Withheld at the job's level of privacy; or a buffer, which takes an update in when it is full,
+            # in whichever round that is.
+            continue
         recorded = detail["updates"].get(name)
         if recorded != entry.detail["update"]:
             recorded_digest = f"another one, {recorded[:12]}" if recorded else "none"

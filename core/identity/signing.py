@@ -5,6 +5,7 @@ purpose is none for another. The purposes:
 
     job         what a submitter asks for: configuration, initial model, request
     vouched     the coordinator's word for whose token asked for a job
+    update      a silo's update of one step: its bytes, its weight, the model that it is for
     receipt     what the coordinator did with an update
     seal        the audit log up to an entry
     provenance  where a model comes from
@@ -32,7 +33,9 @@ from roundtable.core.identity.credentials import Role, SiloIdentity, identity_of
 VOUCHED_FOR = ("token:", "oidc:")
 """How the names begin of those who have nothing to sign with; no certificate's name can."""
 SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
-Purpose = Literal["job", "vouched", "receipt", "seal", "provenance", "backup", "renewal", "installation"]
+Purpose = Literal[
+    "job", "vouched", "update", "receipt", "seal", "provenance", "backup", "renewal", "installation"
+]
 
 
 def canonical(values: Mapping[str, Any]) -> bytes:
@@ -129,19 +132,26 @@ def vouch(coordinator: SiloIdentity, submitter: str, values: Mapping[str, Any]) 
 
 
 def check_submission(
-    certificate: bytes, ca: bytes, values: Mapping[str, Any], signature: bytes, submitter: str
+    certificate: bytes,
+    ca: bytes,
+    values: Mapping[str, Any],
+    signature: bytes,
+    submitter: str,
+    *,
+    at: float | None = None,
 ) -> None:
     """IdentityError unless the submitter, known to the root as one who may submit jobs, signed this one.
 
     Under a job of one with a token it is the coordinator who signs; for others its word does not count.
+    Certificates are judged by the Unix time `at`, default: now.
     """
     name, role = identity_of(certificate)
     if role == "coordinator" and submitter.startswith(VOUCHED_FOR):
-        verify(certificate, ca, role, "vouched", {**values, "submitter": submitter}, signature)
+        verify(certificate, ca, role, "vouched", {**values, "submitter": submitter}, signature, at=at)
         return
     if role not in SUBMITTERS:
         raise IdentityError(f"{name!r} is {role}, and signs no jobs; that needs {' or '.join(SUBMITTERS)}")
-    verify(certificate, ca, role, "job", values, signature)
+    verify(certificate, ca, role, "job", values, signature, at=at)
     if name != submitter:
         raise IdentityError(f"the job of {submitter!r} is signed by {name!r}")
 

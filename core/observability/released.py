@@ -166,7 +166,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "audit of a round": {
         **_of(Tells.PUBLIC, "config round attempt charge versions withheld"),
         **_of(Tells.NOISY, "model optimizer"),
-        **_of(Tells.COHORT, "cohort contributors closed"),
+        **_of(Tells.COHORT, "cohort contributors closed asked"),
         "updates": Tells.UPDATE,
     },
     # A round in numbers: trackers and spans. Means carry the prefix `train_`, or the metric's own name.
@@ -258,9 +258,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Goodbye": {"reason": Tells.PUBLIC},
     # The bytes that follow are the update: masked, noisy, or bare to a coordinator that adds the noise.
     "UploadHeader": {
-        **_of(Tells.PUBLIC, "step layout encoding offset announcement"),
-        # Of what the coordinator gets in the next breath.
-        "content": Tells.PUBLIC,
+        **_of(Tells.PUBLIC, "step model layout encoding offset announcement time"),
+        # Of what the coordinator gets in the next breath; the signature is over these fields alone.
+        **_of(Tells.PUBLIC, "content signature"),
         **_of(Tells.SILO, "examples metrics"),
     },
 }

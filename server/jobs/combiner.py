@@ -11,6 +11,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import Plan, Received, ServerState, combine, initial_server_state
 from roundtable.engine import messages as m
+from roundtable.engine.combining.new_model import new_model
 from roundtable.privacy import SecureNoise
 from roundtable.server.jobs.privacy_budget import Guarantee
 from roundtable.server.jobs.sliced_optimizer import SlicedOptimizer, give_back_free_memory
@@ -60,10 +61,8 @@ class Combiner:
             diagnose=self._job.aggregation.diagnosis,
             root_update=self._root_update(action, old),
         )
-        metadata = {"job": self._job.title, "round": str(action.step.round)}
-        if guarantee.statement:
-            metadata["privacy"] = guarantee.statement
-        model = self._store(Model(old.layout, combined.vector, old.local, metadata), "model", now)
+        made = new_model(self._job, old, combined.vector, action.step.round, guarantee.statement)
+        model = self._store(made, "model", now)
         artifacts = [model]
         optimizer = ""
         if combined.state.worth_keeping:

@@ -65,6 +65,11 @@ class StepInstructions:
         instruction = self._in_force.get(client)
         return instruction.step if instruction else None
 
+    def model_of(self, client: str, step: m.Step) -> str:
+        """The model that the agent was asked to work with in this step; "" where that is not in force."""
+        instruction = self._in_force.get(client)
+        return instruction.model if instruction is not None and instruction.step == step else ""
+
     def report(self, client: str, step: m.Step, progress: StepProgress) -> None:
         """Notes what an agent says of the step that it was asked for; of other steps nothing."""
         if self.step_of(client) == step:

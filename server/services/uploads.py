@@ -21,7 +21,9 @@ from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.jobs.sessions import Identity
 from roundtable.server.services import transfer
+from roundtable.server.services.update_statements import signed_statement, unsigned
 from roundtable.server.storage.artifact_store import DIGEST, ArtifactStore
 from roundtable.server.storage.blobs import BlobWriter
 from roundtable.server.storage.finite_check import ContentCheck
@@ -42,6 +44,7 @@ class Offer:
     client: str
     header: agent_pb2.UploadHeader
     runner: JobRunner
+    identity: Identity | None
 
     @property
     def step(self) -> m.Step:
@@ -57,8 +60,12 @@ class Offer:
 class Uploads:
     """Receives updates for all jobs."""
 
-    def __init__(self, jobs: JobRegistry, services: JobServices, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, jobs: JobRegistry, services: JobServices, threads: ThreadPoolExecutor, authority: bytes
+    ) -> None:
+        """`authority` is the root's certificate: it vouches for who signs updates."""
         self._jobs = jobs
+        self._authority = authority
         self._services = services
         self._threads = threads
         self._active: dict[str, asyncio.Task[Receipt]] = {}
@@ -106,7 +113,11 @@ class Uploads:
         verdict = runner.wants(client, step) if runner else "stale"
         if runner is None or verdict != "wanted":
             return await self._settled(client, header.step.job, step, verdict)
-        offer = Offer(client, header, runner)
+        offer = Offer(client, header, runner, self._services.sessions.identities.get(client))
+        asked = runner.instructions.model_of(client, step)
+        if forged := unsigned(header, offer.identity, asked, client, self._authority):
+            # No receipt: whoever took the silo's connection over must spoil nothing that the silo will send.
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, forged)
         problem = _problem(client, header, runner)
         if problem:
             return await self._reject(offer, "invalid_update", problem)
@@ -236,6 +247,7 @@ class Uploads:
             receipt=receipt,
             reason=reason,
             received=self._services.clock(),
+            statement=signed_statement(offer.header, offer.identity, offer.client),
         )
 
 

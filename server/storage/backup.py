@@ -48,7 +48,7 @@ TRIES = 3
 LEFT_OUT = {"alembic_version", "lease"}
 
 
-class _Vanished(Exception):
+class Vanished(Exception):
     """Retention has deleted an artifact that the view still mentions."""
 
 
@@ -66,7 +66,7 @@ def back_up(config: ServerConfig, folder: Path) -> dict[str, Any]:
         for _ in range(TRIES):
             try:
                 return _write_all(database, config, folder, identity)
-            except _Vanished:
+            except Vanished:
                 continue
         raise StorageError(
             f"artifacts are missing from {config.bucket or config.artifacts}, or damaged there, though the "
@@ -97,7 +97,7 @@ def restore(
         raise StorageError(f"{target} holds artifacts already: restore into an empty folder")
     if bucket is not None and not bucket.is_empty():
         raise StorageError(f"{bucket.address} holds something already: restore into an empty bucket")
-    _make_folders(target)
+    make_folders(target)
     database = Database.connect(config.database)
     try:
         with database.transaction() as connection:
@@ -112,7 +112,7 @@ def restore(
             if bucket is not None:
                 bucket.open(name)
             for digest in manifest["artifacts"]:
-                _copy(folder / "objects", target / "objects", digest)
+                copy_artifact(folder / "objects", target / "objects", digest)
                 if bucket is not None:
                     bucket.put(folder / "objects" / blob_name(digest), digest)
             (target / "coordinator").write_text(name, encoding="ascii")
@@ -156,7 +156,7 @@ def _note(
     audit_store.seal(connection, identity, now)
 
 
-def _make_folders(*folders: Path) -> None:
+def make_folders(*folders: Path) -> None:
     """Makes missing folders, readable by this user alone."""
     for folder in folders:
         try:
@@ -170,7 +170,7 @@ def _write_all(
 ) -> dict[str, Any]:
     objects = Path(config.artifacts) / "objects"
     bucket = Bucket(config.bucket) if config.bucket else None
-    _make_folders(folder, folder / "tables")
+    make_folders(folder, folder / "tables")
     with database.snapshot() as connection:
         metadata = sa.MetaData()
         metadata.reflect(connection)
@@ -191,9 +191,9 @@ def _write_all(
         }
     for digest in manifest["artifacts"]:
         if bucket is None:
-            _copy(objects, folder / "objects", digest)
+            copy_artifact(objects, folder / "objects", digest)
         else:
-            _fetch(bucket, folder / "objects" / blob_name(digest))
+            fetch_artifact(bucket, folder / "objects" / blob_name(digest))
     path = folder / MANIFEST
     _write(path.with_suffix(".partial"), [signed_manifest(identity, manifest)])
     path.with_suffix(".partial").replace(path)
@@ -236,7 +236,7 @@ def _count_on(connection: Connection, table: sa.Table) -> None:
                 connection.execute(sa.select(sa.func.setval(sequence, top, False)))
 
 
-def _copy(source: Path, target: Path, digest: str) -> None:
+def copy_artifact(source: Path, target: Path, digest: str) -> None:
     """Copies an artifact, hashing what is read; what is there already is not copied again."""
     place = target / digest[:2] / digest
     if place.exists():
@@ -247,7 +247,7 @@ def _copy(source: Path, target: Path, digest: str) -> None:
         found = _write(partial, _pieces(source / digest[:2] / digest))
     except FileNotFoundError as error:
         partial.unlink(missing_ok=True)
-        raise _Vanished from error
+        raise Vanished from error
     if found != digest:
         partial.unlink()
         raise StorageError(f"artifact {digest} in {source} is damaged: its bytes have the digest {found}")
@@ -255,14 +255,14 @@ def _copy(source: Path, target: Path, digest: str) -> None:
     sync_folder(place.parent)
 
 
-def _fetch(bucket: Bucket, place: Path) -> None:
+def fetch_artifact(bucket: Bucket, place: Path) -> None:
     """Fetches an artifact from the bucket, as a coordinator on another machine would."""
     if place.exists():
         return
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = place.with_suffix(".partial")
     if not bucket.get(place.name, partial):
-        raise _Vanished
+        raise Vanished
     partial.replace(place)
     sync_folder(place.parent)
 

@@ -55,7 +55,7 @@ class Retention:
 
         def forget(connection: Connection) -> list[str]:
             unneeded = [
-                *spent_updates(connection, job, record.round),
+                *spent_updates(connection, job, record.round, self._keep),
                 *old_models(connection, job, self._keep),
             ]
             return forget_unused(connection, unneeded, self._keep)

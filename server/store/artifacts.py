@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from roundtable.core.config import job_from_json
+from roundtable.engine.validation.repeatable import why_not_repeatable
 from roundtable.server.store import tables
 from roundtable.server.store.rows import ArtifactRow
 
@@ -17,10 +20,30 @@ LIVE = ("waiting", "running", "paused")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which models stay: those of each job's `newest` rounds, and of every `every`-th (0: of no other)."""
+    """Which models stay: those of each job's `newest` rounds, and of every `every`-th (0: of no other).
+
+    `updates` is the number of a job's newest rounds of which everything stays that it takes to make their
+    models again: their updates, the models and the optimizer states that they began with.
+    """
 
     newest: int
     every: int = 0
+    updates: int = 0
+
+    def repeatable(self, config: str) -> int:
+        """The number of a job's newest rounds that can be made again; `config` is the job's JSON."""
+        return self.updates if self.updates and not _why_not(config) else 0
+
+    def models(self, config: str) -> int:
+        """The number of the newest rounds whose models stay."""
+        repeatable = self.repeatable(config)
+        return max(self.newest, repeatable + 1) if repeatable else self.newest
+
+
+@lru_cache(maxsize=256)
+def _why_not(config: str) -> str:
+    """Why nobody can make the job's models again."""
+    return why_not_repeatable(job_from_json(config))
 
 
 def note_artifact(connection: Connection, artifact: ArtifactRow) -> None:
@@ -50,10 +73,11 @@ def is_readable(connection: Connection, digest: str) -> bool:
     return connection.execute(query).first() is not None
 
 
-def spent_updates(connection: Connection, job: str, round_number: int) -> list[str]:
-    """Digests of updates of this job up to a committed round."""
+def spent_updates(connection: Connection, job: str, round_number: int, keep: Keep) -> list[str]:
+    """Digests of updates of this job up to a committed round, but for those that are to be kept."""
+    kept = keep.repeatable(_config(connection, job))
     query = sa.select(tables.updates.c.digest).where(
-        tables.updates.c.job == job, tables.updates.c.round <= round_number
+        tables.updates.c.job == job, tables.updates.c.round <= round_number - kept
     )
     known = sa.select(tables.artifacts.c.digest)
     return list(connection.execute(query.where(tables.updates.c.digest.in_(known)).distinct()).scalars())
@@ -61,14 +85,23 @@ def spent_updates(connection: Connection, job: str, round_number: int) -> list[s
 
 def old_models(connection: Connection, job: str, keep: Keep) -> list[str]:
     """Models and optimizer states of this job's rounds that need not be kept."""
-    table = tables.rounds.c
+    table, config = tables.rounds.c, _config(connection, job)
     newest = connection.execute(sa.select(sa.func.max(table.round)).where(table.job == job)).scalar() or 0
     known = sa.select(tables.artifacts.c.digest)
     digests_left: set[str] = set()
-    for column, kept in ((table.model, keep.newest), (table.optimizer, 1)):
+    for column, kept in (
+        (table.model, keep.models(config)),
+        (table.optimizer, keep.repeatable(config) + 1),
+    ):
         query = sa.select(column).where(table.job == job, table.round <= newest - kept, column.in_(known))
         digests_left.update(connection.execute(query).scalars())
     return sorted(digests_left)
+
+
+def _config(connection: Connection, job: str) -> str:
+    return str(
+        connection.execute(sa.select(tables.jobs.c.config).where(tables.jobs.c.id == job)).scalar_one()
+    )
 
 
 def left_over(connection: Connection, before: float) -> list[str]:
@@ -100,16 +133,29 @@ def forget_unused(connection: Connection, digests: Sequence[str], keep: Keep) ->
 
 
 def _needed(connection: Connection, digest: str, keep: Keep) -> bool:
-    jobs, rounds = tables.jobs.c, tables.rounds.c
+    jobs = tables.jobs.c
     current = sa.select(jobs.id).where(
         sa.or_(
             *(column == digest for column in (jobs.initial_model, jobs.model, jobs.optimizer)),
             sa.and_(jobs.status.in_(LIVE), jobs.snapshot.contains(digest)),
         )
     )
-    recent = rounds.round > jobs.rounds_done - keep.newest
-    wanted = sa.or_(recent, rounds.round % keep.every == 0) if keep.every else recent
-    kept = (
-        sa.select(rounds.job).join(tables.jobs, jobs.id == rounds.job).where(rounds.model == digest, wanted)
+    return connection.execute(current.limit(1)).first() is not None or _recent(connection, digest, keep)
+
+
+def _recent(connection: Connection, digest: str, keep: Keep) -> bool:
+    """Whether it belongs to a round that is kept, of any job; how many are follows from the job's level."""
+    jobs, rounds, updates = tables.jobs.c, tables.rounds.c, tables.updates.c
+    place = (rounds.round, rounds.model, jobs.rounds_done, jobs.config)
+    made = sa.select(*place).join(tables.jobs, jobs.id == rounds.job)
+    for row in connection.execute(made.where(sa.or_(rounds.model == digest, rounds.optimizer == digest))):
+        age = row.rounds_done - row.round
+        is_model = row.model == digest
+        most = keep.models(row.config) if is_model else keep.repeatable(row.config) + 1
+        if age < most or (is_model and keep.every and row.round % keep.every == 0):
+            return True
+    sent = sa.select(updates.round, jobs.rounds_done, jobs.config).join(tables.jobs, jobs.id == updates.job)
+    return any(
+        row.rounds_done - row.round < keep.repeatable(row.config)
+        for row in connection.execute(sent.where(updates.digest == digest, updates.receipt == "accepted"))
     )
-    return any(connection.execute(query.limit(1)).first() for query in (current, kept))

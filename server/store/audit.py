@@ -14,6 +14,7 @@ from roundtable.core.evidence.audit_log import AuditEntry, entry
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import canonical, envelope, job_digest
 from roundtable.server.store import tables
+from roundtable.server.store.combined import combined_updates
 from roundtable.server.store.rows import EventRow, to_json
 from roundtable.server.versions import versions
 
@@ -96,9 +97,10 @@ def seal(connection: Connection, identity: SiloIdentity, now: float) -> tuple[in
 
 
 def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[str, Any]:
-    """What binds a round: configuration, cohort, every update that counted, the model, the charge.
+    """What binds a round: configuration, cohort, every update that was combined, the model, the charge.
 
-    Of what may not be told (`withheld` names it) nothing: the silos' own receipts are what remains.
+    Of buffered rounds also in which round and attempt each of the updates was asked for. Of what may not be
+    told (`withheld` names it) nothing: the silos' own receipts are what remains.
     """
     config = connection.execute(sa.select(tables.jobs.c.config).where(tables.jobs.c.id == job)).scalar_one()
     shown = {
@@ -117,14 +119,10 @@ def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[
         shown |= {"cohort": sorted(record["cohort"]), "contributors": sorted(record["contributors"])}
     if "excluded" in withheld:
         return shown
-    update = tables.updates.c
-    accepted = sa.select(update.client, update.digest).where(
-        update.job == job,
-        update.round == record["round"],
-        update.attempt == record["attempt"],
-        update.receipt == "accepted",
-    )
-    return {**shown, "updates": {row.client: row.digest for row in connection.execute(accepted)}}
+    combined = combined_updates(connection, job, record)
+    if record.get("staleness"):
+        shown["asked"] = {update.client: [update.round, update.attempt] for update in combined}
+    return {**shown, "updates": {update.client: update.digest for update in combined}}
 
 
 def _last_seal(connection: Connection) -> int:

@@ -83,7 +83,10 @@ class AgentRow:
 
 @dataclass(frozen=True)
 class UpdateRow:
-    """An update that was received whole. `receipt` is "accepted", or "rejected" with a reason."""
+    """An update that was received whole. `receipt` is "accepted", or "rejected" with a reason.
+
+    `statement` is the silo's signed statement of it as JSON; empty from a silo without an identity.
+    """
 
     round: int
     attempt: int
@@ -96,6 +99,13 @@ class UpdateRow:
     receipt: str
     reason: str
     received: float
+    statement: str = ""
+
+    @classmethod
+    def of(cls, row: Row[Any]) -> UpdateRow:
+        values = dict(row._mapping)
+        del values["job"]
+        return cls(**{**values, "metrics": json.loads(values["metrics"])})
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,8 @@ updates = Table(
     Column("receipt", String(20), nullable=False),
     Column("reason", Text, nullable=False),
     Column("received", Double, nullable=False),
+    # The silo's signed statement as core.signing.envelope makes it; empty where it has no identity.
+    Column("statement", Text, nullable=False, server_default=""),
 )
 
 artifacts = Table(

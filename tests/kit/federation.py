@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
@@ -20,8 +21,11 @@ Federation = tuple[str, Path]
 
 
 @asynccontextmanager
-async def federation_of(folder: Path, task: str) -> AsyncIterator[Federation]:
-    """A coordinator's address, and a folder with credentials and the task as toy.py."""
+async def federation_of(folder: Path, task: str, **settings: Any) -> AsyncIterator[Federation]:
+    """A coordinator's address, and a folder with credentials and the task as toy.py.
+
+    `settings` are further keys of coordinator.toml.
+    """
     create_ca(folder / "ca")
     issue(folder / "ca", "coordinator", "coordinator", folder / "coordinator", hosts=("127.0.0.1",))
     issue(folder / "ca", "operator", "operator", folder / "operator")
@@ -34,6 +38,7 @@ async def federation_of(folder: Path, task: str) -> AsyncIterator[Federation]:
         database=f"sqlite:///{folder / 'coordinator.db'}",
         artifacts=str(folder / "artifacts"),
         credentials=str(folder / "coordinator"),
+        **settings,
     )
     coordinator = Coordinator(config)
     await coordinator.start()

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 UNPROVEN = 3
 """Exit code: nothing contradicts what was checked, but something of it is proven by nothing."""
-_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
-_ca = click.option(
-    "--ca", "authority", type=_FILE, default="ca.crt", show_default=True, help="The root's certificate."
+FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+ca_option = click.option(
+    "--ca", "authority", type=FILE, default="ca.crt", show_default=True, help="The root's certificate."
 )
 
 
@@ -44,14 +44,14 @@ def export(output: Path, coordinator: str | None, credentials: Path | None) -> N
 
 
 @audit.command("verify")
-@click.argument("file", type=_FILE)
-@_ca
-@click.option("--since", type=_FILE, help="An earlier export: FILE must contain all of it, unchanged.")
+@click.argument("file", type=FILE)
+@ca_option
+@click.option("--since", type=FILE, help="An earlier export: FILE must contain all of it, unchanged.")
 @click.option("--silo", is_flag=True, help="FILE is a silo's own log, audit.jsonl in its state folder.")
 @click.option(
     "--witness",
     "witnesses",
-    type=_FILE,
+    type=FILE,
     multiple=True,
     help="A silo's own log: its receipts show what the coordinator's log held by then. May be repeated.",
 )
@@ -73,15 +73,15 @@ def verify(
 
     if silo and witnesses:
         raise click.UsageError("--witness is for the coordinator's log: leave --silo out")
-    log = _read(file, authority, silo)
+    log = read_export(file, authority, silo)
     if not silo:
         check_signed(log)
     if since is not None:
-        compare(_read(since, authority, silo), log)
+        compare(read_export(since, authority, silo), log)
     seen = [
         sequence
         for path in witnesses
-        for sequence in witnessed(log, _read(path, authority, True), authority.read_bytes())
+        for sequence in witnessed(log, read_export(path, authority, True), authority.read_bytes())
     ]
     proven = log.proven(time.time(), seen)
     if as_json:
@@ -119,21 +119,18 @@ def _say(file: Path, log: Log, proven: int) -> None:
 
 
 @audit.command("cross-check")
-@click.argument("coordinators", metavar="COORDINATOR_LOG", type=_FILE)
-@click.argument("silos", metavar="SILO_LOG", type=_FILE)
-@_ca
+@click.argument("coordinators", metavar="COORDINATOR_LOG", type=FILE)
+@click.argument("silos", metavar="SILO_LOG", type=FILE)
+@ca_option
 @json_option
 def cross_check(coordinators: Path, silos: Path, authority: Path, as_json: bool) -> int:
     """Lay a silo's own log beside the coordinator's: do both tell the same story?"""
     from roundtable.core.evidence.audit_log import check_signed
     from roundtable.core.evidence.cross_check import differences
 
-    theirs, own = _read(coordinators, authority, False), _read(silos, authority, True)
+    theirs, own = read_export(coordinators, authority, False), read_export(silos, authority, True)
     check_signed(theirs)
-    names = {str(item.detail["client"]) for item in own.entries if item.action == "receipt"} | own.signers
-    if len(names) != 1:
-        raise click.UsageError(f"{silos} is the log of {len(names)} silos, not of one")
-    (name,) = names
+    name = owner_of(silos, own)
     contradictions = differences(theirs, own, name, authority.read_bytes())
     receipts = sum(item.action == "receipt" for item in own.entries)
     if as_json:
@@ -166,10 +163,10 @@ def provenance(
 
 
 @model.command("verify")
-@click.argument("file", type=_FILE)
-@click.option("--statement", type=_FILE, help="Default: FILE with .provenance.json at its end.")
-@click.option("--log", "export", type=_FILE, help="The coordinator's audit log: it must hold every round.")
-@_ca
+@click.argument("file", type=FILE)
+@click.option("--statement", type=FILE, help="Default: FILE with .provenance.json at its end.")
+@click.option("--log", "export", type=FILE, help="The coordinator's audit log: it must hold every round.")
+@ca_option
 @json_option
 def verify_model(
     file: Path, statement: Path | None, export: Path | None, authority: Path, as_json: bool
@@ -184,7 +181,7 @@ def verify_model(
     provenance, now = check_provenance(file, place, authority.read_bytes()), time.time()
     values, proven = provenance.values, provenance.ends >= now
     if export is not None:
-        log = _read(export, authority, False)
+        log = read_export(export, authority, False)
         proven = is_recorded(provenance, log, log.proven(now))
     if as_json:
         print_json({"signer": provenance.signer, "proven": proven, **values})
@@ -210,7 +207,16 @@ def verify_model(
     return 0 if proven else UNPROVEN
 
 
-def _read(file: Path, authority: Path, silo: bool) -> Log:
+def owner_of(file: Path, log: Log) -> str:
+    """The silo whose own log it is; a mistake of usage where that is not one."""
+    names = {str(item.detail["client"]) for item in log.entries if item.action == "receipt"} | log.signers
+    if len(names) != 1:
+        raise click.UsageError(f"{file} is the log of {len(names)} silos, not of one")
+    return names.pop()
+
+
+def read_export(file: Path, authority: Path, silo: bool) -> Log:
+    """A log that holds together: the coordinator's, or a silo's own."""
     from roundtable.core.evidence.audit_log import read_log
 
     with file.open(encoding="utf-8", errors="replace") as lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,12 @@ from definite import definite
 from scripted_agent import ScriptedAgent, header_for
 from service import Operator
 
+from roundtable.core.identity.credentials import SiloIdentity, load_silo_identity
+from roundtable.core.identity.signing import open_envelope, sign
 from roundtable.proto import agent_pb2, common_pb2
+from roundtable.proto.receipts import update_values
+from roundtable.server import Coordinator
+from roundtable.server.store.combined import combined_updates
 
 Status = agent_pb2.UploadReceipt
 ONE = torch.ones(4)
@@ -226,3 +232,43 @@ async def test_a_bfloat16_update(pair: list[ScriptedAgent], operator: Operator) 
     await operator.watch_until(job.id, "finished")
     model = await operator.fetch((await operator.job(job.id)).job.model.digest)
     assert torch.frombuffer(bytearray(model[-16:]), dtype=torch.float32).tolist() == [1.5] * 4
+
+
+async def test_a_silo_with_an_identity_signs_its_updates(
+    coordinator: Coordinator, operator: Operator, certificates: Path
+) -> None:
+    """Whoever has taken its connection alone uploads nothing in its name, and spoils nothing of it."""
+    own, other = (load_silo_identity(certificates / name) for name in ("alder", "birch"))
+    agent = ScriptedAgent(coordinator.port, certificates / "alder")
+    await agent.connect(identity=own.certificate)
+    job = await operator.submit("[cohort]\nsize = 1\nminimum = 1\n[evaluation]\nevery = 0", rounds=1)
+    asked = await train(agent)
+    data, model = payload(), asked.train.model.digest
+
+    def header(identity: SiloIdentity | None, **changes: Any) -> agent_pb2.UploadHeader:
+        made = header_for(asked, data, loss=1.0)
+        made.model, made.time = changes.pop("model", model), changes.pop("time", time.time())
+        if identity is not None:
+            made.signature = sign(identity, "update", update_values("alder", made))
+        for name, value in changes.items():
+            setattr(made, name, value)
+        return made
+
+    for forged in (
+        header(None),
+        header(other),
+        header(own, examples=1000),
+        header(own, model="0" * 64),
+        header(own, time=1.0),
+        header(None, time=float("nan")),
+    ):
+        error = await refused(agent.upload(forged, data))
+        assert error.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert (await agent.upload(header(own), data)).status == Status.ACCEPTED
+    await operator.watch_until(job.id, "finished")
+    record = json.loads((await operator.job(job.id)).history[0])
+    (row,) = await coordinator._database.read(lambda found: combined_updates(found, job.id, record))
+    ca = (certificates / "ca" / "ca.crt").read_bytes()
+    kept = open_envelope(json.loads(row.statement), ca, "agent", "update")
+    assert (kept.signer, kept.values["model"], kept.values["examples"]) == ("alder", model, 10)
+    await agent.close()

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
+from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.server.store import (
     AgentRow,
@@ -29,7 +30,14 @@ from roundtable.server.store import (
 )
 from roundtable.server.store import jobs as store
 from roundtable.server.store.agent_rows import all_clients, remember
-from roundtable.server.store.artifacts import Keep, forget_unused, old_models, spent_updates
+from roundtable.server.store.artifacts import (
+    Keep,
+    all_digests,
+    forget_unused,
+    left_over,
+    old_models,
+    spent_updates,
+)
 from roundtable.server.store.group_commit import GroupedWrites
 from roundtable.server.store.ledger import entries, reserve
 
@@ -228,13 +236,53 @@ async def test_retention_keeps_what_anything_needs(opened: Database) -> None:
     await write(opened, store.insert_job, shared, ArtifactRow(f"{1:064d}", 1, "model", 1.0), [])
 
     def retire(connection: sa.Connection) -> list[str]:
-        found = [*spent_updates(connection, "a" * 12, 3), *old_models(connection, "a" * 12, Keep(2))]
+        found = [*spent_updates(connection, "a" * 12, 3, Keep(2)), *old_models(connection, "a" * 12, Keep(2))]
         return forget_unused(connection, found, Keep(2))
 
     gone = await opened.write(retire)
     # Model 1 is another job's initial one; the update of round 4 was not asked about.
     assert sorted(gone) == sorted([f"{2:064d}", "1" * 64, "2" * 64, "3" * 64])
     assert await opened.write(retire) == []
+
+
+@pytest.mark.parametrize(
+    ("privacy", "kept"),
+    [
+        (None, 2),
+        ({"level": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}, 0),
+        ({"level": "none", "secure_aggregation": True, "clip_norm": 1.0}, 0),
+    ],
+    ids=["none", "bare", "masked"],
+)
+async def test_what_it_takes_to_make_rounds_again_is_kept_where_it_may_be(
+    opened: Database, privacy: dict[str, Any] | None, kept: int
+) -> None:
+    tables = {"task": "t", "rounds": 5} | ({"privacy": privacy} if privacy else {})
+    await with_job(opened, config=JobConfig.model_validate(tables).to_json())
+    keep = Keep(1, updates=2)
+    for number in range(1, 5):
+        model, state, sent = f"{number:064d}", f"{10 + number:064d}", f"{20 + number:064d}"
+        rows = [ArtifactRow(model, 1, "model", 1.0), ArtifactRow(state, 1, "optimizer", 1.0)]
+        rows.append(ArtifactRow(sent, 1, "update", 1.0))
+        made = {**record(number), "model": model, "optimizer": state}
+        sent_update = update("alder", number, sent)
+        await write(
+            opened, store.apply, transition(number + 1, records=[made], updates=[sent_update], artifacts=rows)
+        )
+
+    def retire(connection: sa.Connection) -> None:
+        found = [*spent_updates(connection, "a" * 12, 4, keep), *old_models(connection, "a" * 12, keep)]
+        forget_unused(connection, found, keep)
+        assert forget_unused(connection, left_over(connection, 2.0), keep) == []
+
+    await opened.write(retire)
+    left = set(await opened.read(all_digests)) - {"0" * 64}
+    newest = range(4 - kept, 5) if kept else (4,)
+    assert left == {
+        *(f"{number:064d}" for number in newest),
+        *(f"{10 + number:064d}" for number in newest),
+        *(f"{20 + number:064d}" for number in range(5 - kept, 5)),
+    }
 
 
 async def test_the_ledger_reserves_and_settles(opened: Database) -> None:

@@ -1,0 +1,16 @@
+"""A round's new model as an artifact: the same bytes wherever it is made."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from roundtable.core.config import JobConfig
+from roundtable.core.models import Model
+
+
+def new_model(job: JobConfig, old: Model, vector: Tensor, round: int, guarantee: str = "") -> Model:
+    """The model of a round (from 1) with this vector [d]; `guarantee` says what privacy it gives, if any."""
+    metadata = {"job": job.title, "round": str(round)}
+    if guarantee:
+        metadata["privacy"] = guarantee
+    return Model(old.layout, vector, old.local, metadata)

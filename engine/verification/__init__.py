@@ -1,0 +1,1 @@
+"""Making committed rounds again, by somebody who trusts no coordinator."""
