@@ -35,8 +35,8 @@ from roundtable.simulation.world.simulated_clients import trusted_data
 class Listener(Protocol):
     """Who hears what happens: the run directory, the progress bar."""
 
-    def committed(self, record: m.RoundRecord, checkpoint: Callable[[], Checkpoint]) -> None:
-        """A round is done; what must be durable is so when this returns."""
+    def committed(self, record: m.RoundRecord, model: Model, checkpoint: Callable[[], Checkpoint]) -> None:
+        """A round is done and has made `model`; what must be durable is so when this returns."""
 
     def note(self, note: m.Note, now: float) -> None:
         """Something happened, at a virtual time in seconds."""
@@ -245,7 +245,7 @@ class Driver:
             used = [self.world.names.index_of(name) for name in self._kept_by(record)]
             self._keep_models({**self._earlier, record.round - 1: before})
             self.history.append(record)
-            self.listener.committed(record, partial(self._checkpoint, used))
+            self.listener.committed(record, self.model, partial(self._checkpoint, used))
             waiting = map(self.world.names.index_of, self._engine.state.buffer)
             self._updates.keep(used, [*self._work.answers, *waiting])
             self._ledger.committed()

@@ -21,6 +21,7 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, override_job, read_job
 from roundtable.core.errors import ResourceError, TaskError
 from roundtable.core.initial_model import initial_model
+from roundtable.core.models import Model
 from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
 from roundtable.core.paths import AnyPath
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task
@@ -180,7 +181,7 @@ class _Listener:
         for record, row in zip(history.records, history, strict=True):
             self._trackers.log(record.round, row)
 
-    def committed(self, record: RoundRecord, checkpoint: Callable[[], Checkpoint]) -> None:
+    def committed(self, record: RoundRecord, model: Model, checkpoint: Callable[[], Checkpoint]) -> None:
         now = time.monotonic()
         seconds, self._round_begun = now - self._round_begun, now
         self.seconds.append(seconds)
@@ -196,6 +197,7 @@ class _Listener:
                     record.round,
                     self._job.rounds,
                     record=record,
+                    model=model,
                     seconds_left=left,
                     usage=self._meter.look(),
                 )

@@ -99,6 +99,15 @@ def least_rate(counts: Matrix, draws: int, confidence: float) -> float:
     return max(alone, proportion_at_least(int(counts.sum()), draws * units, alpha))
 
 
+def rate_caught(rate: float, draws: int, units: int, confidence: float, power: float) -> float:
+    """The rate of all units from which on `least_rate` passes the claimed `rate`, with this probability."""
+    from scipy import stats
+
+    trials = draws * units
+    needed = int(stats.binom.isf(0.5 * (1.0 - confidence), trials, rate)) + 1
+    return float(stats.beta.ppf(power, needed, trials - needed + 1)) if needed <= trials else 1.0
+
+
 def proportion_at_least(successes: int, trials: int, alpha: float) -> float:
     """The lower bound of Clopper & Pearson: a lower rate gives so many successes with probability < alpha."""
     from scipy import stats

@@ -110,9 +110,10 @@ class Federation:
 
     @asynccontextmanager
     async def agent(
-        self, name: str, trainer: GivenTrainer, **changes: Any
+        self, name: str, trainer: GivenTrainer | None, **changes: Any
     ) -> AsyncIterator[asyncio.Task[None]]:
-        """A running agent; cancelling its task is a kill: nobody is told."""
+        """A running agent, with a training process where no trainer is given; cancelling its task is a kill:
+        nobody is told."""
         agent = Agent(self.config(name, **changes), trainer)
         running = asyncio.create_task(agent.run())
         try:
@@ -127,10 +128,10 @@ class Federation:
         await asyncio.wait([running])
 
     @asynccontextmanager
-    async def agents(self, trainers: Mapping[str, GivenTrainer]) -> AsyncIterator[None]:
+    async def agents(self, trainers: Mapping[str, GivenTrainer], **changes: Any) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             for name, trainer in trainers.items():
-                await stack.enter_async_context(self.agent(name, trainer))
+                await stack.enter_async_context(self.agent(name, trainer, **changes))
             yield
 
     def trainers(self, columns: int, **settings: Any) -> dict[str, GivenTrainer]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from roundtable.cli.jobs.privacy_audit import audit
 from roundtable.cli.jobs.privacy_ledger import budget, export, show
 from roundtable.cli.shared.options import json_option, set_option
 from roundtable.cli.shared.output import print_json, say_lines
@@ -18,7 +19,7 @@ def privacy() -> None:
     """Plan differential privacy, and see what has been spent."""
 
 
-for _command in (show, budget, export):
+for _command in (audit, show, budget, export):
     privacy.add_command(_command)
 
 

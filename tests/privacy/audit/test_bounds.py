@@ -16,6 +16,7 @@ from roundtable.privacy.audit.gaussian_bounds import (
     least_rate,
     noise_caught,
     odd_noise,
+    rate_caught,
 )
 from roundtable.privacy.audit.threshold import Rates, threshold_rates
 
@@ -71,6 +72,10 @@ def test_rates_are_bounded_by_clopper_and_pearson() -> None:
     rng = np.random.default_rng(4)
     passed = sum(least_rate(rng.binomial(20, 0.3, 50), 20, 0.9) > 0.3 for _ in range(300))
     assert passed <= 45
+    more = rate_caught(0.3, 20, 50, 0.99, 0.9)
+    assert 0.3 < more < 0.4
+    found = sum(least_rate(rng.binomial(20, more, 50), 20, 0.99) > 0.3 for _ in range(300))
+    assert 250 <= found <= 290
 
 
 def test_the_largest_mean_is_found_among_others() -> None:

@@ -1,0 +1,264 @@
+"""A job's own mechanism over canaries: what to run, and how to read what it publishes.
+
+Everything that the guarantee rests on is the job's: level, clip norm, noise, sampling, separation, shares,
+steps and batches at a silo. Model, data and local training are those of `CanaryTask`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import (
+    ClientLocalLevel,
+    DistributedLevel,
+    ExampleLevel,
+    FtrlLevel,
+    OwnNoise,
+    Private,
+)
+from roundtable.privacy.accounting.accountants import compose
+from roundtable.privacy.accounting.charge import Charge
+from roundtable.privacy.audit.canary_task import CanaryTask
+from roundtable.privacy.levels import (
+    charges,
+    correlated_noise,
+    example_training,
+    level_of,
+    noise_for,
+    sampling_of,
+    shared_noise,
+)
+
+FAINT = 0.005
+"""The noise, over what one unit can change, under which canaries are heard one by one."""
+_MOST_UNITS = 4096
+_MOST_FAINT_ROUNDS, _OWN_ROUNDS = 64, 3
+
+
+@dataclass(frozen=True)
+class CanaryTraces:
+    """What rounds published, in units of what one contribution may change.
+
+    `scores` `[rounds, units]` are near 1 where a canary took part, `noise` `[rounds, free]` is the noise.
+    """
+
+    scores: NDArray[np.float64]
+    noise: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CanaryJob:
+    """A job to audit: `population` clients, or at level `example` so many records in a silo.
+
+    `noise_multiplier` is what the job states, `free` how many coordinates show noise alone.
+    """
+
+    job: JobConfig
+    noise_multiplier: float
+    population: int
+    free: int
+
+    @classmethod
+    def of(cls, job: JobConfig, clients: int, free: int) -> CanaryJob:
+        """The audit of a job over so many clients.
+
+        Raises PrivacyError for a job without a guarantee, and where an audit could not read what is
+        published: buffered rounds, and the means of groups, to which a rule is put.
+        """
+        privacy = level_of(job)
+        if job.round.mode != "synchronous":
+            raise PrivacyError(
+                f'round.mode = "{job.round.mode}": an audit reads rounds that all begin with one model; '
+                "audit the job with synchronous rounds"
+            )
+        population = clients
+        match privacy:
+            case DistributedLevel():
+                if privacy.group_size is not None:
+                    raise PrivacyError(
+                        f"privacy.group_size = {privacy.group_size}: a rule over the means of groups hides "
+                        "their noise from an audit; audit the job without groups"
+                    )
+                population = job.cohort.size or clients
+            case ClientLocalLevel():
+                population = 1
+            case ExampleLevel():
+                if privacy.population is None:
+                    raise PrivacyError("an audit needs privacy.population: the examples of a silo")
+                population = privacy.population
+            case _:
+                pass
+        draft = cls(job, 1.0, population, free)
+        return replace(draft, noise_multiplier=noise_for(job, population, draft.dimension))
+
+    @property
+    def privacy(self) -> Private:
+        """The job's level."""
+        return level_of(self.job)
+
+    @property
+    def units(self) -> int:
+        """How many units are canaries; those beyond take part without a trace."""
+        return min(self.population, _MOST_UNITS)
+
+    @property
+    def clients(self) -> int:
+        """How many clients the canary rounds have: one, where each silo hides its own data by itself."""
+        return 1 if isinstance(self.privacy, OwnNoise) else self.population
+
+    @property
+    def dimension(self) -> int:
+        """The length of an update of the canary task."""
+        return 1 + self.units + self.free
+
+    @property
+    def rate(self) -> float | None:
+        """The probability with which a unit takes part in a draw; None where none is claimed."""
+        charge = self._charges(self.noise_multiplier, 1)[0]
+        match charge.sampling:
+            case "poisson":
+                return charge.rate
+            case "fixed_size":
+                return charge.sample / charge.population
+            case _:
+                return None
+
+    def task(self) -> CanaryTask:
+        """The task of the canary rounds."""
+        examples = self.population if isinstance(self.privacy, ExampleLevel) else 0
+        return CanaryTask(self.units, self.free, self.privacy.clip_norm, examples)
+
+    def faint_rounds(self, confidence: float) -> int:
+        """So many rounds of faint noise that a unit which is always drawn stands out."""
+        if isinstance(self.privacy, FtrlLevel):
+            return max(1, self.job.rounds)
+        if self.rate is None:
+            return 2
+        surprise = math.log(8.0 * self.units / (1.0 - confidence))
+        wanted = math.ceil(3.0 * surprise / -math.log(min(self.rate, 0.999)))
+        return min(max(wanted, 4), _MOST_FAINT_ROUNDS)
+
+    def own_rounds(self, wanted: int | None = None) -> int:
+        """How many rounds are run under the job's own noise: all of DP-FTRL's, which belong together."""
+        rounds = max(1, self.job.rounds)
+        return rounds if isinstance(self.privacy, FtrlLevel) else min(wanted or _OWN_ROUNDS, rounds)
+
+    def config(self, rounds: int, seed: int, faint: bool = False) -> JobConfig:
+        """The job that runs canaries under the job's own noise, or with `faint` under next to none.
+
+        Faint rounds of level `example` have one step, so that each draw of a batch is seen by itself.
+        """
+        privacy = self.privacy
+        change: dict[str, Any] = {"epsilon": None, "noise_multiplier": self.noise_multiplier}
+        if isinstance(privacy, ExampleLevel):
+            filled, steps = example_training(self.job, self.population)
+            change |= {"batch_size": filled.batch_size, "local_steps": 1 if faint else steps}
+        if faint:
+            # Only a Rényi curve can be drawn for so little noise, and nobody looks at these rounds' epsilon.
+            change |= {"noise_multiplier": FAINT / self._sensitivity(rounds), "accountant": "rdp"}
+        alone = isinstance(privacy, OwnNoise)
+        values = {
+            "task": "canaries",
+            "rounds": rounds,
+            "seed": seed,
+            "cohort": {"size": 1} if alone else self.job.cohort.model_dump(),
+            "algorithm": {"learning_rate": 1.0, "steps": 1, "batch_size": 1},
+            "aggregation": {"weighting": "uniform"},
+            "evaluation": {"every": 0},
+            "privacy": {**privacy.model_dump(), **change},
+            "simulation": {
+                "clients": self.clients,
+                "backend": "sequential",
+                "masking": self.job.simulation.masking,
+            },
+        }
+        return JobConfig.model_validate(values)
+
+    def traces(self, models: Sequence[Tensor], clip_norms: Sequence[float]) -> CanaryTraces:
+        """What each round added to the model before it; `models` are those of rounds 0 to R `[dimension]`.
+
+        `clip_norms` are those in force in rounds 1 to R.
+        """
+        vectors = np.stack([model.double().numpy() for model in models])
+        steps = np.diff(vectors, axis=0) * self._denominator / np.asarray(clip_norms)[:, None]
+        return CanaryTraces(steps[:, 1 : 1 + self.units], steps[:, 1 + self.units :])
+
+    def signal(self, rounds: int) -> NDArray[np.float64]:
+        """How much a unit that takes part as often as may be contributes to each round."""
+        signal = np.ones(rounds)
+        if isinstance(self.privacy, FtrlLevel):
+            signal[np.arange(rounds) % self.separation != 0] = 0.0
+        return signal
+
+    @property
+    def separation(self) -> int:
+        """Rounds from one contribution of a silo to its next (`dp_ftrl`)."""
+        return self._correlated(1).separation if isinstance(self.privacy, FtrlLevel) else 1
+
+    def noise_behind(self, mu: float, rounds: int) -> float:
+        """The noise multiplier with which so many rounds would tell a unit's `signal` by μ.
+
+        Noise in shares counts as what is left of it for somebody who knows the shares of all but the honest
+        silos that the guarantee relies on.
+        """
+        match self.privacy:
+            case FtrlLevel():
+                return 1.0 / mu
+            case DistributedLevel():
+                shared = shared_noise(self.job, self.noise_multiplier, self.dimension)
+                return math.sqrt(rounds * shared.honest / self.population) / mu
+            case ExampleLevel():
+                return math.sqrt(rounds / example_training(self.job, self.population)[1]) / mu
+            case _:
+                return math.sqrt(rounds) / mu
+
+    def epsilon(self, noise_multiplier: float | None = None, rate: float | None = None) -> float:
+        """ε of the whole job, with the noise and the sampling that it states, or with others."""
+        spent = self._charges(noise_multiplier or self.noise_multiplier, max(1, self.job.rounds))
+        if rate is not None:
+            spent = [_at_rate(charge, rate) for charge in spent]
+        return compose(spent, self.privacy.delta, self.privacy.accountant)
+
+    def _charges(self, noise_multiplier: float, upto: int) -> Sequence[Charge]:
+        return charges(self.job, noise_multiplier, self.population, self.dimension, upto)
+
+    @property
+    def _denominator(self) -> float:
+        match self.privacy:
+            case DistributedLevel():
+                return float(self.population)
+            case ClientLocalLevel():
+                return 1.0
+            case ExampleLevel():
+                return float(example_training(self.job, self.population)[0].batch_size or 1)
+            case _:
+                return sampling_of(self.job, self.population).cohort
+
+    def _correlated(self, rounds: int) -> Any:
+        job = self.job.model_copy(update={"rounds": rounds})
+        return correlated_noise(job, self.noise_multiplier, self.population)
+
+    def _sensitivity(self, rounds: int) -> float:
+        if not isinstance(self.privacy, FtrlLevel):
+            return 1.0
+        return float(self._correlated(rounds).sensitivity(rounds))
+
+
+def _at_rate(charge: Charge, rate: float) -> Charge:
+    match charge.sampling:
+        case "poisson":
+            return replace(charge, rate=min(1.0, max(rate, 1e-9)))
+        case "fixed_size":
+            sample = min(charge.population, max(1, math.floor(rate * charge.population)))
+            return replace(charge, sample=sample)
+        case _:
+            return charge

@@ -1,0 +1,163 @@
+"""What a coordinator with real agents publishes bears out the epsilon that it tells; mistakes are caught."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from canary_silos import CONFIDENCE, audited
+
+from roundtable.core import JobConfig
+from roundtable.engine import selection
+from roundtable.engine.policies import synchronous
+from roundtable.privacy import CentralDP
+from roundtable.privacy.audit.report import AuditReport, report
+from roundtable.privacy.mechanisms.noise import KeyStream
+from roundtable.server.jobs import combiner
+from roundtable.server.jobs.privacy_budget import Account
+
+LEVELS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "client": (3, {"size": 3}, {}),
+    "dp_ftrl": (3, {"size": 1}, {"bands": 3, "separation": 3}),
+    "distributed": (3, {"size": 3}, {"dropout_tolerance": 0.0}),
+    "client_local": (1, {"size": 1}, {}),
+    "example": (1, {"size": 1}, {"population": 60, "batch_size": 12, "local_steps": 2}),
+}
+COORDINATES = 4096
+
+
+def job_of(level: str, **cohort: Any) -> JobConfig:
+    _, usual, privacy = LEVELS[level]
+    return JobConfig.model_validate(
+        {
+            "task": "t",
+            "rounds": 3,
+            "cohort": cohort or usual,
+            "aggregation": {"weighting": "uniform"},
+            "evaluation": {"every": 0},
+            "privacy": {"level": level, "clip_norm": 0.5, "delta": 1e-3, "epsilon": 4.0, **privacy},
+        }
+    )
+
+
+def refuted(found: AuditReport) -> list[str]:
+    return [finding.name for finding in found.findings if finding.refuted]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("share", "coordinates"), [(0.8, COORDINATES), pytest.param(0.96, 1 << 16, marks=pytest.mark.slow)]
+)
+async def test_honest_noise_bears_out_what_is_stated_and_a_part_of_it_does_not(
+    level: str, share: float, coordinates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with audited(tmp_path, job_of(level), LEVELS[level][0], coordinates) as served:
+        own, told = await served.own()
+        with monkeypatch.context() as mistake:
+            served.weaken(share, mistake)
+            less, _ = await served.own()
+        faint = await served.faint(3)
+    honest = report(served.canary, faint, own, CONFIDENCE, told)
+    weak = report(served.canary, faint, less, CONFIDENCE)
+    assert told == pytest.approx(served.canary.epsilon(), rel=1e-6)
+    assert refuted(honest) == []
+    assert not honest.refuted
+    assert refuted(weak) == ["noise multiplier"]
+    assert weak.findings[0].seen == pytest.approx(share * honest.findings[0].seen, rel=0.04)
+    if level != "example":
+        # Few draws leave the sampling rate open, and with it the bound on epsilon.
+        assert 0.85 * honest.stated < honest.bound < honest.stated < weak.bound
+
+
+async def test_a_cohort_that_is_always_the_same_is_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of("client", strategy="poisson", probability=0.4)
+    async with audited(tmp_path, job, 5, COORDINATES) as served:
+        own, told = await served.own()
+        drawn = await served.faint(24)
+        monkeypatch.setitem(selection.STRATEGIES, "poisson", lambda names, *rest: list(names[:2]))
+        always = await served.faint(24)
+    honest = report(served.canary, drawn, own, CONFIDENCE, told)
+    fixed = report(served.canary, always, own, CONFIDENCE, told)
+    assert not honest.refuted
+    assert refuted(fixed) == ["sampling rate"]
+    assert fixed.bound > fixed.stated
+
+
+async def test_a_batch_that_is_always_the_same_is_no_sample(tmp_path: Path) -> None:
+    async with audited(tmp_path, job_of("example"), 1, COORDINATES) as served:
+        own, told = await served.own()
+        drawn = await served.faint(20)
+        (tmp_path / "batch").touch()
+        always = await served.faint(20)
+    honest = report(served.canary, drawn, own, CONFIDENCE, told)
+    fixed = report(served.canary, always, own, CONFIDENCE, told)
+    assert not honest.refuted
+    assert refuted(fixed) == ["sampling rate"]
+    assert fixed.bound > fixed.stated
+
+
+async def test_one_silo_that_is_clipped_too_late_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = CentralDP._factors
+
+    def late(self: CentralDP, *norms: Any) -> Any:
+        found = factors(self, *norms)
+        found[0] *= 1.5
+        return found
+
+    monkeypatch.setattr(CentralDP, "_factors", late)
+    async with audited(tmp_path, job_of("client"), 3, COORDINATES) as served:
+        found = await served.report(3)
+    assert refuted(found) == ["change by one unit"]
+    assert 1.4 < found.findings[1].seen < 1.5
+    assert found.bound > found.stated
+
+
+async def test_silos_that_do_not_rest_are_found_under_correlated_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synchronous, "rested", lambda names, state: names)
+    monkeypatch.setitem(selection.STRATEGIES, "uniform", lambda names, *rest: list(names[:1]))
+    async with audited(tmp_path, job_of("dp_ftrl"), 3, COORDINATES) as served:
+        found = await served.report(3)
+    assert "separation" in refuted(found)
+    assert found.bound > found.stated
+
+
+async def test_noise_that_is_used_in_two_rounds_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Repeated(KeyStream):
+        guarantee = True
+
+        def __init__(self) -> None:
+            super().__init__(bytes(32))
+
+    monkeypatch.setattr(combiner, "SecureNoise", Repeated)
+    async with audited(tmp_path, job_of("client"), 3, COORDINATES) as served:
+        found = await served.report(3)
+    assert "noise multiplier" in refuted(found)
+    assert found.bound > 100.0
+
+
+async def test_a_release_that_the_ledger_does_not_hold_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three models are published, and two of them charged."""
+    honest = {"reserve": Account.reserve, "release": Account.release}
+    for name, real in honest.items():
+
+        async def unseen(self: Account, step: Any, real: Any = real) -> None:
+            if step.round != 2:
+                await real(self, step)
+
+        monkeypatch.setattr(Account, name, unseen)
+    async with audited(tmp_path, job_of("client"), 3, COORDINATES) as served:
+        found = await served.report(3)
+    assert refuted(found) == []
+    assert found.stated < 0.85 * served.canary.epsilon()
+    assert found.refuted
