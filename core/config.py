@@ -189,16 +189,58 @@ class AggregationTable(Table):
     )
 
 
+EVALUATION_SECONDS = 120.0
+Bound = Annotated[Finite, Field(gt=0, le=1e12)]
+
+
 class EvaluationTable(Table):
-    """`[evaluation]`: the new model is evaluated by silos on their own test data."""
+    """`[evaluation]`: models are evaluated by silos on their own test data.
+
+    After a round its new model; with `bounds` before a round the model that it begins with, and what the
+    silos measure travels inside the masked vectors of secure aggregation.
+    """
 
     every: int = Field(
         1, ge=0, description="rounds between evaluations, the last round included; 0 for never"
     )
-    clients: Literal["all", "cohort"] = Field(
-        "all", description="all that are available, or the round's cohort"
+    clients: Literal["all", "cohort"] | None = Field(
+        None,
+        description="all that are available, or the round's cohort; default: all, with bounds the cohort",
     )
-    deadline: Seconds = Field(120.0, gt=0, description="time for an evaluation; who is late is left out")
+    deadline: Seconds = Field(
+        EVALUATION_SECONDS, gt=0, description="time for an evaluation; who is late is left out"
+    )
+    bounds: dict[Name, Bound] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="secure aggregation: the metrics to sum inside it, each with the largest absolute value "
+        "that a silo's mean counts for, as { accuracy = 1.0, loss = 20.0 }",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationTable:
+        if not self.bounds:
+            return self
+        if self.every == 0:
+            raise ValueError("bounds name metrics to sum, and every = 0 measures none: leave one of them out")
+        if self.clients == "all":
+            raise ValueError(
+                'clients = "all": with bounds what silos measure is in the masked vectors of those that '
+                'train; say "cohort", or leave it out'
+            )
+        if self.deadline != EVALUATION_SECONDS:
+            raise ValueError(
+                "deadline: with bounds silos evaluate before they train, and cohort.deadline is for both; "
+                "leave it out"
+            )
+        return self
+
+    def before(self, round: int) -> Mapping[str, float]:
+        """The bounds of the metrics that are summed of the model that `round` (from 1) begins with.
+
+        Every party works this out alike, from the job and the number of the round.
+        """
+        return self.bounds if self.bounds and (round - 1) % self.every == 0 else {}
 
 
 class StopTable(Table):

@@ -174,7 +174,8 @@ class Aggregated:
 
     `optimizer` names the artifact with the server optimizer's state ("" for none); `excluded` maps
     a client to the reason why its update was left out; `charge` is what the round costs in privacy.
-    `training` are the round's training metrics where no single update tells any.
+    `training` are the round's training metrics where no single update tells any, `before` those that came
+    with them of the model that the round began with.
     """
 
     step: Step
@@ -185,6 +186,7 @@ class Aggregated:
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
     charge: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -326,6 +328,7 @@ class Unmask:
 class RoundRecord:
     """All that is kept of a committed round. Metrics are named (sum, count) over the silos.
 
+    `evaluation` is of the model that the round has made, `before` of the one that it began with.
     `staleness` tells of each update how many models old its own was, in buffered rounds. `closed` says
     why the round has made no model: `model` is the one before it. `withheld` names the fields that are empty
     here because they may not be told (core/observability/released.py).
@@ -347,6 +350,7 @@ class RoundRecord:
     charge: Mapping[str, Any]
     started: float
     ended: float
+    before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     staleness: Mapping[str, int] = field(default_factory=dict)
     closed: str = ""
     withheld: tuple[str, ...] = ()

@@ -31,8 +31,9 @@ def means(sums: Sums) -> dict[str, float]:
 
 
 def figures(record: RoundRecord) -> dict[str, int | float]:
-    """A committed round in numbers, named as in a history: train_NAME for training means, NAME for
-    evaluation means, and in buffered rounds the updates' mean staleness."""
+    """A committed round in numbers, named as in a history: train_NAME for training means, NAME for means of
+    the model that it made, before_NAME for those of the model that it began with, and in buffered rounds the
+    updates' mean staleness."""
     ages = record.staleness.values()
     return {
         "clients": len(record.contributors),
@@ -42,5 +43,6 @@ def figures(record: RoundRecord) -> dict[str, int | float]:
         **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),
         **({"staleness": sum(ages) / len(ages)} if ages else {}),
         **{f"train_{name}": value for name, value in means(record.training).items()},
+        **{f"before_{name}": value for name, value in means(record.before).items()},
         **means(record.evaluation),
     }

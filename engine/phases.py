@@ -88,9 +88,16 @@ class Phases:
         return m.Aggregate(attempt.step, self._state.model, self._state.optimizer, updates, attempt.cohort)
 
     def evaluation_due(self, number: int) -> bool:
-        """Whether round `number` is evaluated: every so many rounds, and after the last."""
+        """Whether the model of round `number` is asked for: every so many rounds, and after the last.
+
+        Never where the secure sum of the next round says how good it is.
+        """
         every = self._job.evaluation.every
-        return every > 0 and (number % every == 0 or number == self._job.rounds)
+        return (
+            every > 0
+            and not self._job.evaluation.bounds
+            and (number % every == 0 or number == self._job.rounds)
+        )
 
     def begin_evaluation(self, now: float) -> None:
         """Asks for the new model's metrics: clients that are there, and those that have just delivered.
@@ -188,7 +195,8 @@ class Phases:
             self._stop_now("paused", reason)
             return
         self._warn_of_the_metric(attempt.record)
-        enough = stop_reason(self._job.stop, self._state.summary.trend, now - self._state.started)
+        where = " before the round" if self._job.evaluation.bounds else ""
+        enough = stop_reason(self._job.stop, self._state.summary.trend, now - self._state.started, where)
         if enough is not None:
             self._stop_now("finished", enough)
         elif closed and on_end > self._job.cohort.retries and attempt.round < self._job.rounds:
@@ -199,10 +207,10 @@ class Phases:
 
     def _warn_of_the_metric(self, record: m.RoundRecord) -> None:
         """Once, after the first round whose figures show that the metric to stop by is not there."""
-        every = self._job.evaluation.every
-        if record.round != max(1, every):
+        table = self._job.evaluation
+        if record.round != (1 if table.bounds else max(1, table.every)):
             return
-        measured = record.evaluation or ({} if every else record.training)
+        measured = record.evaluation or record.before or ({} if table.every else record.training)
         if warning := missing_metric(self._job.stop, self._state.summary.trend, measured):
             self._context.note("metric_missing", f"warning: {warning}")
 

@@ -33,6 +33,7 @@ def record_of(attempt: Attempt, now: float, private: bool) -> RoundRecord:
         charge=dict(aggregated.charge),
         started=attempt.started,
         ended=now,
+        before=dict(aggregated.before),
         staleness={n: u.staleness(attempt.round) for n, u in sorted(attempt.updates.items()) if u.asked},
     )
 
@@ -65,6 +66,7 @@ def shown(record: RoundRecord) -> dict[str, Any]:
     return {
         "training": means(record.training),
         "evaluation": means(record.evaluation),
+        "before": means(record.before),
         "cohort": len(record.cohort),
         "contributors": len(record.contributors),
         "seconds": record.ended - record.started,

@@ -30,7 +30,7 @@ class RoundSummary:
 
     @property
     def trend(self) -> Trend:
-        """Over the evaluated rounds; over training where no round has the metric from an evaluation."""
+        """Over the evaluated models, of a round or before it; over training where none has the metric."""
         return self.evaluated if self.evaluated.last is not None else self.trained
 
     def add(self, record: RoundRecord, stop: StopTable, separation: int) -> None:
@@ -42,6 +42,7 @@ class RoundSummary:
             # Published records name those who were left out among the contributors: they rest as well.
             self.recent = [*self.recent, (*record.contributors, *record.excluded)][1 - separation :]
         if stop.metric is not None:
-            for trend, sums in ((self.evaluated, record.evaluation), (self.trained, record.training)):
+            tested = record.evaluation or record.before
+            for trend, sums in ((self.evaluated, tested), (self.trained, record.training)):
                 if (value := mean(sums, stop.metric)) is not None:
                     trend.add(value, stop)

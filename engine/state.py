@@ -177,7 +177,7 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
     values["cohort"] = tuple(values["cohort"])
     values["contributors"] = tuple(values["contributors"])
     values["withheld"] = tuple(values.get("withheld", ()))
-    for name in ("training", "evaluation"):
+    for name in ("training", "evaluation", "before"):
         values[name] = _sums(values[name])
     values["client_metrics"] = {client: _sums(sums) for client, sums in values["client_metrics"].items()}
     return RoundRecord(**values)
@@ -193,7 +193,8 @@ def _attempt(plain: Mapping[str, Any]) -> Attempt:
     if values["aggregated"]:
         aggregated = dict(values["aggregated"])
         aggregated["step"] = Step(**aggregated["step"])
-        aggregated["training"] = _sums(aggregated.get("training", {}))
+        for name in ("training", "before"):
+            aggregated[name] = _sums(aggregated[name])
         values["aggregated"] = Aggregated(**aggregated)
     if values["record"]:
         values["record"] = record_from_plain(values["record"])

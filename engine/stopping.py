@@ -27,16 +27,19 @@ class Trend:
         self.last = value
 
 
-def stop_reason(stop: StopTable, trend: Trend, elapsed: float) -> str | None:
-    """Why the job should end after a round, in words; None to go on. `trend` is of `stop.metric`."""
+def stop_reason(stop: StopTable, trend: Trend, elapsed: float, where: str = "") -> str | None:
+    """Why the job should end after a round, in words; None to go on.
+
+    `trend` is of `stop.metric`; `where` says of which model, if it is not the round's own.
+    """
     if stop.time is not None and elapsed >= stop.time:
         return f"the time of {stop.time:g} s has passed"
     if stop.metric is None or trend.last is None:
         return None
     if stop.target is not None and _sign(stop) * (trend.last - stop.target) >= 0:
-        return f"{stop.metric} reached {trend.last:.4g}; the target was {stop.target:g}"
+        return f"{stop.metric}{where} reached {trend.last:.4g}; the target was {stop.target:g}"
     if stop.patience is not None and trend.stale >= stop.patience:
-        return f"{stop.metric} has not improved for {stop.patience} evaluations"
+        return f"{stop.metric}{where} has not improved for {stop.patience} evaluations"
     return None
 
 

@@ -2,7 +2,8 @@
 
 Silos, the coordinator and simulations compute the same from the job, the length of the model and the
 number of silos invited. A silo's vector is its rounded update and a tail with its weight, example
-count, clip bit and training loss; under level `distributed` it is the update with its share of noise
+count, clip bit and training loss, and in rounds that the job evaluates what the silo has measured of the
+model that the round begins with; under level `distributed` it is the update with its share of noise
 and nothing else, since exact sums beside a noisy one would tell more than the noise allows.
 """
 
@@ -28,6 +29,7 @@ from roundtable.privacy.mechanisms.distributed import DistributedDP, decode, enc
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise
 from roundtable.privacy.secagg import (
     ArraySource,
+    Metric,
     QuantisedUpdate,
     Quantiser,
     SecAggParameters,
@@ -45,24 +47,32 @@ LARGEST_WEIGHT = 1 << 16
 LEAST_LEVELS = 1 << 13
 """A mean of silos of weight 1 is rounded to this part of the clip norm at worst."""
 LOSS_BOUND = 1000.0
+LARGEST_TEST = 1 << 24
+"""Test examples that a silo counts for at most; a mean is rounded to 2^-16 of its bound at worst."""
+_LOSS, _BEFORE = "training loss", "test "
 
 
 @dataclass(frozen=True)
 class SecureMean:
     """What the coordinator learns of a round: the mean update, float32 [columns], over so many silos.
 
-    `training` holds the summed training loss as (sum, weight); `account` what was done, for the record.
+    `training` holds the summed training loss as (sum, weight), `before` the summed metrics of the model that
+    the round began with as (sum, examples); `account` what was done, for the record.
     """
 
     vector: Tensor
     silos: int
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     account: Mapping[str, Any] = field(default_factory=dict)
+    before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SecureRound:
-    """The arithmetic of one round. `tally` is there without noise, `noise` and `rotation` with it."""
+    """The arithmetic of one round. `tally` is there without noise, `noise` and `rotation` with it.
+
+    `bounds` are those of the metrics of the model that the round begins with; empty where none are summed.
+    """
 
     parameters: SecAggParameters
     columns: int
@@ -70,6 +80,7 @@ class SecureRound:
     tally: Tally | None
     noise: DistributedDP | None
     rotation: bytes
+    bounds: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: JobConfig, columns: int, invited: int, round: int) -> SecureRound:
@@ -89,8 +100,10 @@ class SecureRound:
         room = invited if masking.group_size is None else largest_group(masking.group_size, invited)
         bound = 1 if uniform else largest_weight(room)
         parameters = _parameters(invited, job, masking, RING_BITS, bound)
-        metrics = (("loss", LOSS_BOUND * bound), ("reported", float(bound)))
-        return cls(parameters, columns, uniform, Tally.of(parameters, metrics), None, b"")
+        bounds = job.evaluation.before(round)
+        tested = (Metric(f"{_BEFORE}{name}", bounds[name], LARGEST_TEST) for name in sorted(bounds))
+        tally = Tally.of(parameters, (Metric(_LOSS, LOSS_BOUND, bound), *tested))
+        return cls(parameters, columns, uniform, tally, None, b"", bounds)
 
     @property
     def grouped(self) -> bool:
@@ -121,10 +134,14 @@ class SecureRound:
         update: npt.NDArray[np.float32],
         examples: int,
         loss: float | None,
+        before: Mapping[str, tuple[float, int]] | None = None,
         rounding: np.random.Generator | None = None,
         noise: NoiseSource | None = None,
     ) -> VectorSource:
         """A silo's vector, from its float32 update [columns]; `rounding` and `noise` are for simulations.
+
+        `before` are (sum, examples) of the model that the round began with, for the names in `bounds`; a
+        name that is missing, or whose mean is not finite, adds nothing, nor does such a loss.
 
         Raises InvalidUpdate for an update that is not finite.
         """
@@ -135,10 +152,11 @@ class SecureRound:
         weight = 1 if self.uniform else min(max(examples, 1), bound)
         tail = np.zeros(len(self._tail), dtype=np.uint32)
         source = QuantisedUpdate(update, weight, Quantiser.of(self.parameters), tail, rounding)
-        known = loss is not None and math.isfinite(loss)
         counters = {"weight": weight, "examples": examples, "clipped": int(source.clipped)}
-        metrics = {"loss": weight * loss if known and loss else 0.0, "reported": float(weight * known)}
-        tail[:] = self._tail.encode(counters, metrics)
+        means = {f"{_BEFORE}{name}": (s / n, n) for name, (s, n) in (before or {}).items() if n > 0}
+        measured = means if loss is None else {_LOSS: (loss, weight), **means}
+        finite = {name: pair for name, pair in measured.items() if math.isfinite(pair[0])}
+        tail[:] = self._tail.encode(counters, finite)
         return source
 
     def decode(self, total: Ring, silos: int, cohort: int) -> SecureMean:
@@ -158,11 +176,11 @@ class SecureRound:
                 "submitted something else than an update"
             )
         mean = Quantiser.of(self.parameters).decode_mean(total[: self.columns], weight)
-        reported = round(metrics["reported"])
-        training = {"loss": (metrics["loss"], reported)} if reported > 0 else {}
+        training = {"loss": metrics.pop(_LOSS)} if _LOSS in metrics else {}
+        before = {name.removeprefix(_BEFORE): sums for name, sums in metrics.items()}
         account = {"silos": silos, "cohort": cohort, "weight": weight}
         account |= {"examples": counters["examples"], "clipped": counters["clipped"]}
-        return SecureMean(torch.from_numpy(mean), silos, training, account)
+        return SecureMean(torch.from_numpy(mean), silos, training, account, before)
 
     @property
     def _tail(self) -> Tally:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix
 from roundtable.aggregation.weighting import capped
+from roundtable.client.training.metrics import Metrics, summable
 from roundtable.core.encodings import get_encoding
-from roundtable.core.errors import PrivacyError
+from roundtable.core.errors import PrivacyError, TaskError
 from roundtable.engine import Mean, Received, Rows
 from roundtable.engine.messages import Aggregate, Update
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
@@ -36,12 +37,13 @@ class ClientUpdates:
         self._attackers = Attackers.of(world.job)
         self._dense = get_encoding(world.job.transfer.encoding).dense_dtype
         self._secure = SecureAggregation.of(world.job, world.layout.size)
+        self._before: dict[str, Metrics] = {}
         self._rows: Tensor | None = None
         self._capacity = 0
 
     def begin(self, capacity: int) -> None:
         """Forgets all updates, and makes room for so many at a time."""
-        self.pending = {}
+        self.pending, self._before = {}, {}
         self._rows, self._capacity = None, capacity
 
     def free_rows(self, count: int, held: Container[int]) -> list[int]:
@@ -70,6 +72,9 @@ class ClientUpdates:
             refused = self._refused(indices)
             yield from ((place_of[answer.client], answer) for answer in refused.values())
             indices = [index for index in indices if index not in refused]
+        failed = self._measure(round, vector, indices)
+        yield from ((place_of[client], answer) for client, answer in failed.items())
+        indices = [index for index in indices if self.world.names[index] not in failed]
         rows = [self._rows[place_of[self.world.names[index]]] for index in indices]
         for answer in self.backend.train(round, vector, list(self._work(indices)), rows):
             place = place_of[answer.client]
@@ -107,9 +112,28 @@ class ClientUpdates:
         self._attackers.corrupt(action.step.round, clients, matrix, places, lambda: defence(received()))
         if self._secure is not None and updates:
             return self._secure.received(
-                action.step, action.cohort, updates, [matrix[place] for place in places]
+                action.step, action.cohort, updates, [matrix[place] for place in places], self._before
             )
         return received()
+
+    def _measure(self, round: int, vector: Tensor, indices: Sequence[int]) -> dict[str, Failed]:
+        """Has clients evaluate the model that the round begins with, where its sum is to hold the metrics.
+
+        Returns those that could not, and so do not train either.
+        """
+        bounds = self.world.job.evaluation.before(round)
+        failed: dict[str, Failed] = {}
+        if not bounds:
+            return failed
+        for answer in self.backend.evaluate(round, vector, list(self._work(indices))):
+            try:
+                if isinstance(answer, Failed):
+                    failed[answer.client] = answer
+                else:
+                    self._before[answer.client] = summable(dict(answer.metrics), bounds)
+            except TaskError as error:
+                failed[answer.client] = Failed(answer.client, "task_error", str(error))
+        return failed
 
     def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
         """The clients whose own accounts do not hold a round; the others have paid for it."""

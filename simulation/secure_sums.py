@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix
+from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError
 from roundtable.core.privacy_table import masking_of
@@ -53,16 +54,22 @@ class SecureAggregation:
         return "the protocol ran among all clients of the round"
 
     def received(
-        self, step: Step, cohort: Sequence[str], updates: Sequence[Update], rows: Sequence[Tensor]
+        self,
+        step: Step,
+        cohort: Sequence[str],
+        updates: Sequence[Update],
+        rows: Sequence[Tensor],
+        before: Mapping[str, Metrics],
     ) -> Mean | GroupMeans:
         """The mean of the updates that arrived, or those of their groups; `rows[i]` is that of `updates[i]`.
 
+        `before` are, by client, the metrics of the model that the round began with, where it sums any.
         Raises AggregationError where too few clients are left for the protocol to give a sum.
         """
         try:
             secure = SecureRound.of(self.job, self.columns, len(cohort), step.round)
             sources = {
-                update.client: self._source(secure, step, update, row)
+                update.client: self._source(secure, step, update, row, before.get(update.client, {}))
                 for update, row in zip(updates, rows, strict=True)
             }
             mean = (
@@ -75,12 +82,15 @@ class SecureAggregation:
         # Rounding, noise and groups are seeded, so that a run can be repeated; no guarantee rests on them.
         return replace(mean, account={**mean.account, "secure_aggregation": self.label, "guarantee": False})
 
-    def _source(self, secure: SecureRound, step: Step, update: Update, row: Tensor) -> VectorSource:
+    def _source(
+        self, secure: SecureRound, step: Step, update: Update, row: Tensor, before: Metrics
+    ) -> VectorSource:
         path = (step.round, step.attempt, update.client)
         return secure.encode(
             row.cpu().numpy(),
             update.examples,
             update.loss,
+            before,
             numpy_generator(self.job.seed, *path, "rounding"),
             SeededNoise(self.job.seed, *path, "noise"),
         )

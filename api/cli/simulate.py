@@ -129,6 +129,7 @@ def _sentence(progress: Progress) -> str:
         figures = {
             "training": means(record.training),
             "evaluation": means(record.evaluation),
+            "before": means(record.before),
             "contributors": len(record.contributors),
             "cohort": len(record.cohort),
             **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),

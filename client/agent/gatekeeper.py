@@ -99,9 +99,18 @@ class Gatekeeper:
             return 1, {}
         return examples, self.rules.leaving(metrics)
 
+    @property
+    def measures(self) -> bool:
+        """Whether the policy lets any metric leave, be it inside a sum."""
+        return self._config.policy.metrics != "none"
+
+    def summed(self, metrics: Metrics) -> dict[str, tuple[float, int]]:
+        """What of a step's metrics may be in a secure sum."""
+        return self.rules.leaving(metrics)
+
     def is_quiet(self, job: JobConfig) -> bool:
         """Whether the progress of training stays here: it holds counts and the loss in the clear."""
-        return not is_told(job.privacy, Tells.SILO) or self._config.policy.metrics == "none"
+        return not is_told(job.privacy, Tells.SILO) or not self.measures
 
     def sign_update(self, header: Any) -> Any:
         """The header of an upload, signed if this silo has an identity: what it then cannot deny."""

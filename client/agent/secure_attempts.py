@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -89,15 +89,23 @@ class MaskingAttempt:
         if self._failure:
             raise WorkFailed("protocol_violation", f"secure aggregation was given up: {self._failure}")
 
-    def mask(self, plain: Path, out: Path, examples: int, metrics: Metrics) -> tuple[str, int]:
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        """The metrics of the round's model that this round sums, with their bounds."""
+        return self._round.bounds if self._round is not None else {}
+
+    def mask(
+        self, plain: Path, out: Path, examples: int, metrics: Metrics, before: Metrics
+    ) -> tuple[str, int]:
         """Masks the float32 update in `plain` into `out`; (BLAKE3, bytes). Blocks for as long as it takes.
 
-        WorkFailed where earlier releases forbid it.
+        `metrics` are of its training, `before` of the model that the round began with. WorkFailed where
+        earlier releases forbid it.
         """
         assert self._round is not None, "a restored attempt has masked its vector already"
         update = np.memmap(plain, dtype="<f4", mode="r")
         total, count = metrics.get("loss", (math.nan, 0))
-        source = self._round.encode(update, examples, total / count if count else None)
+        source = self._round.encode(update, examples, total / count if count else None, before)
         with refusing():
             chunks = self.client.masked_chunks(source)
         return write_file(out, chunks)

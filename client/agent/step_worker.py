@@ -1,6 +1,7 @@
 """What a silo does for one step: the model is fetched, trained or evaluated, and the answer made.
 
 asked → model here → trained, and masked where the job says so → an update to deliver
+                   ↘ measured before, for the round's secure sum ↗
                    ↘ evaluated → a message
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -32,7 +33,7 @@ from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
-from roundtable.client.training.metrics import loss_of
+from roundtable.client.training.metrics import Metrics, loss_of, summable
 from roundtable.core.errors import ResourceError
 from roundtable.core.failpoints import failpoint
 
@@ -118,15 +119,34 @@ class StepWorker:
         )
 
     async def _train_masked(self, work: StepWork, attempt: MaskingAttempt) -> Finished:
-        """Trains as `_train` does, and masks the update together with example count and loss."""
+        """Trains as `_train` does, and masks the update with example count, loss and test metrics."""
         step, plain, masked = work.step, self._spool.plain_of(work.step), work.output
+        before = await self._measured(work, attempt.bounds)
         trained = await self._trained(replace(work, output=plain))
         await attempt.ready()
-        digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained.examples, trained.metrics)
+        loss = self._gate.summed(trained.metrics)
+        digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained.examples, loss, before)
         plain.unlink()
         await asyncio.to_thread(self._secure.keep, step)
         proof = attempt.client.masked().hex()
         return Finished(step, digest, size, work.layout, encoding=MASKED, announcement=proof)
+
+    async def _measured(self, work: StepWork, bounds: Mapping[str, float]) -> Metrics:
+        """What the model that the round begins with gives, for the round's sum; nothing of it is reported."""
+        if not bounds or not self._gate.measures:
+            return {}
+        step, report = work.step, partial(self._report, work.step, "evaluating")
+        report(0, 0)
+        metrics = await self._trainer.evaluate(work, partial(report, quiet=True))
+        found = summable(metrics, bounds)
+        for name in sorted(bounds.keys() - found.keys()):
+            why = "is over no example, or not finite" if metrics else "is missing, for want of test data"
+            _log.warning("%s: %s %s: left out of the sum", step, name, why)
+        for name, (total, count) in found.items():
+            if abs(total / count) > bounds[name]:
+                words = "%s: %s is %.4g, and counts for no more than evaluation.bounds says: %g"
+                _log.warning(words, step, name, total / count, bounds[name])
+        return self._gate.summed(found)
 
     def advertise(self, step: StepKey) -> None:
         """Sends this silo's first message of a secure aggregation, again if it may have been lost."""

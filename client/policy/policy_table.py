@@ -101,7 +101,9 @@ class PolicyTable(Table):
         None, description='most that training may hold of one GPU\'s memory, for example "20GiB"'
     )
     hours: str | None = Field(None, description='when work may begin, local time, for example "20:00-06:00"')
-    metrics: Literal["all", "none"] = Field("all", description="none: no metric and no loss leaves the silo")
+    metrics: Literal["all", "none"] = Field(
+        "all", description="none: no metric and no loss leaves the silo, inside a secure sum neither"
+    )
     metrics_digits: int | None = Field(
         None, ge=0, le=12, description="decimals to which the mean of each metric is rounded before it leaves"
     )

@@ -49,6 +49,8 @@ class Rules:
     def to_evaluation(self, job: JobConfig, round: int) -> list[str]:
         """Why metrics of the model of this round do not leave the silo; empty if they do."""
         every, reasons = job.evaluation.every, []
+        if job.evaluation.bounds:
+            reasons.append("the job's metrics leave inside its secure sums alone (evaluation.bounds)")
         if every == 0 or (round % every and round != job.rounds):
             reasons.append(f"the job evaluates no model of round {round} (evaluation.every = {every})")
         if hides_figures(job.privacy) and not self.policy.public_evaluation:

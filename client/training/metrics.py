@@ -32,6 +32,24 @@ def checked(metrics: Any, task: object, reserved: str | None = None) -> Metrics:
     return numbers
 
 
+def summable(metrics: Metrics, bounds: Mapping[str, float]) -> Metrics:
+    """Those of a model's metrics that a secure sum holds (`evaluation.bounds`).
+
+    TaskError for a name that the task does not measure; without test data nothing is measured. What is not
+    finite, or over no example, is left out: it would make the whole sum worthless.
+    """
+    if metrics and (unknown := sorted(bounds.keys() - metrics.keys())):
+        raise TaskError(
+            f"evaluation.bounds names {', '.join(unknown)}, and the task measures "
+            f"{', '.join(sorted(metrics))}: sum what it measures, or add the metric to its metrics()"
+        )
+    return {
+        name: (metrics[name][0], metrics[name][1])
+        for name in sorted(bounds.keys() & metrics.keys())
+        if metrics[name][1] > 0 and math.isfinite(metrics[name][0])
+    }
+
+
 def loss_of(metrics: Mapping[str, tuple[float, int]]) -> str:
     """The mean loss behind a comma, for log lines; empty if there is none."""
     total, count = metrics.get("loss", (math.nan, 0))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.policy.gpus import bound_gpu_memory
+from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import TrainedUpdate, write_update
 from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.evaluation import evaluate
@@ -65,6 +66,11 @@ class Order:
     output: str
     attempt: int = 1
     halvings: int = 0
+
+    @property
+    def step(self) -> StepKey:
+        """The step that the order is of."""
+        return StepKey(self.job, self.round, self.attempt, self.phase)
 
 
 @dataclass
@@ -136,7 +142,7 @@ class Executor:
         warm, start = self._prepare(order)
         check_evaluation(warm.config)
         _, data = self._data_of(order.task, warm.task)
-        kept = self._state.load(order.job, before=order.round + 1)
+        kept = self._state.load(order.job, before=order.step.unseen)
         local = start.local if kept is None else kept
         work = LocalWork(
             warm.config,

@@ -154,7 +154,7 @@ class ScriptTrainer:
         check_evaluation(work.job)
         if self._evaluate is None:
             return {}
-        local = self._state.load(work.step.job, before=work.step.round + 1)
+        local = self._state.load(work.step.job, before=work.step.unseen)
         start = await asyncio.to_thread(open_model, work.model)
         metrics = await asyncio.to_thread(self._evaluate, Round(work, start, local))
         return checked(metrics, self._evaluate)

@@ -179,7 +179,7 @@ class GroupExecutor:
         """Evaluates the order's model on the silo's test data."""
         trainer, start, _ = self._prepare(order)
         check_evaluation(trainer.job)
-        trainer.load(start.vector, self._others(order, start, before=order.round + 1))
+        trainer.load(start.vector, self._others(order, start, before=order.step.unseen))
         size = EVALUATION_BATCHES * self._micro(trainer)
         return trainer.evaluate(self._data[1], size)
 

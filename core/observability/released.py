@@ -24,7 +24,7 @@ class Tells(Enum):
         "one silo's update as it arrived: its digest, whether it could be used, how far it lies from others"
     )
     SILO = "one silo's training: losses, example counts, progress"
-    TRAINING = "the training of all silos, summed without noise"
+    TRAINING = "the training of all silos, and what they measure before it, summed without noise"
     EVALUATION = "the silos' test data"
     SECRET = "updates, keys, noise and the state of noise"
 
@@ -103,7 +103,7 @@ EVENTS: Mapping[str, EventKind] = {
     ),
     "round_committed": EventKind(
         detail={
-            "training": Tells.TRAINING,
+            **_of(Tells.TRAINING, "training before"),
             "evaluation": Tells.EVALUATION,
             **_of(Tells.COHORT, "cohort contributors"),
             **_of(Tells.PUBLIC, "seconds epsilon"),
@@ -144,7 +144,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.NOISY, "optimizer"),
         **_of(Tells.COHORT, "cohort contributors failures staleness closed"),
         **_of(Tells.UPDATE, "excluded weights diagnosis"),
-        **_of(Tells.TRAINING, "training"),
+        **_of(Tells.TRAINING, "training before"),
         **_of(Tells.EVALUATION, "evaluation client_metrics"),
     },
     "charge": {
@@ -169,7 +169,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.COHORT, "cohort contributors closed asked"),
         "updates": Tells.UPDATE,
     },
-    # A round in numbers: trackers and spans. Means carry the prefix `train_`, or the metric's own name.
+    # A round in numbers: trackers and spans. A mean has the prefix `train_` or `before_`, or its own name.
     "figures": {
         **_of(Tells.PUBLIC, "time seconds epsilon"),
         **_of(Tells.COHORT, "clients failed staleness"),

@@ -42,7 +42,8 @@ class RoundAccount:
     """What a round's record says of how its model was made.
 
     `excluded` maps a client to the reason why its update was left out; `charge` is the cost in privacy;
-    `training` are metrics as (sum, count) that no single update tells.
+    `training` are metrics as (sum, count) that no single update tells, `before` those of the model that the
+    round began with.
     """
 
     excluded: Mapping[str, str] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class RoundAccount:
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
     charge: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Combined:
             diagnosis=account.diagnosis,
             charge={**account.charge, **guarantee},
             training=account.training,
+            before=account.before,
         )
 
 
@@ -180,7 +183,9 @@ def _of_mean(mean: Mean) -> _Delta:
     """A mean that was made elsewhere: nobody is excluded from it here."""
     if not is_finite(mean.vector):
         raise AggregationError("the mean of the round's updates is not finite")
-    account = RoundAccount(weights=mean.weights, charge=mean.account, training=mean.training)
+    account = RoundAccount(
+        weights=mean.weights, charge=mean.account, training=mean.training, before=mean.before
+    )
     return _Delta(mean.vector, ServerState(), account)
 
 
@@ -211,6 +216,7 @@ def _of_groups(
         diagnosis=result.diagnosis.to_dict(),
         charge={**means.account, "groups": groups},
         training=means.training,
+        before=means.before,
     )
     return _Delta(result.vector, ServerState(previous=_previous(plan, result)), account)
 

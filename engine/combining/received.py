@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roundtable.aggregation import UpdateMatrix
 from roundtable.engine.messages import Update
+from roundtable.engine.metrics import add_up
 from roundtable.privacy import SecureMean
 
 SUMMED = ("silos", "weight", "examples", "clipped")
@@ -34,19 +35,21 @@ class Mean:
     """The mean of a round's updates, float32 [d], of which no single one is known.
 
     `combine` takes the vector over and may write the new model into it. `weights` are the shares of the
-    clients where these are no secret; `training` are the round's summed training metrics as (sum, count);
-    `account` is what the round's record says of how the mean was made.
+    clients where these are no secret; `training` are the round's summed training metrics as (sum, count),
+    `before` those of the model that the round began with; `account` is what the round's record says of how
+    the mean was made.
     """
 
     vector: Tensor
     weights: Mapping[str, float] = field(default_factory=dict)
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     account: Mapping[str, Any] = field(default_factory=dict)
+    before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     @classmethod
     def of_secure_sum(cls, mean: SecureMean) -> Mean:
         """The mean that secure aggregation has unmasked."""
-        return cls(mean.vector, training=mean.training, account=mean.account)
+        return cls(mean.vector, training=mean.training, account=mean.account, before=mean.before)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class GroupMeans:
     lost: Mapping[str, str]
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     account: Mapping[str, Any] = field(default_factory=dict)
+    before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -87,7 +91,7 @@ class GroupMeans:
         """From each group's members with its mean, or with the reason why it has none."""
         groups = []
         account: dict[str, Any] = {"cohort": len(lost)}
-        training: dict[str, tuple[float, int]] = {}
+        whole = [mean for _, mean in decoded if not isinstance(mean, str)]
         for members, mean in decoded:
             account["cohort"] += len(members)
             if isinstance(mean, str):
@@ -97,10 +101,9 @@ class GroupMeans:
             groups.append(GroupMean(members, mean.silos, own.get("weight", mean.silos)))
             account |= {name: own[name] for name in COMMON if name in own}
             account |= {name: account.get(name, 0) + own[name] for name in SUMMED if name in own}
-            for name, (total, count) in mean.training.items():
-                before = training.get(name, (0.0, 0))
-                training[name] = (before[0] + total, before[1] + count)
-        return cls(matrix, tuple(groups), dict(lost), training, account)
+        training = add_up(mean.training for mean in whole)
+        before = add_up(mean.before for mean in whole)
+        return cls(matrix, tuple(groups), dict(lost), training, account, before)
 
 
 Received: TypeAlias = Rows | Mean | GroupMeans

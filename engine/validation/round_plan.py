@@ -39,7 +39,7 @@ from roundtable.engine.validation.round_noise import (
     RoundNoise,
     SiloNoise,
 )
-from roundtable.engine.validation.secure_feasibility import check_secure
+from roundtable.engine.validation.secure_feasibility import check_bounds, check_secure
 from roundtable.privacy import (
     Charge,
     central_noise,
@@ -152,6 +152,7 @@ def make_plan(
     check_strategy(job, strategy)
     if job.round.mode == "buffered":
         check_buffered(job)
+    check_bounds(job)
     check_soundness(job, aggregation)
     check_secure(job, aggregation)
     noise = _noise(job, population, slices, spent)

@@ -39,13 +39,43 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
             f"aggregation.validation: {hidden}; silos clip to clip_norm, so leave policy and max_norm out"
         )
     _check_ratios(job, hidden)
-    if not job.privacy.public_evaluation and (job.evaluation.every != 0 or job.stop.metric is not None):
+    in_the_clear = not job.evaluation.bounds and (job.evaluation.every != 0 or job.stop.metric is not None)
+    if in_the_clear and not job.privacy.public_evaluation:
         raise PrivacyError(
             "evaluation and stop: test metrics of single silos would leave them in the clear, beside the "
-            "secure sum; set evaluation.every = 0 and leave out stop.metric (the training loss is summed "
-            "securely), or state that the silos' test data are public by privacy.public_evaluation = true"
+            "secure sum; let them travel inside it by evaluation.bounds = { accuracy = 1.0 }, or set "
+            "evaluation.every = 0 and leave out stop.metric (the training loss is summed securely), or state "
+            "that the silos' test data are public by privacy.public_evaluation = true"
         )
     _check_secure_rounds(job)
+
+
+def check_bounds(job: JobConfig) -> None:
+    """Raises PrivacyError for metrics to sum (`evaluation.bounds`) that no masked vector can hold."""
+    bounds = job.evaluation.bounds
+    if not bounds:
+        return
+    if isinstance(job.privacy, DistributedLevel):
+        raise PrivacyError(
+            'evaluation.bounds with privacy.level = "distributed": exact sums of metrics beside the noisy '
+            "sum of updates would tell more than the noise allows; leave bounds out and set "
+            "evaluation.every = 0"
+        )
+    if masking_of(job.privacy) is None:
+        raise PrivacyError(
+            "evaluation.bounds: metrics are summed inside the masked vectors of secure aggregation, which "
+            "this job does not ask for; leave bounds out, or set privacy.secure_aggregation = true"
+        )
+    if job.privacy.public_evaluation:
+        raise PrivacyError(
+            "evaluation.bounds with privacy.public_evaluation = true: metrics either travel inside the "
+            "secure sum or leave each silo in the clear; leave one of the two out"
+        )
+    if job.stop.metric is not None and job.stop.metric not in bounds:
+        raise PrivacyError(
+            f"stop.metric = {job.stop.metric!r} is not among the metrics that are summed (evaluation.bounds: "
+            f"{', '.join(sorted(bounds))}): it would never end the job; add its bound"
+        )
 
 
 def _check_ratios(job: JobConfig, hidden: str) -> None:

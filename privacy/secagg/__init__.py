@@ -48,7 +48,7 @@ from roundtable.privacy.secagg.parameters import MINIMUM_COHORT, SecAggParameter
 from roundtable.privacy.secagg.quantise import QuantisedUpdate, Quantiser
 from roundtable.privacy.secagg.releases import MemoryReleases, Releases
 from roundtable.privacy.secagg.server import SecAggServer, ServerPhase
-from roundtable.privacy.secagg.sum_tail import Tally
+from roundtable.privacy.secagg.sum_tail import Metric, Tally
 
 __all__ = [
     "MINIMUM_COHORT",
@@ -59,6 +59,7 @@ __all__ = [
     "GroupedServer",
     "Least",
     "MemoryReleases",
+    "Metric",
     "QuantisedUpdate",
     "Quantiser",
     "Releases",

@@ -31,7 +31,8 @@ class History(Sequence[Row]):
     Columns: round, attempt, clients (whose updates count), failed, excluded, time (virtual seconds
     at the round's end), seconds (of real time that the round took; None where it was not measured),
     staleness (mean number of models made since those that the updates started from; buffered rounds),
-    train_NAME for training means and NAME for evaluation means; None where a round has no value.
+    train_NAME for training means, NAME for evaluation means, before_NAME for those of the model that the
+    round began with; None where a round has no value.
     """
 
     records: tuple[RoundRecord, ...]

@@ -25,14 +25,20 @@ def new_figure(panels: int) -> tuple[Any, list[Any]]:
 
 
 def curves(runs: Mapping[str, History], path: AnyPath | None = None) -> Any:
-    """One panel a metric: evaluation as a line, training dashed; a colour for each run."""
+    """One panel a metric: evaluation as a line, training dashed; a colour for each run.
+
+    What was measured before a round stands at the round that made the model.
+    """
     metrics = [name for run in runs.values() for name in run.columns if name not in COUNTS]
-    names = list(dict.fromkeys(name.removeprefix("train_") for name in metrics)) or ["loss"]
+    plain = (name.removeprefix("train_").removeprefix("before_") for name in metrics)
+    names = list(dict.fromkeys(plain)) or ["loss"]
     figure, axes = new_figure(len(names))
     for axis, name in zip(axes, names, strict=True):
         for number, (title, run) in enumerate(runs.items()):
-            for column, style in ((f"train_{name}", "--"), (name, "-")):
-                _draw(axis, run, column, style, f"C{number}", title if style == "-" else f"{title} (train)")
+            colour = f"C{number}"
+            _draw(axis, run, f"train_{name}", "--", colour, f"{title} (train)")
+            _draw(axis, run, name, "-", colour, title)
+            _draw(axis, run, f"before_{name}", "-", colour, title, earlier=1)
         axis.set_xlabel("round")
         axis.set_ylabel(name)
         if axis.lines:
@@ -42,8 +48,11 @@ def curves(runs: Mapping[str, History], path: AnyPath | None = None) -> Any:
     return figure
 
 
-def _draw(axis: Any, run: History, column: str, style: str, colour: str, label: str) -> None:
+def _draw(
+    axis: Any, run: History, column: str, style: str, colour: str, label: str, earlier: int = 0
+) -> None:
     if column not in run.columns:
         return
-    points = [(row["round"], row[column]) for row in run if row.get(column) is not None]
+    rounds = (record.round - earlier for record in run.records)
+    points = [(at, row[column]) for at, row in zip(rounds, run, strict=True) if row.get(column) is not None]
     axis.plot(*zip(*points, strict=True), style, color=colour, label=label, linewidth=1.2)

@@ -62,7 +62,8 @@ HOSTILE = "[/b][red]\x1b]52;c;cm0gLXJm\x07\x1b[2J\u202e\nroot@coordinator# "
 
 def test_hostile_words_are_plain_text_in_every_view(capsys: pytest.CaptureFixture[str]) -> None:
     sums = {HOSTILE: [1.0, 1], "loss": [1.0, 1]}
-    record = {"round": 1, "training": sums, "evaluation": sums, "cohort": ["a"], "contributors": ["a"]}
+    record = {"round": 1, "training": sums, "evaluation": sums, "before": sums}
+    record |= {"cohort": ["a"], "contributors": ["a"]}
     detail = JobDetail(
         job=Job(id="abc", name=HOSTILE, status="running", reason=HOSTILE, submitter=HOSTILE, rounds=5),
         phase=HOSTILE,

@@ -16,6 +16,7 @@ from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpd
 FIGURES = {
     "training": {"loss": 0.25},
     "evaluation": {"loss": 0.5, "accuracy": 0.75},
+    "before": {"accuracy": 0.625},
     "cohort": 3,
     "contributors": 2,
     "seconds": 61.0,
@@ -47,7 +48,8 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines == [
         "round 4: north, south",
         "south failed: [out] of memory",
-        "round  4/20  accuracy 0.7500  loss 0.5000  training loss 0.2500  2 of 3 silos  1 min 01 s",
+        "round  4/20  accuracy 0.7500  loss 0.5000  accuracy before the round 0.6250  training loss 0.2500  "
+        "2 of 3 silos  1 min 01 s",
     ]
 
 

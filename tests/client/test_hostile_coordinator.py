@@ -44,6 +44,7 @@ def released(silo: Any) -> list[dict[str, Any]]:
         (job(every=3), 2, "evaluates no model of round 2"),
         (job(privacy=SECURE), 1, "evaluates no model of round 1"),
         (job(every=1, privacy=PUBLIC), 1, "only where this silo's test data are public"),
+        (job(evaluation={"bounds": {"accuracy": 1.0}}, privacy=PUBLIC), 1, "inside its secure sums alone"),
         (job(every=1, privacy=NOISY | {"public_evaluation": True}), 1, "only where this silo's test data"),
     ],
 )

@@ -117,7 +117,7 @@ class Coordinator:
             np.full(COLUMNS, 0.1, dtype=np.float32).tofile(plain)
             attempt = own.find(self.step)
             assert attempt is not None
-            attempt.mask(plain, out, 5, {"loss": (5.0, 5)})
+            attempt.mask(plain, out, 5, {"loss": (5.0, 5)}, {})
             own.keep(self.step)
             self.server.fold(attempt.client.masked(), out.read_bytes())
 

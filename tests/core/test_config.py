@@ -141,6 +141,21 @@ def test_every_key_is_explained_and_every_default_is_valid(table: type[BaseModel
         ),
         ("task = 3", "job.toml:1: task: Input should be a valid string (got 3)"),
         (
+            "task = 'd'\n[evaluation]\nbounds = { recall = 0.0 }",
+            "job.toml:3: evaluation.bounds.recall: Input should be",
+        ),
+        (
+            "task = 'd'\n[evaluation]\nbounds = { recall = inf }",
+            "evaluation.bounds.recall: Input should be a finite",
+        ),
+        ("task = 'd'\n[evaluation]\nbounds = { 'a b' = 1.0 }", "String should match pattern"),
+        ("task = 'd'\n[evaluation]\nevery = 0\nbounds = { recall = 1.0 }", "and every = 0 measures none"),
+        (
+            "task = 'd'\n[evaluation]\nclients = 'all'\nbounds = { recall = 1.0 }",
+            "masked vectors of those that train",
+        ),
+        ("task = 'd'\n[evaluation]\ndeadline = 5\nbounds = { recall = 1.0 }", "cohort.deadline is for both"),
+        (
             "task = 'd'\nseed = 9223372036854775808",
             "job.toml:2: seed: Input should be less than 9223372036854775808",
         ),

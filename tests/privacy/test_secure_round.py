@@ -45,6 +45,36 @@ def test_the_mean_is_weighted_by_examples_within_the_error_that_is_stated() -> N
     assert mean.account == {"silos": 4, "cohort": 4, "weight": 381, "examples": 381, "clipped": 0}
 
 
+def test_metrics_of_the_model_before_the_round_are_summed_as_plain_ones_are() -> None:
+    bounds = "[evaluation]\nevery = 2\nbounds = { loss = 20.0, accuracy = 1.0 }"
+    rounds = [SecureRound.of(job(before=bounds), COLUMNS, 4, number) for number in (1, 2, 3)]
+    assert (
+        rounds[0].length == rounds[2].length > rounds[1].length == SecureRound.of(job(), COLUMNS, 4, 2).length
+    )
+    assert not rounds[1].bounds
+    found = (
+        {"accuracy": (7.0, 10), "loss": (3.25, 10)},
+        {
+            "accuracy": (1e6, 1 << 30),
+            "loss": (-500.0, 2),
+        },  # More examples than count, and a loss beyond its bound.
+        {"accuracy": (math.nan, 5), "loss": (0.0, 0)},
+        {},
+    )
+    sources = [
+        rounds[0].encode(row, n, 1.0, before)
+        for row, n, before in zip(vectors(4), EXAMPLES, found, strict=True)
+    ]
+    mean = rounds[0].decode(plain_sum(sources, rounds[0].parameters).total, 4, 4)
+    most, error = 1 << 24, 4 * 2.0**-15
+    accuracy = 7.0 + most * 1e6 / (1 << 30)
+    assert mean.before == {
+        "accuracy": (pytest.approx(accuracy, abs=error), 10 + most),
+        "loss": (pytest.approx(3.25 - 2 * 20.0, abs=20 * error), 12),
+    }
+    assert mean.training["loss"][1] == 381
+
+
 def test_weights_are_bounded_and_uniform_ones_are_one() -> None:
     round, rows = SecureRound.of(job(), COLUMNS, 4, 1), vectors(4)
     bound = round.parameters.weight_bound
@@ -98,6 +128,9 @@ def test_shares_of_noise_carry_no_exact_numbers_beside_them() -> None:
     text = "clip_norm = 1.0\nnoise_multiplier = 0.5\ndelta = 1e-5"
     round = SecureRound.of(job(text, "[cohort]\nsize = 4", NOISY), COLUMNS, 4, 1)
     assert round.length == 1024
+    with_bounds = "[evaluation]\nbounds = { accuracy = 1.0 }\n[cohort]\nsize = 4"
+    claimed = SecureRound.of(job(text, with_bounds, NOISY), COLUMNS, 4, 1)
+    assert (claimed.length, claimed.bounds) == (1024, {}), "no coordinator gets metrics beside the noise"
     rows = vectors(4, norm=0.9)
     sources = [round.encode(row, 7, 1.0, noise=SeededNoise(1, i)) for i, row in enumerate(rows)]
     mean = round.decode(plain_sum(sources, round.parameters).total, 4, 4)

@@ -11,8 +11,9 @@ from roundtable.cli.shared.output import duration
 def round_line(number: int, rounds: int, figures: Mapping[str, Any]) -> str:
     """One line, for example `round  3/20  accuracy 0.9123  loss 0.3011  3 of 3 silos  0.8 s`.
 
-    `figures` has `training` and `evaluation` (name → mean), `contributors` and `cohort`, `seconds` where
-    time is real, and `epsilon`, spent so far, under differential privacy. A secret cohort has no size here.
+    `figures` has `training`, `evaluation` and `before` (name → mean), `contributors` and `cohort`, `seconds`
+    where time is real, and `epsilon`, spent so far, under differential privacy. A secret cohort has no size
+    here.
     """
     width = len(str(rounds))
     parts = [f"round {number:{width}d}/{rounds}"]
@@ -27,11 +28,16 @@ def round_line(number: int, rounds: int, figures: Mapping[str, Any]) -> str:
 
 
 def metrics_of(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Name → formatted mean: what was evaluated, the loss last, then the loss of training."""
-    evaluation: Mapping[str, float] = figures.get("evaluation") or {}
+    """Name → formatted mean: what was evaluated, the loss last, then the loss of training.
+
+    What was measured of the model that the round began with is called so.
+    """
+    metrics: dict[str, str] = {}
+    for key, where in (("evaluation", ""), ("before", " before the round")):
+        means: Mapping[str, float] = figures.get(key) or {}
+        names = [*sorted(set(means) - {"loss"}), *(["loss"] if "loss" in means else [])]
+        metrics |= {f"{name}{where}": f"{means[name]:.4f}" for name in names}
     training: Mapping[str, float] = figures.get("training") or {}
-    names = [*sorted(set(evaluation) - {"loss"}), *(["loss"] if "loss" in evaluation else [])]
-    metrics = {name: f"{evaluation[name]:.4f}" for name in names}
     if "loss" in training:
         metrics["training loss"] = f"{training['loss']:.4f}"
     return metrics
@@ -42,6 +48,7 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "training": _means(record["training"]),
         "evaluation": _means(record["evaluation"]),
+        "before": _means(record["before"]),
         **_sizes(record),
         "seconds": record["ended"] - record["started"],
         **_epsilon(record["charge"]),

@@ -330,18 +330,30 @@ def test_a_mean_of_unseen_updates_takes_the_optimizers_step() -> None:
 
 SECURE = "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 1.0\n"
 QUIET = "[evaluation]\nevery = 0\n"
+SUMMED = "[evaluation]\nbounds = { accuracy = 1.0 }\n"
+NOISY = "[privacy]\nlevel = 'distributed'\nclip_norm = 1.0\ndelta = 1e-3\nnoise_multiplier = 1.0\n"
 
 
 def test_secure_aggregation_needs_little() -> None:
     plan = make_plan(job(SECURE + QUIET), population=3)
     assert masking_of(plan.privacy) == Masking(1.0, None, None, 0.3)
     assert plan.noise == NoiseElsewhere()
+    make_plan(job('[stop]\nmetric = "accuracy"\n' + SUMMED + SECURE), population=3)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (SECURE, r"evaluation\.every = 0"),
+        (SECURE, r"evaluation\.bounds = .* or set evaluation\.every = 0"),
+        (QUIET + SECURE + '[stop]\nmetric = "loss"', "test metrics of single silos"),
+        (SUMMED, r"evaluation\.bounds: .* this job does not ask for"),
+        (SUMMED + SECURE + "public_evaluation = true", "leave one of the two out"),
+        (
+            SUMMED + SECURE + '[stop]\nmetric = "loss"',
+            r"stop\.metric = 'loss' .* \(evaluation\.bounds: accuracy\)",
+        ),
+        (SUMMED + NOISY, "more than the noise allows; leave bounds out and set evaluation.every = 0"),
+        (SUMMED + '[round]\nmode = "buffered"\nbuffer = 3\n' + SECURE, "masks cancel among silos"),
         (QUIET + SECURE + '[aggregation]\nrule = "median"', "only their mean can be had"),
         (QUIET + SECURE + '[aggregation]\npre = [{ name = "nnm", f = 1 }]', "1 pre-aggregations"),
         (QUIET + SECURE + '[aggregation]\nweighting = "inverse_loss"', "nor its loss"),

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundtable.core.errors import InvalidUpdate, PrivacyError
+from roundtable.core.errors import AggregationError, InvalidUpdate, PrivacyError
 from roundtable.privacy.secagg import (
+    Metric,
     QuantisedUpdate,
     Quantiser,
     Tally,
@@ -159,7 +160,7 @@ def test_memory_maps_are_read_in_blocks(tmp_path: object) -> None:
 @given(
     capacity=st.integers(1, 500),
     ring_bits=st.sampled_from(RINGS),
-    counts=st.lists(st.integers(0, (1 << 40) - 1), min_size=1, max_size=20),
+    counts=st.lists(st.integers(1, 1 << 40), min_size=1, max_size=20),
     values=st.lists(st.floats(-3, 3), min_size=20, max_size=20),
 )
 @settings(max_examples=60, deadline=None)
@@ -167,16 +168,22 @@ def test_tallies_add_up_exactly(
     capacity: int, ring_bits: int, counts: list[int], values: list[float]
 ) -> None:
     counts = counts[:capacity]
-    tally = Tally(ring_bits, capacity, (("loss", 2.0), ("correct", 3.0)))
+    most = 1 << 20
+    tally = Tally(
+        ring_bits, capacity, (Metric("loss", 2.0), Metric("correct", 3.0, most), Metric("none", 1.0))
+    )
     total = np.zeros(len(tally), dtype=np.uint64)
     for count, value in zip(counts, values, strict=False):
-        row = tally.encode({"weight": 3, "examples": count, "clipped": 1}, {"loss": value, "correct": -value})
+        measured = {"loss": (value, 1), "correct": (-value, count)}
+        row = tally.encode({"weight": 3, "examples": count - 1, "clipped": 1}, measured)
         total = (total + row) % np.uint64(1 << ring_bits)
     counters, metrics = tally.decode(total, len(counts))
-    m = len(counts)
-    assert counters == {"weight": 3 * m, "examples": sum(counts), "clipped": m}
-    assert metrics["correct"] == pytest.approx(-sum(values[:m]), abs=3 * m * 2.0**-39)
-    assert metrics["loss"] == pytest.approx(np.clip(values[:m], -2, 2).sum(), abs=2 * m * 2.0**-39)
+    m, weights = len(counts), np.minimum(counts, most)
+    assert counters == {"weight": 3 * m, "examples": sum(counts) - m, "clipped": m}
+    assert metrics.keys() == {"loss", "correct"}
+    assert metrics["loss"] == (pytest.approx(np.clip(values[:m], -2, 2).sum(), abs=2 * m * 2.0**-39), m)
+    expected = -(np.array(values[:m]) * weights).sum()
+    assert metrics["correct"] == (pytest.approx(expected, abs=3 * most * m * 2.0**-39), weights.sum())
 
 
 def test_the_tally_at_its_limit_does_not_overflow() -> None:
@@ -191,42 +198,73 @@ def test_the_tally_at_its_limit_does_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("counters", "metrics", "words"),
     [
-        ({"weight": 1, "examples": 1}, {"loss": 0.0}, "needs"),
-        ({"weight": 1, "examples": -1, "clipped": 0}, {"loss": 0.0}, "examples = -1"),
-        ({"weight": 1, "examples": 1 << 40, "clipped": 0}, {"loss": 0.0}, "40 bits"),
-        ({"weight": 1, "examples": 1, "clipped": 0}, {}, "needs"),
-        ({"weight": 1, "examples": 1, "clipped": 0}, {"loss": float("nan")}, "finite"),
+        ({"weight": 1, "examples": 1}, {}, "needs"),
+        ({"weight": 1, "examples": -1, "clipped": 0}, {}, "examples = -1"),
+        ({"weight": 1, "examples": 1 << 40, "clipped": 0}, {}, "40 bits"),
+        ({"weight": 1, "examples": 1, "clipped": 0}, {"recall": (0.5, 1)}, "no place for .*recall"),
+        ({"weight": 1, "examples": 1, "clipped": 0}, {"loss": (0.5, -1)}, "-1 examples"),
+        ({"weight": 1, "examples": 1, "clipped": 0}, {"loss": (float("nan"), 1)}, "finite"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(
-    counters: dict[str, int], metrics: dict[str, float], words: str
+    counters: dict[str, int], metrics: dict[str, tuple[float, int]], words: str
 ) -> None:
     with pytest.raises(PrivacyError, match=words):
-        Tally(32, 4, (("loss", 1.0),)).encode(counters, metrics)
+        Tally(32, 4, (Metric("loss", 1.0),)).encode(counters, metrics)
 
 
 @pytest.mark.parametrize(
-    "metrics", [(("weight", 1.0),), (("a", 1.0), ("a", 2.0)), (("a", 0.0),), (("a", np.inf),)]
+    "metrics",
+    [
+        (Metric("a", 1.0), Metric("a", 2.0)),
+        (Metric("a", 0.0),),
+        (Metric("a", np.inf),),
+        (Metric("a", 1.0, 0),),
+        (Metric("a", 1.0, 1 << 40),),
+    ],
 )
-def test_metrics_need_names_and_bounds(metrics: tuple[tuple[str, float], ...]) -> None:
+def test_metrics_need_names_and_bounds(metrics: tuple[Metric, ...]) -> None:
     with pytest.raises(PrivacyError, match="metric"):
         Tally(32, 4, metrics)
+
+
+@given(element=st.integers(0, (1 << 32) - 1), place=st.integers(0, 3), silos=st.integers(3, 50))
+@settings(max_examples=200, deadline=None)
+def test_a_hostile_tail_moves_a_mean_within_its_bound_or_is_found(
+    element: int, place: int, silos: int
+) -> None:
+    """It may put anything into an element, also what wraps around: no mean beyond the bound comes out."""
+    tally = Tally(32, silos, (Metric("accuracy", 1.0, 1 << 24),))
+    honest = tally.encode({"weight": 1, "examples": 1, "clipped": 0}, {"accuracy": (0.5, 100)})
+    hostile = honest.copy()
+    hostile[len(tally) - 4 + place] = element
+    total = (honest.astype(np.uint64) * np.uint64(silos - 1) + hostile) % np.uint64(1 << 32)
+    try:
+        _, metrics = tally.decode(total.astype(np.uint32), silos)
+    except AggregationError as error:
+        assert "no honest silos can" in str(error)  # noqa: PT017 - either outcome is sound
+        return
+    value, count = metrics["accuracy"]
+    assert 0 < count <= silos << 24
+    assert abs(value) <= count + silos * (1 << 24) * 2.0**-38
 
 
 def test_a_weighted_mean_through_the_whole_protocol() -> None:
     """Update, weight, counts and metrics in one masked vector; the coordinator decodes only sums."""
     plan = choose_parameters(6, 0.2, 0.1, weight_bound=5, clip_norm=2.0)
-    quantiser, tally = Quantiser.of(plan), Tally.of(plan, (("loss", 10.0),))
+    quantiser, tally = Quantiser.of(plan), Tally.of(plan, (Metric("loss", 10.0),))
     random = np.random.default_rng(3)
     updates, weights = random.normal(size=(6, 30)) * 0.2, [1, 2, 3, 4, 5, 1]
     sources = []
     for update, weight in zip(updates, weights, strict=True):
-        tail = tally.encode({"weight": weight, "examples": 100 * weight, "clipped": 0}, {"loss": weight / 2})
+        tail = tally.encode(
+            {"weight": weight, "examples": 100 * weight, "clipped": 0}, {"loss": (weight / 2, 1)}
+        )
         sources.append(QuantisedUpdate(update, weight, quantiser, tail))
     result = run_in_memory(sources, plan)
     counters, metrics = tally.decode(result.total[30:], len(result.survivors))
     assert counters == {"weight": 16, "examples": 1600, "clipped": 0}
-    assert metrics["loss"] == pytest.approx(8.0, abs=1e-9)
+    assert metrics["loss"] == (pytest.approx(8.0, abs=1e-9), 6)
     mean = quantiser.decode_mean(result.total[:30], counters["weight"])
     np.testing.assert_allclose(mean, weights @ updates / 16, atol=quantiser.step + 1e-7)
     assert mean.dtype == np.float32

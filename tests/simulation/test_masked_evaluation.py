@@ -1,0 +1,63 @@
+"""Metrics inside the secure sum, simulated: every backend, both ways of masking, and clients that cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+SUMMED = {
+    "rounds": 3,
+    "cohort__size": 8,
+    "evaluation__bounds": {"accuracy": 1.0, "loss": 20.0},
+    "privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 50.0},
+}
+
+
+@pytest.fixture(scope="module")
+def plain_job():
+    return {"rounds": 3, "cohort__size": 8, "evaluation__clients": "cohort"}
+
+
+def before(result):
+    return [record.before for record in result.history.records]
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vectorised", "stacked", "processes"])
+def test_every_backend_sums_what_plain_evaluation_tells(run, plain_job, backend):
+    plain = run(**plain_job)
+    summed = run(**SUMMED, simulation__backend=backend, simulation__masking="fast")
+    for earlier, record in zip(plain.history.records, summed.history.records[1:], strict=False):
+        assert record.before.keys() == earlier.evaluation.keys()
+        for name, (total, count) in record.before.items():
+            assert count == earlier.evaluation[name][1]
+            # The models differ by the random rounding of masked updates.
+            assert total == pytest.approx(
+                earlier.evaluation[name][0], abs=1.01 if name == "accuracy" else 0.02
+            )
+        assert record.evaluation == {}
+    assert {"before_accuracy", "before_loss"} <= set(summed.history.columns)
+    assert "accuracy" not in summed.history.columns
+
+
+def test_masks_change_no_bit_and_a_run_goes_on_with_the_same(run, tmp_path):
+    real, fast = run(**SUMMED), run(**SUMMED, simulation__masking="fast")
+    assert before(real) == before(fast)
+    assert torch.equal(real.model.vector, fast.model.vector)
+    sparse = run(**SUMMED, evaluation__every=2)
+    assert [bool(sums) for sums in before(sparse)] == [True, False, True]
+    assert torch.equal(real.model.vector, sparse.model.vector), "measuring changes nothing that is trained"
+
+
+def test_groups_are_added_up(run):
+    grouped = {"aggregation__rule": "trimmed_mean", "aggregation__parameters": {"f": 1}}
+    nine = {**SUMMED, "simulation__clients": 9, "cohort__size": 9, "rounds": 1}
+    privacy = {**SUMMED["privacy"], "group_size": 3}
+    (one,), (whole,) = before(run(**{**nine, **grouped, "privacy": privacy})), before(run(**nine))
+    for name, (total, count) in whole.items():
+        assert one[name] == (pytest.approx(total, abs=1e-2), count)
+
+
+def test_a_client_that_cannot_measure_drops_out(run):
+    unknown = run(**{**SUMMED, "evaluation__bounds": {"recall": 1.0}, "cohort__retries": 0})
+    assert unknown.status == "paused"
+    assert "evaluation.bounds names recall, and the task measures accuracy, loss" in unknown.reason
