@@ -66,7 +66,7 @@ class Failpoint:
         self._armed = True
 
     def reach(self, point: str, round: int = 0, phase: str = "") -> None:
-        """The process is at this place."""
+        """Kills or stops the process if this is the armed place, the first time that it comes here."""
         here = (
             self._armed
             and point == self._point
@@ -79,7 +79,7 @@ class Failpoint:
 
 
 def _nothing(point: str, round: int = 0, phase: str = "") -> None:
-    """No failpoint is armed."""
+    """Does nothing: the failpoint of a process in which none is armed."""
 
 
 class Reached(Protocol):

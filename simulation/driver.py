@@ -195,7 +195,7 @@ class Driver:
         try:
             received = self._updates.collect(action, partial(self._tried, action.step))
             if self._updates.unmasks:
-                self._queue.push(self._queue.now, m.Unmasking(step, self._ledger.told(step)))
+                self._queue.push(self._queue.now, m.Unmasking(step, self._ledger.spending(step)))
             combined = combine(
                 self.plan,
                 received,
@@ -211,7 +211,7 @@ class Driver:
         except (AggregationError, InvalidUpdate) as error:
             self._queue.push(self._queue.now, m.AggregationFailed(step, str(error)))
             return
-        guarantee = self._ledger.told(step)
+        guarantee = self._ledger.spending(step)
         metadata = {**self.model.metadata, "round": str(step.round)}
         if guarantee:
             metadata["privacy"] = self._ledger.statement()

@@ -31,7 +31,9 @@ class SimulatedLedger:
     """The accounts of one job: one that all clients share, or where they add the noise, one each."""
 
     def __init__(self, job: JobConfig, plan: Plan) -> None:
-        self._job, self._plan, self._privacy = job, plan, plan.privacy
+        self._job = job
+        self._plan = plan
+        self._privacy = plan.privacy
         self._shared: tuple[Charge, ...] = ()
         self._own: dict[str, tuple[Charge, ...]] = {}
         self._attempts: dict[tuple[int, int], Charge] = {}
@@ -72,19 +74,19 @@ class SimulatedLedger:
             self._shared = merged([*self._shared, charge])
             self._releases += 1
 
-    def told(self, step: m.Step) -> Mapping[str, Any]:
+    def spending(self, step: m.Step) -> Mapping[str, Any]:
         """What a round's record says beside its charge: ε so far, and what a resumed run needs."""
         if isinstance(self._privacy, NoPrivacy):
             return {}
         self.release(step)
         spent = self._spent(self._privacy)
-        told: dict[str, Any] = {"epsilon": spent.epsilon, "delta": spent.delta, "guarantee": False}
+        figures: dict[str, Any] = {"epsilon": spent.epsilon, "delta": spent.delta, "guarantee": False}
         if self.keeps_own:
-            return {**told, "paid": dict(self._paid)}
-        return {**told, "charged_attempts": [a for r, a in self._attempts if r == step.round]}
+            return {**figures, "paid": dict(self._paid)}
+        return {**figures, "charged_attempts": [a for r, a in self._attempts if r == step.round]}
 
     def committed(self) -> None:
-        """What was told is durable."""
+        """Notes that the round's record is durable: its payments are not told again."""
         self._paid = {}
 
     def statement(self) -> str:
@@ -94,7 +96,7 @@ class SimulatedLedger:
         return statement(privacy, self._spent(privacy), self._plan.sampling, guarantee=False)
 
     def resume(self, history: Sequence[m.RoundRecord]) -> None:
-        """The accounts after these rounds."""
+        """Sets the accounts to what the records of these rounds say."""
         for record in history:
             for attempt in record.charge.get("charged_attempts", ()):
                 self.release(m.Step(record.round, attempt, m.COMMIT))

@@ -79,7 +79,8 @@ class ReleaseLedger:
     """One for the life of an agent. `most` is `[policy] rounds`: updates, and evaluations, of each job."""
 
     def __init__(self, path: Path, most: int | None = None) -> None:
-        self._path, self._most = path, most
+        self._path = path
+        self._most = most
         self._lock = threading.RLock()
         self._jobs: dict[str, _Job] = {}
         self._models: dict[str, _Model] = {}
@@ -274,7 +275,9 @@ class LedgerReleases:
     def __init__(
         self, ledger: ReleaseLedger, model: str | None = None, pay: Callable[[], None] | None = None
     ) -> None:
-        self._ledger, self._model, self._pay = ledger, model, pay
+        self._ledger = ledger
+        self._model = model
+        self._pay = pay
 
     def mask(self, cohort: Cohort) -> None:
         """See `Releases`."""

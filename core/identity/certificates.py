@@ -108,7 +108,7 @@ def issued_at(certificate: x509.Certificate) -> float:
 
 
 def check_time(certificate: x509.Certificate, source: Path | str, now: datetime) -> None:
-    """IdentityError unless it is in force."""
+    """Raises IdentityError for a certificate that is not valid yet, or not any more."""
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > until:
         raise IdentityError(

@@ -86,18 +86,18 @@ class Authority:
     @classmethod
     def issuing(cls, folder: Path) -> Authority:
         """The online authority for silos that were invited."""
-        found = cls._load(folder, ISSUING_CERTIFICATE, ISSUING_KEY)
-        return cls(found.certificate, found.key, x.pem_of(found.certificate))
+        issuer = cls._load(folder, ISSUING_CERTIFICATE, ISSUING_KEY)
+        return cls(issuer.certificate, issuer.key, x.pem_of(issuer.certificate))
 
     @classmethod
     def _load(cls, folder: Path, certificate: str, key: str) -> Authority:
-        found = x.certificates_in(x.read(folder / certificate), folder / certificate)[0]
+        own = x.certificates_in(x.read(folder / certificate), folder / certificate)[0]
         private = x.load_key(folder / key)
         if not isinstance(private, ec.EllipticCurvePrivateKey) or x.public_bytes(
             private.public_key()
-        ) != x.public_bytes(found.public_key()):
+        ) != x.public_bytes(own.public_key()):
             raise IdentityError(f"{folder / key} is not the key of {folder / certificate}")
-        return cls(found, private)
+        return cls(own, private)
 
     def certify(
         self,

@@ -99,10 +99,10 @@ def _handshake(
     raw: socket.socket, host: str, address: str, credentials: Path, revoked: RevocationList, shows: bool
 ) -> bytes:
     """The coordinator's certificate, PEM. Only where ours is shown too the coordinator must accept it."""
-    context, welcomed, found = _context(credentials, shows), not shows, b""
+    context, welcomed, verdict = _context(credentials, shows), not shows, b""
     try:
         with context.wrap_socket(raw, server_hostname=host) as connection:
-            found = _judged(connection, address, credentials, revoked)
+            verdict = _judged(connection, address, credentials, revoked)
             if shows:
                 # The server judges our certificate after our side of the handshake is over.
                 welcomed = bool(connection.recv(1))
@@ -127,9 +127,9 @@ def _handshake(
             f"the coordinator at {address} closed the connection: it does not accept {shown}; "
             "it must come from the coordinator's own authority and be valid by the coordinator's clock"
         )
-    if not found:
+    if not verdict:
         raise UnavailableError(f"{address} ended the connection before it showed a certificate")
-    return found
+    return verdict
 
 
 def _context(credentials: Path, shows: bool) -> ssl.SSLContext:

@@ -53,7 +53,7 @@ class Secret:
 
     @classmethod
     def of_token(cls, text: str) -> Secret:
-        """IdentityError for what is no token."""
+        """Reads a token's text. Raises IdentityError where it is none."""
         raw = _bytes(text.strip(), _TOKEN, _IDENTIFIER + _SECRET)
         if raw is None:
             raise IdentityError("this is no token of an operator: it begins with rt-token. and is one word")
@@ -69,12 +69,12 @@ class Invitation:
 
     @override
     def __str__(self) -> str:
-        found = self.secret
-        return _INVITATION + _text(bytes.fromhex(found.identifier) + found.secret + self.fingerprint)
+        secret = self.secret
+        return _INVITATION + _text(bytes.fromhex(secret.identifier) + secret.secret + self.fingerprint)
 
     @classmethod
     def parse(cls, text: str) -> Invitation:
-        """ConfigError for what is none."""
+        """Reads an invitation's text. Raises ConfigError where it is none."""
         raw = _bytes(text.strip(), _INVITATION, _IDENTIFIER + _SECRET + _FINGERPRINT)
         if raw is None:
             raise ConfigError(

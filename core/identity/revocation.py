@@ -98,23 +98,24 @@ def load_list(folder: Path) -> RevocationList:
 
 def parse_list(pem: bytes, authorities: Sequence[x509.Certificate], source: Path | str) -> RevocationList:
     """A list that one of these authorities has signed; IdentityError otherwise."""
-    found = _read(pem, source)
-    if not any(_signed(found, authority) for authority in authorities):
+    revoked = _read(pem, source)
+    if not any(_signed(revoked, authority) for authority in authorities):
         raise IdentityError(
             f"{source} is not signed by the authority of ca.crt beside it; copy the right list"
         )
-    return RevocationList(_number(found), frozenset(entry.serial_number for entry in found), pem)
+    return RevocationList(_number(revoked), frozenset(entry.serial_number for entry in revoked), pem)
 
 
-def newer(found: RevocationList, known: RevocationList, source: Path | str) -> RevocationList:
+def newer(offered: RevocationList, known: RevocationList, source: Path | str) -> RevocationList:
     """The list to go by from now on; IdentityError for one that is older than what is known."""
-    if found.number < known.number or (found.number == known.number and known.serials - found.serials):
+    lacks = known.serials - offered.serials
+    if offered.number < known.number or (offered.number == known.number and lacks):
         raise IdentityError(
-            f"{source} is list number {found.number} of what the root has revoked, and number {known.number} "
-            "is known, with more on it: the newer one counts. Copy the newest list; whoever makes lists "
-            "needs it in the authority's folder before the next `roundtable ca revoke`"
+            f"{source} is list number {offered.number} of what the root has revoked, and number "
+            f"{known.number} is known, with more on it: the newer one counts. Copy the newest list; whoever "
+            "makes lists needs it in the authority's folder before the next `roundtable ca revoke`"
         )
-    return found
+    return offered
 
 
 def _authorities(folder: Path, root: Authority) -> list[x509.Certificate]:
@@ -123,26 +124,26 @@ def _authorities(folder: Path, root: Authority) -> list[x509.Certificate]:
     return [root.certificate, *online]
 
 
-def _signed(found: x509.CertificateRevocationList, authority: x509.Certificate) -> bool:
+def _signed(revoked: x509.CertificateRevocationList, authority: x509.Certificate) -> bool:
     try:
         key = authority.public_key()
-        return isinstance(key, ec.EllipticCurvePublicKey) and found.is_signature_valid(key)
+        return isinstance(key, ec.EllipticCurvePublicKey) and revoked.is_signature_valid(key)
     except (UnsupportedAlgorithm, ValueError):
         return False
 
 
-def _number(found: x509.CertificateRevocationList) -> int:
+def _number(revoked: x509.CertificateRevocationList) -> int:
     try:
-        return found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        return revoked.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
     except x509.ExtensionNotFound:
         return 0
 
 
 def _read(pem: bytes, source: Path | str) -> x509.CertificateRevocationList:
     try:
-        found = x509.load_pem_x509_crl(pem)
+        revoked = x509.load_pem_x509_crl(pem)
         # The library reads these late; whoever asks for them later may rely on their being sound.
-        _ = found.extensions, [entry.serial_number for entry in found]
-        return found
+        _ = revoked.extensions, [entry.serial_number for entry in revoked]
+        return revoked
     except (ValueError, x509.DuplicateExtension) as error:
         raise IdentityError(f"{source} is not a PEM list of revoked certificates: {error}") from error

@@ -173,12 +173,12 @@ def open_envelope(document: Mapping[str, Any], ca: bytes, role: Role, purpose: P
     """
     try:
         values, certificate = dict(document["statement"]), str(document["certificate"]).encode()
-        signature, found = bytes.fromhex(document["signature"]), document["purpose"]
+        signature, stated = bytes.fromhex(document["signature"]), document["purpose"]
         time = float(values["time"])
     except (KeyError, TypeError, ValueError) as error:
         raise IdentityError(f"this is no signed {purpose}: {error}") from error
-    if found != purpose:
-        raise IdentityError(f"this is a signed {str(found)[:40]}, not a {purpose}")
+    if stated != purpose:
+        raise IdentityError(f"this is a signed {str(stated)[:40]}, not a {purpose}")
     signer = verify(certificate, ca, role, purpose, values, signature, at=time)
     ends = x.certificates_in(certificate, "the certificate")[0].not_valid_after_utc.timestamp()
     return Signed(signer, values, time, ends)

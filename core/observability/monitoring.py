@@ -67,7 +67,7 @@ class Families:
         self.made: list[core.Metric] = []
 
     def gauge(self, name: str, text: str, values: Values, labels: tuple[str, ...] = ()) -> None:
-        """What is so now, by its labels."""
+        """Adds a gauge: the present value for each set of labels."""
         family = core.GaugeMetricFamily(name, text, labels=labels)
         for key, value in values.items():
             family.add_metric(key, value)
@@ -213,7 +213,8 @@ class Interval:
     """For slow work that is asked for more often than it is worth doing."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._done = seconds, -math.inf
+        self._seconds = seconds
+        self._done = -math.inf
 
     def due(self) -> bool:
         """Whether it is time again; counts as done."""

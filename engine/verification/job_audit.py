@@ -27,7 +27,10 @@ class JobAudit:
 
     def __init__(self, bundle: Bundle, log: Log, ca: bytes, proven: int, versions: Mapping[str, str]) -> None:
         """`proven` is the last entry of the log that is proven, `versions` names what computes here."""
-        self._bundle, self._ca, self._proven, self._versions = bundle, ca, proven, versions
+        self._bundle = bundle
+        self._ca = ca
+        self._proven = proven
+        self._versions = versions
         self.rounds = committed_rounds(log, bundle.job.id, bundle.job.initial_model)
         if not self.rounds:
             raise AuditError(f"the log knows no round of job {bundle.job.id}")

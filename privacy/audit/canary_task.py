@@ -27,8 +27,10 @@ class CanaryTask(Task):
     """
 
     def __init__(self, units: int, free: int, clip_norm: float, examples: int = 0) -> None:
-        self.units, self.free = units, free
-        self.slope, self.examples = _TIMES_THE_CLIP_NORM * clip_norm, examples
+        self.units = units
+        self.free = free
+        self.slope = _TIMES_THE_CLIP_NORM * clip_norm
+        self.examples = examples
 
     @override
     def model(self) -> nn.Module:

@@ -72,7 +72,9 @@ class BookKeeping:
     name = "bookkeeping"
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, clip_norm: float) -> None:
-        self._model, self._loss_fn, self._clip_norm = model, loss_fn, clip_norm
+        self._model = model
+        self._loss_fn = loss_fn
+        self._clip_norm = clip_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._modules = _check(model)
         self._anchor = torch.zeros((), requires_grad=True)

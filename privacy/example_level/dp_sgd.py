@@ -94,10 +94,14 @@ class PrivateTraining:
         group: dist.ProcessGroup | None,
     ) -> None:
         assert privacy.batch_size is not None
-        self._optimizer, self._sums, self._fetch = optimizer, sums, fetch
-        self._dataset_size, self._charge = dataset_size, charge
+        self._optimizer = optimizer
+        self._sums = sums
+        self._fetch = fetch
+        self._dataset_size = dataset_size
+        self._charge = charge
         self._std = charge.noise_multiplier * privacy.clip_norm
-        self._expected_batch, self._physical = float(privacy.batch_size), physical_batch
+        self._expected_batch = float(privacy.batch_size)
+        self._physical = physical_batch
         self._coins = sources("batches")
         self._group = group
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -190,7 +194,8 @@ class _NoiseAhead:
     """Draws the next step's noise in a thread while this step computes, where there is a core to spare."""
 
     def __init__(self, source: NoiseSource, count: int) -> None:
-        self._source, self._count = source, count
+        self._source = source
+        self._count = count
         self._thread = ThreadPoolExecutor(1, "noise") if torch.get_num_threads() > 1 else None
         self._drawn: Future[Tensor] | None = None
 

@@ -39,7 +39,8 @@ class _Matrix:
     def __init__(self, module: nn.Linear, inputs: Tensor, outputs: Tensor) -> None:
         self._weight = module.weight if _trainable(module.weight) else None
         self._bias = module.bias if _trainable(module.bias) else None
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs = inputs
+        self._outputs = outputs
         self._each: Tensor | None = None
 
     def squared_norms(self) -> Tensor:

@@ -38,7 +38,8 @@ class _PerExample:
         from opacus.grad_sample import GradSampleModule, GradSampleModuleExpandedWeights
 
         self.name = mode
-        self._loss_fn, self._clip_norm = loss_fn, clip_norm
+        self._loss_fn = loss_fn
+        self._clip_norm = clip_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if mode == "expanded_weights":
             self._wrapped = GradSampleModuleExpandedWeights(model)
@@ -73,7 +74,9 @@ class _Ghost:
         )
 
         self.name = mode
-        self._model, self._loss_fn, self._clip_norm = model, loss_fn, clip_norm
+        self._model = model
+        self._loss_fn = loss_fn
+        self._clip_norm = clip_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=clip_norm)
 

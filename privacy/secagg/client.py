@@ -81,11 +81,16 @@ class SecAggClient:
         minimum_cohort: int = MINIMUM_COHORT,
         nonce: bytes = b"",
     ) -> None:
-        self.session, self.plan, self.name = session, plan, check_name(name)
+        self.session = session
+        self.plan = plan
+        self.name = check_name(name)
         self.minimum_cohort = minimum_cohort
         self.phase = ClientPhase.NEW
-        self._signer, self._directory, self._releases = signer, directory, releases
-        self._box_keys, self._mask_keys = keys.KeyPair(), keys.KeyPair()
+        self._signer = signer
+        self._directory = directory
+        self._releases = releases
+        self._box_keys = keys.KeyPair()
+        self._mask_keys = keys.KeyPair()
         self._seed = bytearray(os.urandom(keys.KEY_BYTES))
         self._nonce = nonce or os.urandom(NONCE_BYTES)
         self._cohort: Cohort | None = None

@@ -38,7 +38,8 @@ class Graph:
     """The graph of a cohort: every silo's neighbours, and the holders of its shares, by index."""
 
     def __init__(self, n: int, k: int, beacon: bytes = b"") -> None:
-        self.n, self.k = n, k
+        self.n = n
+        self.k = k
         self._order = list(range(n)) if k == n - 1 else order(beacon, n)
         self._place = {index: place for place, index in enumerate(self._order)}
         self._neighbours: dict[int, tuple[int, ...]] = {}

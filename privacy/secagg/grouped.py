@@ -57,7 +57,8 @@ class GroupedServer:
         workspace: Workspace | None = None,
     ) -> None:
         self._whole = SecAggServer(session, plan, directory)
-        self._least, self._workspace = least, workspace
+        self._least = least
+        self._workspace = workspace
         self._failed = False
         self._group_of: dict[str, int] = {}
         self.groups: dict[int, SecAggServer] = {}

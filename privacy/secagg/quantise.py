@@ -110,7 +110,9 @@ class QuantisedUpdate:
     ) -> None:
         if not 1 <= weight <= quantiser.weight_bound:
             raise PrivacyError(f"a weight of {weight} is not between 1 and {quantiser.weight_bound}")
-        self._update, self._quantiser, self._weight = update, quantiser, weight
+        self._update = update
+        self._quantiser = quantiser
+        self._weight = weight
         self._tail = np.zeros(0, dtype=ring_dtype(quantiser.ring_bits)) if tail is None else tail
         norm = _norm(update)
         self.clipped = norm > quantiser.clip_norm

@@ -28,7 +28,8 @@ class Reconstruction:
     """
 
     def __init__(self, cohort: Cohort, shares: Mapping[int, Mapping[int, bytes]]) -> None:
-        self._cohort, self._shares = cohort, shares
+        self._cohort = cohort
+        self._shares = shares
         self._coefficients: dict[tuple[int, ...], shamir.Symbols] = {}
         self.liars: set[int] = set()
 

@@ -78,7 +78,8 @@ class SecAggServer:
     ) -> None:
         if len(directory) > plan.capacity and not plan.group_size:
             raise PrivacyError(f"{len(directory)} silos invited where the ring has room for {plan.capacity}")
-        self.session, self.plan = session, plan
+        self.session = session
+        self.plan = plan
         self.phase = ServerPhase.ADVERTISE
         self.aborted: dict[str, str] = {}
         self.liars: frozenset[str] = frozenset()

@@ -84,7 +84,7 @@ class Lockout:
         return max(0.0, record.until - self._clock()) if record else 0.0
 
     def wrong(self, key: Hashable) -> None:
-        """A wrong secret came for it."""
+        """Counts a wrong secret against this key."""
         now = self._clock()
         record = self._records.pop(key, None) or _WrongTries()
         if now - record.last > self._longest:

@@ -30,7 +30,8 @@ class SecondPerson:
     """Keeps requests until somebody else confirms them."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
-        self._database, self._clock = database, clock
+        self._database = database
+        self._clock = clock
 
     async def ask(
         self, who: Principal, action: Action, role: str, name: str, reason: str = ""

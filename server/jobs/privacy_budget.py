@@ -67,8 +67,12 @@ class Account:
     ) -> None:
         if isinstance(config.privacy, NoPrivacy):
             raise PrivacyError("a job without privacy charges no account")
-        self._job, self._plan, self._privacy = job, plan, config.privacy
-        self._database, self._clock, self._turn = database, clock, turn
+        self._job = job
+        self._plan = plan
+        self._privacy = config.privacy
+        self._database = database
+        self._clock = clock
+        self._turn = turn
         self.population = population
 
     async def reserve(self, step: m.Step) -> None:
@@ -143,8 +147,8 @@ def accounts(known: Iterable[Total]) -> Mapping[str, tuple[Charge, ...]]:
         silo = "" if total.silo == EVERY_SILO else total.silo
         own.setdefault(silo, []).append(_charge(total.charge).repeated_by(total.count))
     shared = own.pop("")
-    found = {"": merged(shared)}
-    return found | {silo: merged([*shared, *charges]) for silo, charges in sorted(own.items())}
+    charged = {"": merged(shared)}
+    return charged | {silo: merged([*shared, *charges]) for silo, charges in sorted(own.items())}
 
 
 def check_all(budgets: Iterable[Budget], known: Iterable[Total], charge: Charge) -> None:
@@ -168,8 +172,8 @@ def worst(
     known: Sequence[Total], population: str, delta: float, accountant: str, jobs: tuple[str, ...]
 ) -> Spent:
     """The account of the silo that has spent most."""
-    found = accounts(known)
-    silo = max(found, key=lambda silo: (compose(found[silo], delta, accountant), silo))
+    charged = accounts(known)
+    silo = max(charged, key=lambda silo: (compose(charged[silo], delta, accountant), silo))
     return spent_of(known, silo, population, delta, accountant, jobs)
 
 

@@ -44,11 +44,11 @@ class Books:
         accountant = self.limit.budget.accountant if self.limit is not None else "pld"
         paid = [total for total in self.known if total.released]
         reserved = accounts(self.known)
-        found = []
+        messages = []
         for silo, charges in accounts(paid).items():
             spent = spent_of(paid, silo, self.population, delta, accountant, tuple(self.jobs))
             levels = [privacy.level for privacy in self.jobs.values()]
-            found.append(
+            messages.append(
                 operator_pb2.PrivacyAccount(
                     population=self.population,
                     silo=silo,
@@ -62,7 +62,7 @@ class Books:
                     statement=account_statement(spent, levels, charges, silo),
                 )
             )
-        return found
+        return messages
 
 
 def books(connection: Connection, population: str) -> tuple[list[Books], list[str]]:
@@ -75,7 +75,7 @@ def books(connection: Connection, population: str) -> tuple[list[Books], list[st
         known = ", ".join(names) or "none yet"
         raise PrivacyError(f"the ledger knows no population {population!r}; known are {known}")
     jobs, limit = private_jobs(connection), limits(connection)
-    found = [
+    chosen = [
         Books(
             name,
             totals(connection, name),
@@ -85,16 +85,16 @@ def books(connection: Connection, population: str) -> tuple[list[Books], list[st
         for name in names
         if population in ("", name)
     ]
-    return found, [job for job, privacy in jobs.items() if isinstance(privacy, ExampleLevel)]
+    return chosen, [job for job, privacy in jobs.items() if isinstance(privacy, ExampleLevel)]
 
 
-def reply(found: Sequence[Books], delta: float, kept_by_silos: Sequence[str]) -> operator_pb2.PrivacyReply:
+def reply(kept: Sequence[Books], delta: float, kept_by_silos: Sequence[str]) -> operator_pb2.PrivacyReply:
     """All of it as one message; belongs in a thread. PrivacyError for a δ outside (0, 1)."""
     if delta:
         check_delta(delta, None)
     return operator_pb2.PrivacyReply(
-        accounts=[message for each in found for message in each.messages(delta)],
-        budgets=[limit_to(each.limit) for each in found if each.limit is not None],
+        accounts=[message for each in kept for message in each.messages(delta)],
+        budgets=[limit_to(each.limit) for each in kept if each.limit is not None],
         kept_by_silos=kept_by_silos,
     )
 

@@ -138,7 +138,10 @@ def positions_of(connection: Connection, jobs: Collection[str]) -> dict[str, Job
     """Identifier → position of those of these jobs that there are, in one query."""
     table = tables.jobs.c
     query = sa.select(table.id, table.status, table.rounds, table.rounds_done).where(table.id.in_(jobs))
-    return {row[0]: JobPosition(*row[1:]) for row in connection.execute(query)}
+    return {
+        row.id: JobPosition(status=row.status, rounds=row.rounds, done=row.rounds_done)
+        for row in connection.execute(query)
+    }
 
 
 class UnknownJob(ConfigError):

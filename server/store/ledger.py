@@ -44,10 +44,14 @@ def totals(connection: Connection, population: str, instead_of: str = "") -> lis
     """
     table = tables.ledger.c
     columns = (table.silo, table.charge, table.released)
-    query = sa.select(*columns, sa.func.count()).where(table.population == population).group_by(*columns)
+    query = sa.select(*columns, sa.func.count().label("times"))
+    query = query.where(table.population == population).group_by(*columns)
     if instead_of:
         query = query.where(sa.or_(table.released, table.job != instead_of))
-    return [Total(*row) for row in connection.execute(query.order_by(*columns))]
+    return [
+        Total(silo=row.silo, charge=row.charge, released=row.released, count=row.times)
+        for row in connection.execute(query.order_by(*columns))
+    ]
 
 
 def populations(connection: Connection) -> list[str]:

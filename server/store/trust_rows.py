@@ -192,7 +192,7 @@ def all_pending(connection: Connection, now: float) -> list[PendingRow]:
 
 
 def remove_pending(connection: Connection, identifier: str) -> None:
-    """The request is confirmed."""
+    """Removes a request that a second person has confirmed."""
     connection.execute(sa.delete(tables.pending).where(tables.pending.c.identifier == identifier))
 
 

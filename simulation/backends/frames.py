@@ -30,7 +30,7 @@ class Channel:
         self.connection = connection
 
     def fileno(self) -> int:
-        """For `select`."""
+        """Gives the socket's descriptor, by which `select` waits for it."""
         return self.connection.fileno()
 
     def send(
@@ -52,9 +52,9 @@ class Channel:
     def receive(self, descriptors: int = 0) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[int]]:
         """The next message, its tensors, and file descriptors if so many may come. Raises PeerGone."""
         try:
-            found: list[int] = []
+            received: list[int] = []
             if descriptors:
-                start, found, _, _ = socket.recv_fds(self.connection, 4, descriptors)
+                start, received, _, _ = socket.recv_fds(self.connection, 4, descriptors)
                 start += self._exactly(4 - len(start))
             else:
                 start = self._exactly(4)
@@ -62,7 +62,7 @@ class Channel:
             blobs = [safetensors.torch.load(self._exactly(length)) for length in header.pop("blobs")]
         except ConnectionResetError as error:
             raise PeerGone from error
-        return header, blobs, found
+        return header, blobs, received
 
     def close(self) -> None:
         """Closes this end."""

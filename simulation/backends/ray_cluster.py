@@ -157,8 +157,8 @@ class RayCluster:
 
     def examples(self, work: Sequence[Work]) -> list[int | None]:
         actor = self._actors[0].handle
-        found: list[int | None] = self._ray.get(actor.examples.remote([item.index for item in work]))
-        return found
+        counts: list[int | None] = self._ray.get(actor.examples.remote([item.index for item in work]))
+        return counts
 
     def train(
         self, round: int, vector: Tensor, work: Sequence[Work], rows: Sequence[Tensor]

@@ -121,17 +121,17 @@ class Sequential:
             if isinstance(opened, Failed):
                 left.popleft()
                 return [opened]
-            found = _condition(self._model)
+            condition = _condition(self._model)
             while left and len(answers) < _EVALUATED_TOGETHER:
-                if answers and (apart or not self._fits(left[0], first, found)):
+                if answers and (apart or not self._fits(left[0], first, condition)):
                     break
                 answers.append(answer_of(left[0], partial(self._measured, opened[1], left.popleft())))
         return answers
 
-    def _fits(self, item: Work, first: Work, found: Sequence[int]) -> bool:
+    def _fits(self, item: Work, first: Work, condition: Sequence[int]) -> bool:
         """Whether a client can do with the model as it now is. No data are made where chance is seeded."""
         alike = not (first.local or item.local) and self.clients.hold(item.index)
-        return alike and _condition(self._model) == found
+        return alike and _condition(self._model) == condition
 
     def _measured(self, measure: Callable[[Any], Metrics], item: Work) -> Measured:
         return Measured(item.client, measure(self.clients.data(item.index)[1]))

@@ -175,6 +175,21 @@ def test_no_file_of_the_package_is_too_long_to_be_one_idea() -> None:
     assert long == {}
 
 
+def test_a_constructor_says_what_it_keeps_line_by_line() -> None:
+    """`self._a, self._b = a, b` hides which is which; unpacking one value does not."""
+    packed = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file, tree in sources()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Tuple) and sum(isinstance(each, ast.Attribute) for each in target.elts) > 1
+    ]
+    assert packed == []
+
+
 def test_the_layers_that_are_checked_are_those_that_the_plan_draws() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `\w+/` \| `roundtable\.(\w+)` \| .* \| ([\w, ]+) \|$", page, re.MULTILINE)

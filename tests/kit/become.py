@@ -20,7 +20,7 @@ _CAP_DAC_OVERRIDE = 1
 
 
 def become(who: str, *command: str) -> list[str]:
-    """The words that run the command so."""
+    """Gives the command line that runs `command` as `who`."""
     return [sys.executable, "-I", __file__, who, *command]
 
 

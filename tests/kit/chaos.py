@@ -72,8 +72,8 @@ class Report:
         yield f"{sum(self.faults.values())} faults, {self.takeovers} changes of the active coordinator"
         for kind in sorted(self.faults):
             times = self.recovery.get(kind, [])
-            found = f"median {statistics.median(times):.1f} s, max {max(times):.1f} s" if times else "-"
-            yield f"  {kind:22} {self.faults[kind]:4}  recovery {found}"
+            figures = f"median {statistics.median(times):.1f} s, max {max(times):.1f} s" if times else "-"
+            yield f"  {kind:22} {self.faults[kind]:4}  recovery {figures}"
         every = [value for times in self.recovery.values() for value in times]
         if every:
             yield f"recovery of all: median {statistics.median(every):.1f} s, max {max(every):.1f} s"
@@ -322,8 +322,8 @@ class Chaos:
 
     def _deliveries(self, silo: str) -> list[tuple[int, int]]:
         """(round, attempt) of each receipt that the silo has seen."""
-        found = DELIVERED.findall(self._federation.log(silo))
-        return [(int(round), int(attempt or 1)) for _, round, attempt in found]
+        delivered = DELIVERED.findall(self._federation.log(silo))
+        return [(int(round), int(attempt or 1)) for _, round, attempt in delivered]
 
     def _calm_down(self) -> None:
         for wire in (*self._lines.values(), *self._base.values()):

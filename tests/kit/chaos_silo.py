@@ -29,7 +29,8 @@ class GivenTrainer:
     """Takes a while, then writes the given vector."""
 
     def __init__(self, name: str, seconds: float) -> None:
-        self._name, self._seconds = name, seconds
+        self._name = name
+        self._seconds = seconds
 
     async def start(self) -> None: ...
 

@@ -77,19 +77,19 @@ def oracle(case: Case) -> tuple[dict[str, Tensor], Tensor]:
 
 def apart_cases(rank: int, cases: list[Case], folder: Path) -> dict[str, dict[str, float]]:
     """For each case: how far a round is from the oracle, and one that broke off and went on is."""
-    found = {}
+    results = {}
     for case in cases:
         expected, start = oracle(case)
         whole, saved = _begun(case, start), folder / case.name
         differ = _fit(whole, saved, checkpoint=case.strategy.local_steps + 1)
         broken = _begun(case, torch.zeros_like(start))
         _go_on(broken, saved)
-        found[case.name] = {
+        results[case.name] = {
             "differ": differ,
             "whole": _off(whole, expected, start),
             "again": _off(broken, expected, start),
         }
-    return found
+    return results
 
 
 def go_on_as(rank: int, case: Case, folder: Path) -> float:

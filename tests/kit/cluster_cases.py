@@ -133,9 +133,9 @@ def fit_and_report(rank: int, case: Case, peak: float) -> list[dict[str, Any]]:
     trainer.load(start, {})
     data, _ = case.task.data(Site("silo"))
     trainer.work, trainer.peak = count_work(case.task, example_batch(data, 2)), peak
-    found: list[dict[str, Any]] = []
-    trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: found.append(asdict(report)))
-    return found
+    reports: list[dict[str, Any]] = []
+    trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: reports.append(asdict(report)))
+    return reports
 
 
 def probe_twice(rank: int, folder: Path, per_node: int) -> tuple[Links, Links]:
@@ -165,7 +165,7 @@ def save_midway(rank: int, case: Case, folder: Path) -> None:
 
 def resume(rank: int, cases: list[Case], folder: Path) -> dict[str, float]:
     """Goes on from the checkpoint under each strategy; differences from the single process at the end."""
-    found = {}
+    differences = {}
     for case in cases:
         expected, _, start = reference(case)
         trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
@@ -187,8 +187,8 @@ def resume(rank: int, cases: list[Case], folder: Path) -> dict[str, float]:
             whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             change = (expected[name] - initial[name]).abs().max()
             worst = max(worst, float((whole - expected[name]).abs().max() / change))
-        found[case.name] = worst
-    return found
+        differences[case.name] = worst
+    return differences
 
 
 def peak_memory(rank: int, case: Case, model: Path, folder: Path) -> dict[str, int]:
@@ -276,10 +276,10 @@ def sent_in_parts(rank: int, kept: float, steps: int) -> list[list[list[float]]]
     group: Any = dist.group.WORLD
     ddp.register_comm_hook(TopK(group, kept), topk_hook)
     x = torch.arange(1.0, 11.0) * (rank + 1)
-    found = []
+    gradients = []
     for _ in range(steps):
         model.zero_grad()
         ddp(x).sum().backward()
         assert model.weight.grad is not None
-        found.append(model.weight.grad.tolist())
-    return found
+        gradients.append(model.weight.grad.tolist())
+    return gradients

@@ -25,7 +25,10 @@ class Disturbed(Language):
 
     def __init__(self, rank: int, call: int, factor: float) -> None:
         super().__init__(dtype=torch.float64)
-        self._rank, self._call, self._factor, self._calls = rank, call, factor, 0
+        self._rank = rank
+        self._call = call
+        self._factor = factor
+        self._calls = 0
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)
@@ -49,15 +52,15 @@ def disturbed_round(rank: int, case: Case, folder: Path) -> dict[str, Any]:
     def watch(report: Any) -> None:
         after[0] = [local.detach().clone() for _, local in trainer.replica.tensors()]
 
-    said = ""
+    refusal = ""
     try:
         trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), watch, alarms.append)
     except InvalidUpdate as error:
-        said = str(error)
+        refusal = str(error)
     same = all(
         torch.equal(old, tensor) for old, (_, tensor) in zip(after[0], trainer.replica.tensors(), strict=True)
     )
-    return {"said": said, "alarms": alarms, "same": same}
+    return {"said": refusal, "alarms": alarms, "same": same}
 
 
 def other_versions(rank: int) -> str:

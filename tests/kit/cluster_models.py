@@ -18,8 +18,10 @@ class Attention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.head_dim = dim // heads
-        self.wq, self.wk = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.wv, self.wo = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, dim, bias=False)
+        self.wv = nn.Linear(dim, dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, dim] → the same shape."""
@@ -36,7 +38,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.w1, self.w3 = nn.Linear(dim, hidden), nn.Linear(dim, hidden)
+        self.w1 = nn.Linear(dim, hidden)
+        self.w3 = nn.Linear(dim, hidden)
         self.w2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,8 +52,10 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attention, self.feed_forward = Attention(dim, heads), FeedForward(dim, hidden)
+        self.attention_norm = nn.LayerNorm(dim)
+        self.ffn_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads)
+        self.feed_forward = FeedForward(dim, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, dim] → the same shape."""
@@ -98,8 +103,10 @@ class Mixture(nn.Module):
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attention, self.moe = Attention(dim, heads), MixtureOfExperts(dim, hidden, experts=4)
+        self.attention_norm = nn.LayerNorm(dim)
+        self.ffn_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads)
+        self.moe = MixtureOfExperts(dim, hidden, experts=4)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, dim] → the same shape."""
@@ -112,7 +119,8 @@ class Layer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, width] → the same shape."""
@@ -139,7 +147,10 @@ class Language(Task):
     def __init__(
         self, examples: int = 64, length: int = 16, dtype: torch.dtype = torch.float32, **model: Any
     ):
-        self._examples, self._length, self._dtype, self._model = examples, length, dtype, model
+        self._examples = examples
+        self._length = length
+        self._dtype = dtype
+        self._model = model
 
     def model(self) -> nn.Module:
         model = Transformer(length=self._length, **self._model)

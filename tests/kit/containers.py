@@ -67,12 +67,12 @@ def image_of(dockerfile: Path, target: str) -> Image:
     stages = {
         stage.split(" AS ")[1].split("\n")[0]: stage for stage in dockerfile.read_text().split("\nFROM ")[1:]
     }
-    said = stages[target]
+    text = stages[target]
 
     def words(pattern: str) -> list[str]:
-        found = re.search(pattern, said, re.MULTILINE)
-        assert found, f"{target} lacks {pattern}"
-        return list(json.loads(found[1]))
+        match = re.search(pattern, text, re.MULTILINE)
+        assert match, f"{target} lacks {pattern}"
+        return list(json.loads(match[1]))
 
     (variables,) = re.findall(r"^ENV (.*)$", stages["base"], re.MULTILINE)
     return Image(
@@ -80,7 +80,7 @@ def image_of(dockerfile: Path, target: str) -> Image:
         words(r"^CMD (.*)$"),
         words(r"^    CMD (.*)$"),
         dict(word.split("=", 1) for word in variables.split()),
-        [shlex.split(line) for line in re.findall(r"pip (install .*?)(?=&&|$)", _joined(said), re.MULTILINE)],
+        [shlex.split(line) for line in re.findall(r"pip (install .*?)(?=&&|$)", _joined(text), re.MULTILINE)],
     )
 
 
@@ -179,12 +179,12 @@ def _mount(target: str, source: Path, read_only: bool) -> str:
 
 def volumes_of(service: dict[str, Any], folder: Path, named: Path) -> dict[str, tuple[Path, bool]]:
     """A compose service's volumes: files beside the compose file, and named ones below `named`."""
-    found = {}
+    volumes = {}
     for volume in service.get("volumes", ()):
         source, target, *mode = volume.split(":")
         place = (folder / source).resolve() if source.startswith(".") else named / source
         if not place.exists():
             place.mkdir(mode=0o700)
             os.chown(place, USER, USER)
-        found[target] = (place, mode == ["ro"])
-    return found
+        volumes[target] = (place, mode == ["ro"])
+    return volumes

@@ -22,7 +22,8 @@ class PostgreSQL:
         programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
         if not programs:
             pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-        self._programs, self._user = programs[-1], _ordinary_user()
+        self._programs = programs[-1]
+        self._user = _ordinary_user()
         # pytest's own folders are closed to other users, and the server may have to be another one.
         self._folder = Path(tempfile.mkdtemp(prefix="roundtable-postgresql-"))
         if self._user is not None:
@@ -36,7 +37,7 @@ class PostgreSQL:
 
     @property
     def address(self) -> str:
-        """Of the server's own database."""
+        """Gives the address of the server's own database."""
         return f"postgresql://roundtable@127.0.0.1:{self.port}/postgres"
 
     def fresh(self) -> str:
@@ -82,7 +83,7 @@ def _ordinary_user() -> str | None:
     if os.getuid() != 0:
         return None
     names = {entry.pw_name for entry in pwd.getpwall()}
-    found = next((name for name in ("postgres", "nobody") if name in names), None)
-    if found is None:
+    user = next((name for name in ("postgres", "nobody") if name in names), None)
+    if user is None:
         pytest.skip("PostgreSQL refuses to run as root, and there is no other user")
-    return found
+    return user

@@ -100,9 +100,9 @@ class Federation:
         file = self.folder / f"{name}.toml"
         file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
         command = [sys.executable, "-c", _COORDINATOR, str(file)]
-        said = self.said(name).count("coordinator is")
+        starts = self.said(name).count("coordinator is")
         process = self._start(name, command, fault)
-        self.until(lambda: process.poll() is not None or self.said(name).count("coordinator is") > said)
+        self.until(lambda: process.poll() is not None or self.said(name).count("coordinator is") > starts)
         assert process.poll() is None, self.log(name)[-3000:]
         return process
 

@@ -36,20 +36,20 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
             # So that a rank's death ends its pipe.
             sending.close()
         waiting = {receiving: rank for rank, (receiving, _) in enumerate(pipes)}
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         try:
             while waiting:
                 ready = connection.wait(list(waiting), timeout)
                 assert ready, f"ranks {sorted(waiting.values())} said nothing for {timeout} s"
                 for pipe in ready:
                     rank = waiting.pop(pipe)
-                    found[rank] = _received(pipe, rank, ranks[rank])
+                    results[rank] = _received(pipe, rank, ranks[rank])
         finally:
             for process in ranks:
-                if len(found) < world:
+                if len(results) < world:
                     process.kill()
                 process.join(timeout)
-        return [found[rank] for rank in range(world)]
+        return [results[rank] for rank in range(world)]
 
 
 def _received(pipe: Any, rank: int, process: Any) -> Any:

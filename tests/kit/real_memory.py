@@ -64,7 +64,7 @@ def _measure(model: str, strategy: Strategy, count: int) -> Measured:
     job = JobConfig.model_validate({"task": "t", "seed": 7, "algorithm": table})
     data, _ = task.data(Site("silo"))
     half = strategy.precision == "bfloat16"
-    found = probe_model(task, example_batch(data), device="cpu", bfloat16=half)
+    probe = probe_model(task, example_batch(data), device="cpu", bfloat16=half)
     whole = initial_state(task, job.seed)
     layout = Layout.of(whole)
     start = layout.flatten(whole).clone()
@@ -74,11 +74,11 @@ def _measure(model: str, strategy: Strategy, count: int) -> Measured:
     gc.collect()
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        plan = found.tensor_parallel if strategy.mesh.tp > 1 else None
+        plan = probe.tensor_parallel if strategy.mesh.tp > 1 else None
         trainer = RankTrainer(task, job, layout, strategy, meshes, torch.device("cpu"), "silo", plan)
         trainer.load(start, {})
         trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
-    return Measured(estimate(found, strategy, count).peak, peak_of(traced))
+    return Measured(estimate(probe, strategy, count).peak, peak_of(traced))
 
 
 def peak_of(traced: profile) -> int:
@@ -123,8 +123,8 @@ class _Change:
 def _changes(events: Sequence[Any], call: int) -> Iterator[_Change]:
     for event in events:
         if event.tag.name == "Allocation":
-            found = event.extra_fields
-            yield _Change(event.start_time_ns, found.ptr, found.alloc_size, call)
+            fields = event.extra_fields
+            yield _Change(event.start_time_ns, fields.ptr, fields.alloc_size, call)
         outermost = not call and event.name.startswith(("c10d::", "FSDP::"))
         yield from _changes(event.children, event.start_time_ns if outermost else call)
 
@@ -132,10 +132,10 @@ def _changes(events: Sequence[Any], call: int) -> Iterator[_Change]:
 def _with_ends(changes: Sequence[_Change]) -> set[_Change]:
     """The allocations whose end was seen."""
     began: dict[int, _Change] = {}
-    found = set()
+    ended = set()
     for change in changes:
         if change.size > 0:
             began[change.address] = change
         elif change.address in began:
-            found.add(began.pop(change.address))
-    return found
+            ended.add(began.pop(change.address))
+    return ended

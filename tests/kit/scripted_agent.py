@@ -35,7 +35,8 @@ class ScriptedAgent:
     ) -> None:
         self.channel = secure_channel(port, credentials)
         self.stub: Any = agent_pb2_grpc.AgentsStub(self.channel)
-        self.tasks, self.metadata = tasks, metadata
+        self.tasks = tasks
+        self.metadata = metadata
         self.welcome: Any = None
         self.call: Any = None
 
@@ -75,8 +76,8 @@ class ScriptedAgent:
     async def expect(self, kind: str) -> Any:
         """The next message, which must be of this kind."""
         message = await self.next()
-        found = message.WhichOneof("message") if message else "the end of the stream"
-        assert found == kind, f"expected {kind}, got {found}: {message}"
+        arrived = message.WhichOneof("message") if message else "the end of the stream"
+        assert arrived == kind, f"expected {kind}, got {arrived}: {message}"
         return getattr(message, kind)
 
     async def say(self, **message: Any) -> None:

@@ -66,7 +66,7 @@ def start_silo(federation: Federation, name: str, fault: str = "") -> subprocess
 
 @contextmanager
 def ended(*processes: subprocess.Popen[str]) -> Iterator[None]:
-    """No process outlives the block."""
+    """Ends the processes when the block is left."""
     try:
         yield
     finally:

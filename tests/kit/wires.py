@@ -27,7 +27,7 @@ class Wire:
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     def heal(self) -> None:
-        """As if nothing had been."""
+        """Carries bytes again, both ways, without delay."""
         self.delay = self.rate = 0.0
         self.cut = self.silent = False
         self.wrong = 0
@@ -59,7 +59,7 @@ class Wires:
         self._loop.call_soon_threadsafe(self._drop, wire)
 
     def close(self) -> None:
-        """No wire carries anything any more."""
+        """Stops the thread that carries the bytes of all wires."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 

@@ -82,7 +82,8 @@ class Stacked:
         self.refused = why_not(world)
         self.sums_updates = can_sum(world.job)
         self._dense = get_encoding(world.job.transfer.encoding).dense_dtype
-        self._budget, self._data_budget = budget, data_budget
+        self._budget = budget
+        self._data_budget = data_budget
         self._pool: Pool | None = None
         self._stack: Stack | None = None
         self._most = 0
@@ -93,10 +94,10 @@ class Stacked:
     @property
     def description(self) -> str:
         if self.refused is not None:
-            said = self.fallback.description
+            fallback = self.fallback.description
             if self.fallback.refused == self.refused:
-                return said.replace("not recorded because", "neither stacked nor recorded because")
-            return f"{said}; not stacked because {self.refused}"
+                return fallback.replace("not recorded because", "neither stacked nor recorded because")
+            return f"{fallback}; not stacked because {self.refused}"
         most = f", {self._most} clients at once" if self._most else ""
         how = ", in bfloat16 with float32 weights" if mixed(self.world) else ""
         chance = " (dropout drawn for all of them together)" if self._stack and self._stack.random else ""

@@ -172,8 +172,8 @@ class Stack:
             expected = torch.autograd.grad(loss, leaves, allow_unused=True)
             if not torch.isfinite(loss):
                 continue
-            found = [None if g is None else g[client] for g in gradients]
-            error, scale = _difference(found, expected)
+            actual = [None if g is None else g[client] for g in gradients]
+            error, scale = _difference(actual, expected)
             tolerance = _MIXED_TOLERANCE if self._mixed else _TOLERANCES[self.anchor.device.type]
             same = torch.isclose(losses[client], loss, rtol=tolerance, atol=1e-6)
             if not same or not error <= tolerance * scale + 1e-7:
@@ -247,18 +247,18 @@ class Stack:
 
 def _in_words(error: Exception) -> str:
     """Why torch cannot stack a loss, with the operation that it names."""
-    said = str(error).strip().partition("\n")[0]
-    if found := re.search(r"Batching rule not implemented for (\S+?)\.? ", said):
-        return f"torch.func.vmap has no form of {found[1]} for many clients"
-    if "data-dependent control flow" in said or ".item()" in said:
+    message = str(error).strip().partition("\n")[0]
+    if unbatched := re.search(r"Batching rule not implemented for (\S+?)\.? ", message):
+        return f"torch.func.vmap has no form of {unbatched[1]} for many clients"
+    if "data-dependent control flow" in message or ".item()" in message:
         return "it reads a tensor's value into Python (item(), if, float())"
-    return f"torch.func.vmap: {said}"
+    return f"torch.func.vmap: {message}"
 
 
-def _difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> tuple[float, float]:
+def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> tuple[float, float]:
     """Largest difference and largest value; infinite where one is unreached and the other is not."""
     error = scale = 0.0
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         if (mine is None) != (theirs is None):
             return float("inf"), scale
         if mine is not None and theirs is not None and theirs.numel():

@@ -153,8 +153,8 @@ class Vectorised:
         rules = AlgorithmRound(work, work.context(count_examples(data), self.device), self._trained)
         step = rules.step
         steps.begin(vector[:size], step, rules.constant)
-        found = self._gathered(steps, data, step, rate, round, item.client)
-        losses, sizes = found or self._replayed(steps, data, step, rate, round, item.client)
+        gathered = self._gathered(steps, data, step, rate, round, item.client)
+        losses, sizes = gathered or self._replayed(steps, data, step, rate, round, item.client)
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
         if not steps.change(vector[:size], row[:size]):
             raise weights_not_finite()

@@ -15,15 +15,15 @@ class Aliased(Exception):
 
 def roots(recording: Recording) -> dict[Ref, Ref]:
     """For each value the one whose memory it is a window on: itself, unless a view made it."""
-    found = {ref: ref for ref in [*recording.inputs, *recording.constants]}
+    roots_of = {ref: ref for ref in [*recording.inputs, *recording.constants]}
     for call in recording.calls:
-        owners = {recording.kinds[ref].storage: found[ref] for ref in call.reads}
+        owners = {recording.kinds[ref].storage: roots_of[ref] for ref in call.reads}
         for ref in call.outputs:
-            if ref is None or ref in found:
+            if ref is None or ref in roots_of:
                 continue
             owner = owners.get(recording.kinds[ref].storage)
-            found[ref] = ref if owner is None else owner
-    return found
+            roots_of[ref] = ref if owner is None else owner
+    return roots_of
 
 
 def is_window(call: Call, root: Mapping[Ref, Ref]) -> bool:

@@ -276,8 +276,8 @@ def whole(examples: Tensor) -> bool:
 
 
 def _integers(values: Iterable[int]) -> Any:
-    found = list(values)
-    return (ctypes.c_int64 * len(found))(*found)
+    numbers = list(values)
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def _refuse() -> None:

@@ -152,10 +152,10 @@ def _sum(call: Call, kinds: Kinds) -> list[Instruction]:
     steps = list(kinds[out].stride)
     kept = len(kinds[out].shape) == rank
     stride = [0 if d in summed else (steps[d] if kept else steps.pop(0)) for d in range(rank)]
-    found = sum_over(View(Place(out), tuple(stride)), whole(source, kind), kind.shape, summed)
+    total = sum_over(View(Place(out), tuple(stride)), whole(source, kind), kind.shape, summed)
     if call.operator not in (aten.mean.dim, aten.mean.default):
-        return [found]
-    return [found, _scaled(out, kinds, kinds[out].size / kind.size)]
+        return [total]
+    return [total, _scaled(out, kinds, kinds[out].size / kind.size)]
 
 
 def _scaled(ref: Ref, kinds: Kinds, factor: float) -> Instruction:

@@ -44,8 +44,8 @@ class Loss(nn.Module):
         """The scalar loss of a batch."""
         loss = self._task.loss(self.model, batch)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
-            found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise Unrecordable(f"{type(self._task).__name__}.loss() returned {found}, not a scalar tensor")
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise Unrecordable(f"{type(self._task).__name__}.loss() returned {shape}, not a scalar tensor")
         return loss
 
 

@@ -97,7 +97,7 @@ def check_program(
             expected = _stepped(parameters, vectors, gradients, step)
             before = vectors.weights.clone()
             torch.manual_seed(0)
-            found = program.run(_RATE, *batch)
+            computed = program.run(_RATE, *batch)
         change = vectors.weights - before
     if not torch.isfinite(loss):
         return
@@ -107,7 +107,7 @@ def check_program(
     # What is rounded is as large as the inputs and the weights, however small the loss and its gradient are.
     rounding = _ROUNDING * (1.0 + largest)
     if not error <= _TOLERANCE * scale + rounding or not torch.allclose(
-        loss, found, _TOLERANCE, 10 * rounding
+        loss, computed, _TOLERANCE, 10 * rounding
     ):
         raise Unrecordable(
             f"its first step differs from autograd's by {error:.3g} in weights that moved {scale:.3g}"

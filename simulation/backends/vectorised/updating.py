@@ -58,25 +58,25 @@ class Updates:
 
     def redirect(self, owners: set[Ref]) -> dict[Ref, int]:
         """Gradients that are made where they are gathered, and where that is in the flat vector."""
-        found: dict[Ref, int] = {}
+        starts: dict[Ref, int] = {}
         if not self._rule.plain:
             for parameter, gradient in self._reached:
                 kind = self._kinds[gradient]
                 whole_value = kind.contiguous and kind.shape == self._kinds[parameter].shape
-                if gradient in owners and gradient not in found and whole_value:
-                    found[gradient] = self._starts[parameter]
-        self._redirected = set(found)
-        return found
+                if gradient in owners and gradient not in starts and whole_value:
+                    starts[gradient] = self._starts[parameter]
+        self._redirected = set(starts)
+        return starts
 
     def instructions(self) -> list[Instruction]:
         """The update, to be run after everything else."""
         if not self._rule.plain:
             return self._gathered()
-        found: list[Instruction] = []
+        updates: list[Instruction] = []
         for parameter, gradient in self._reached:
             straight = self._direct[parameter]
-            found += self._moved(parameter, gradient) if straight is None else straight
-        return found
+            updates += self._moved(parameter, gradient) if straight is None else straight
+        return updates
 
     @property
     def _moved_alone(self) -> bool:
@@ -85,7 +85,7 @@ class Updates:
 
     @property
     def _drawn(self) -> float | str:
-        """What the target counts."""
+        """Gives the factor of the target q in a step: the rate, or 0 where nothing pulls towards it."""
         return "rate" if self._rule.shifted else 0.0
 
     def _straight(self, parameter: Ref, gradient: Ref) -> list[Instruction] | None:
@@ -95,11 +95,11 @@ class Updates:
             return None
         if made.operator is aten.embedding_dense_backward.default:
             try:
-                found = [*self._decayed(parameter), scatter(made, self._kinds, Place(parameter), "-rate")]
+                updates = [*self._decayed(parameter), scatter(made, self._kinds, Place(parameter), "-rate")]
             except Unsuitable:
                 return None
             self.gone.add(gradient)
-            return found
+            return updates
         turned = made.operator is aten.t.default
         inner = self._makers.get(made.reads[0]) if turned else made
         if inner is None or inner.operator is not aten.mm.default:
@@ -147,25 +147,25 @@ class Updates:
 
     def _gathered(self) -> list[Instruction]:
         """Momentum and clipping look at the gradient as a whole."""
-        found: list[Instruction] = []
+        copies: list[Instruction] = []
         for parameter, gradient in self._reached:
             if gradient not in self._redirected:
                 kind = self._kinds[parameter]
                 target = View(Place(WHOLE, self._starts[parameter]), kind.stride)
-                found.append(map_over("copy", kind.shape, target, [whole(gradient, self._kinds[gradient])]))
+                copies.append(map_over("copy", kind.shape, target, [whole(gradient, self._kinds[gradient])]))
         step, spans = self._rule, self._spans()
         if step.shifted or step.max_norm is not None:
-            found.append(Instruction("zero", (1, Place(SQUARES))))
+            copies.append(Instruction("zero", (1, Place(SQUARES))))
             for start, length in spans:
                 towards = Place(TARGET, start) if step.shifted else NOWHERE
                 pulled = (Place(WHOLE, start), self._weights_at(start), towards, Place(SQUARES))
-                found.append(Instruction("pull", (length, Number(step.pull), *pulled)))
+                copies.append(Instruction("pull", (length, Number(step.pull), *pulled)))
         most = -1.0 if step.max_norm is None else step.max_norm
         numbers = (Number(most), Number(step.weight_decay), Number(step.momentum), Number("rate"))
         for start, length in spans:
             places = (Place(WHOLE, start), Place(SQUARES), self._weights_at(start), Place(VELOCITY, start))
-            found.append(Instruction("step", (length, *numbers, *places)))
-        return found
+            copies.append(Instruction("step", (length, *numbers, *places)))
+        return copies
 
     def _spans(self) -> list[tuple[int, int]]:
         """Where the parameters that have a gradient lie, neighbours together: start and length."""
