@@ -9,6 +9,7 @@ from roundtable.privacy.accounting.calibration import solve_noise, solve_steps
 from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
 from roundtable.privacy.accounting.delta import check_delta
 from roundtable.privacy.accounting.dp_sgd_charge import step_charge
+from roundtable.privacy.accounting.group_privacy import group_epsilon
 from roundtable.privacy.accounting.ledger import Budget, Entry, Spent, check, hold, reserved, spent
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
 from roundtable.privacy.levels import (
@@ -76,6 +77,7 @@ __all__ = [
     "example_charge",
     "example_training",
     "gaussian_charge",
+    "group_epsilon",
     "hold",
     "l2_norm",
     "local_gaussian",

@@ -24,6 +24,7 @@ from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
 from roundtable.privacy.accounting.dp_sgd_charge import step_charge
+from roundtable.privacy.accounting.group_privacy import group_epsilon
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
 from roundtable.privacy.collusion import colluding_silos
 from roundtable.privacy.mechanisms.central_noise import CentralDP
@@ -108,6 +109,14 @@ def noise_for(job: JobConfig, population: int, dimension: int, spent: Sequence[C
 def _all(job: JobConfig, noise: float, population: int, dimension: int, spent: Sequence[Charge]) -> float:
     rounds = charges(job, noise, population, dimension, max(1, job.rounds))
     return compose([*spent, *rounds], level_of(job).delta)
+
+
+def group_spending(
+    job: JobConfig, noise_multiplier: float, population: int, dimension: int, group: int
+) -> float:
+    """The ε of all rounds for `group` silos together, or at level `example` records of one silo."""
+    spent = charges(job, noise_multiplier, population, dimension, max(1, job.rounds))
+    return group_epsilon(spent, group, level_of(job).delta)
 
 
 def central_noise(

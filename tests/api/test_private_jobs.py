@@ -117,3 +117,15 @@ def test_the_plan_is_drawn(roundtable: Command, job: Any, tmp_path: Path) -> Non
     assert image.read_bytes().startswith(b"\x89PNG")
     assert image.stat().st_size > 10_000
     assert "signal/noise" in said.out
+
+
+def test_the_plan_says_what_several_records_of_one_person_cost(roundtable: Command, job: Any) -> None:
+    path = job(level="example", spend="noise_multiplier = 2.0\npopulation = 400")
+    alone = json.loads(roundtable("privacy", "plan", path, "--json").out)
+    three = json.loads(roundtable("privacy", "plan", path, "--group", "3", "--json").out)
+    assert alone["epsilon"] < three["group_epsilon"]
+    assert "group_epsilon" not in alone
+    said = roundtable("privacy", "plan", path, "--group", "3").out
+    assert f"3 records in one silo: epsilon = {three['group_epsilon']:.4f}" in said
+    silos = roundtable("privacy", "plan", job(level="client_local"), "--group", "2").out
+    assert "For one person with data in 2 silos: epsilon = " in silos

@@ -32,18 +32,34 @@ for _command in (audit, show, budget, export):
     type=click.Path(path_type=Path, dir_okay=False),
     help="Draw it into this image file.",
 )
+@click.option(
+    "--group",
+    type=click.IntRange(min=1),
+    help="Also show epsilon for one person with so many records in a silo, or data at so many silos.",
+)
 @json_option
-def plan(file: Path, overrides: dict[str, Any], image: Path | None, as_json: bool) -> None:
+def plan(file: Path, overrides: dict[str, Any], image: Path | None, group: int | None, as_json: bool) -> None:
     """Show the noise, epsilon over the rounds, and other mechanisms for the job that FILE describes."""
     from roundtable.preparation import likely_population, prepare
     from roundtable.privacy import plot, privacy_plan, render
+    from roundtable.privacy.levels import group_spending
 
     prepared = prepare(file, overrides)
     job = prepared.job
     plan_of_job = privacy_plan(job, likely_population(job), prepared.model.layout.size)
     if image is not None:
         plot(plan_of_job, image)
+    of_group = None
+    if group is not None:
+        population, noise = likely_population(job), plan_of_job.noise_multiplier
+        of_group = group_spending(job, noise, population, prepared.model.layout.size, group)
     if as_json:
-        print_json(asdict(plan_of_job))
-    else:
-        say_lines(render(plan_of_job))
+        print_json({**asdict(plan_of_job), **({"group": group, "group_epsilon": of_group} if group else {})})
+        return
+    say_lines(render(plan_of_job))
+    if of_group is not None:
+        what = "records in one silo" if job.privacy.level == "example" else "silos"
+        say_lines(
+            f"\nFor one person with data in {group} {what}: epsilon = {of_group:.4f} at the same delta, "
+            "after all rounds."
+        )

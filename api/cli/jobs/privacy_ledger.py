@@ -46,20 +46,28 @@ _FIELDS = (
     type=click.Path(path_type=Path, dir_okay=False),
     help="A silo's own account instead: privacy/example.json or client.json in its state folder.",
 )
+@click.option(
+    "--group",
+    type=click.IntRange(min=1),
+    help="With --account: also for one person with so many of the silo's records.",
+)
 @connection_options
 @json_option
 def show(
     population: str | None,
     delta: float | None,
     account: Path | None,
+    group: int | None,
     coordinator: str | None,
     credentials: Path | None,
     as_json: bool,
 ) -> None:
     """Show the privacy spent on every population and its silos, over all jobs; or on POPULATION, in words."""
     if account is not None:
-        _show_account(account, as_json)
+        _show_account(account, group or 1, as_json)
         return
+    if group is not None:
+        raise click.UsageError("--group is about the records of one silo: give its account, --account FILE")
     with connect(coordinator, credentials) as operator:
         reply = operator.privacy(population or "", delta or 0.0)
     if as_json:
@@ -201,8 +209,8 @@ def _as_csv(reply: operator_pb2.PrivacyReply, charges: Sequence[operator_pb2.Pri
     return text.getvalue()
 
 
-def _show_account(path: Path, as_json: bool) -> None:
-    from roundtable.privacy import account_statement
+def _show_account(path: Path, group: int, as_json: bool) -> None:
+    from roundtable.privacy import account_statement, group_epsilon
     from roundtable.privacy.example_level import SiloAccount
 
     try:
@@ -212,10 +220,14 @@ def _show_account(path: Path, as_json: bool) -> None:
     spent, charges = account.spent(), [entry.charge for entry in account.entries]
     level = "example" if path.stem == "example" else "client_local"
     words = account_statement(spent, [level], charges)
+    of_group = group_epsilon(charges, group, spent.delta)
     if as_json:
-        print_json({"epsilon": spent.epsilon, "delta": spent.delta, "jobs": spent.jobs, "statement": words})
+        told = {"epsilon": spent.epsilon, "delta": spent.delta, "jobs": spent.jobs, "statement": words}
+        print_json({**told, **({"group": group, "group_epsilon": of_group} if group > 1 else {})})
         return
     columns = ("epsilon", "delta", "releases", "jobs")
     print_table(columns, [(f"{spent.epsilon:.4f}", f"{spent.delta:g}", spent.releases, len(spent.jobs))], "")
+    if group > 1:
+        say(f"For {group} of these units that are one person's: epsilon = {of_group:.4f} at the same delta.")
     say()
     say(f"{words}")
