@@ -177,7 +177,7 @@ class GroupExecutor:
 
     def evaluate(self, order: Order) -> Metrics:
         """Evaluates the order's model on the silo's test data."""
-        trainer, start, _ = self._prepare(order)
+        trainer, start, _ = self._prepare(order, steps=0)
         check_evaluation(trainer.job)
         trainer.load(start.vector, self._others(order, start, before=order.step.unseen))
         size = EVALUATION_BATCHES * self._micro(trainer)
@@ -186,14 +186,15 @@ class GroupExecutor:
     def _micro(self, trainer: RankTrainer) -> int:
         return max(trainer.strategy.micro_batch, 1)
 
-    def _prepare(self, order: Order) -> tuple[RankTrainer, Model, str]:
+    def _prepare(self, order: Order, steps: int | None = None) -> tuple[RankTrainer, Model, str]:
+        """The trainer, told of the order and that it takes `steps` (those of its training), and the model."""
         start = open_model(Path(order.model))
         digest = Path(order.model).stem
         if self._trainer is None or self._job != order.job:
             self._trainer, self._ended = None, 0
             self._trainer, self._job = self._set_up(order, start), order.job
         if isinstance(self._trainer.task, ToldTask):
-            self._trainer.task.tell(self._context(order, self._trainer.job))
+            self._trainer.task.tell(self._context(order, self._trainer.job, steps))
         if not self._trainer.layout.fingerprint == start.layout.fingerprint == order.layout:
             raise LayoutError("the job announces another layout than its model has")
         return self._trainer, start, digest
@@ -225,10 +226,10 @@ class GroupExecutor:
             trainer.peak = peak_flops(group.table, group.device)
         return trainer
 
-    def _context(self, order: Order, job: JobConfig) -> Context:
+    def _context(self, order: Order, job: JobConfig, steps: int | None = None) -> Context:
         """What the task's methods are told of the order, if they ask; ranks differ in the device."""
         group = self._group
-        steps = steps_of(job, count_examples(self._data[0])) if order.phase == "train" else 0
+        steps = steps_of(job, count_examples(self._data[0])) if steps is None else steps
         return Context(job.title, order.round, group.settings.client, steps, group.device, job.seed)
 
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:

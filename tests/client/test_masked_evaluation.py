@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from federation import NAMES, Federation, agents, federation_of, run_job, silo
 from roundtable.client.agent.connection import Link
 from roundtable.client.door import outgoing
 from roundtable.client.training.evaluation import evaluate
-from roundtable.core import JobConfig, Model, Site, load_task
+from roundtable.client.worker.executor import Executor, Order, Settings
+from roundtable.core import JobConfig, Model, Site, load_task, save_model
 from roundtable.core.initial_model import initial_model
 from roundtable.engine.metrics import add_up, means
 from roundtable.proto import agent_pb2
@@ -114,3 +116,27 @@ async def test_the_sum_tells_each_rounds_model_and_no_silo_its_own_figures(
         assert math.isnan(progress.loss)
         assert not progress.HasField("figures")
         assert progress.activity in ("downloading", "uploading") or progress.done == progress.total == 0
+
+
+def test_a_round_made_again_measures_what_it_did_at_first(tmp_path: Path) -> None:
+    """What a first attempt's training left at the silo is not in the model that the round begins with."""
+    (tmp_path / "toy.py").write_text(TASK)
+    job = JobConfig.model_validate({**JOB, "model": {"local": ["2.*"]}})
+    model = initial_model(job, load_task("toy.py", tmp_path))
+    save_model(tmp_path / "model.safetensors", model)
+    executor = Executor(Settings("alder", str(tmp_path), str(tmp_path / "jobs"), "cpu", 1, {"seed": 0}))
+    order = Order(
+        job="job-1",
+        round=1,
+        phase="train",
+        config=job.to_json(),
+        task="toy.py",
+        model=str(tmp_path / "model.safetensors"),
+        layout=model.layout.fingerprint,
+        output=str(tmp_path / "update"),
+    )
+    first = executor.evaluate(order, lambda *seen: None)
+    executor.train(order, lambda *seen: None)
+    assert executor.evaluate(replace(order, attempt=2), lambda *seen: None) == first
+    assert executor.evaluate(replace(order, round=2), lambda *seen: None) != first
+    assert executor.evaluate(replace(order, phase="evaluate"), lambda *seen: None) != first

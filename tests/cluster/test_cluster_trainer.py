@@ -54,9 +54,12 @@ async def test_ranks_tell_the_task_of_its_round_as_one_process_does(tmp_path: Pa
     silo = Silo(tmp_path, code=code)
     async with silo.trainer() as trainer:
         for round in (1, 2):
+            # As for a secure sum: the model that the round begins with, before it is trained.
+            before = await trainer.evaluate(silo.work(round=round), watched([]))
             await trainer.train(silo.work(round=round, output=f"round-{round}"), watched([]))
             assert torch.allclose(silo.update(f"round-{round}"), silo.alone(round), atol=1e-6)
         metrics = await trainer.evaluate(silo.work(round=2, phase="evaluate"), watched([]))
+    assert before == metrics
     batches, told = metrics["round"][1], Context("toy", 2, "alder", job_seed=3).seed("x") % 97
     assert [metrics[name][0] / batches for name in ("round", "steps", "told")] == [2, 0, told]
 
