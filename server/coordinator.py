@@ -214,7 +214,14 @@ class Coordinator:
         agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca, security)
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
         operators = OperatorService(
-            self.jobs, services, self._transfer, release, storing, credentials.ca, security.identity
+            self.jobs,
+            services,
+            self._transfer,
+            release,
+            storing,
+            security.quotas,
+            credentials.ca,
+            security.identity,
         )
         server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)

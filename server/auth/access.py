@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError, Message
 from typing_extensions import override
 
 from roundtable.core import errors
+from roundtable.core.foreign_text import printable
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.permissions import CALLERS, Permission, permission_of
 from roundtable.server.auth.principals import NOBODY, Principal, Principals, credential_of
@@ -54,6 +55,7 @@ _SERVED = {
 _NAMES_OF_OBJECTS = ("job", "silo", "name", "population", "request_id")
 LINES_A_SECOND, LINES_AT_ONCE = 1.0, 60.0
 FLUSH_SECONDS = 0.2
+LONGEST_ANSWER = 2000
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 _principal: ContextVar[Principal] = ContextVar("principal", default=NOBODY)
@@ -145,8 +147,10 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     return await self._perform(method, name, permission, kind, requests, context)
             except errors.RoundtableError as error:
                 code = error.code if isinstance(error, Refusal) else _code(error)
-                self._refused(who, name, code, error, address)
-                await context.abort(code, str(error))
+                # What a caller has sent may be in it, however long.
+                said = printable(error, LONGEST_ANSWER)
+                self._refused(who, name, code, said, address)
+                await context.abort(code, said)
             except grpc.aio.AbortError:
                 raise
             except grpc.aio.UsageError as error:
@@ -178,19 +182,16 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             request = await anext(request, None)
             if request is None:
                 raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"a call of {name} ended without its message")
-        if permission.noted:
-            self._quotas.change(who.label)
-            await self._note(who, name, request)
         if kind.endswith("stream"):
             # Left to the first message, gRPC forgets having sent it when that message is cut off,
             # and then takes no status: the caller would never learn that the call has ended.
             await context.send_initial_metadata(())
-        try:
-            return await method(request, cast(Context, _PatientContext(context, name, seconds)))
-        except errors.RoundtableError:
-            if permission.noted:
-                self._quotas.failed_change(who.label)
-            raise
+        patient = cast(Context, _PatientContext(context, name, seconds))
+        if not permission.noted:
+            return await method(request, patient)
+        with self._quotas.change(who.label):
+            await self._note(who, name, request)
+            return await method(request, patient)
 
     async def _identify(self, context: Context) -> Principal:
         address, known = address_of(context), context.auth_context()
@@ -216,15 +217,13 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             target = next((str(value) for value in found if value), "")
         await self._audit.note(who.label, name, target, source=who.source)
 
-    def _refused(
-        self, who: Principal, name: str, code: grpc.StatusCode, error: errors.RoundtableError, address: str
-    ) -> None:
+    def _refused(self, who: Principal, name: str, code: grpc.StatusCode, said: str, address: str) -> None:
         if self._lines.allows(_label(who, address)):
-            log.info("%s refused to %s: %s", name, who.label, error, extra={"code": code.name})
+            log.info("%s refused to %s: %s", name, who.label, said, extra={"code": code.name})
         self.refusals[name, code.name] += 1
         denied = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
         if code in denied or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            self._audit.refused(who.label, name, str(error), address)
+            self._audit.refused(who.label, name, said, address)
 
     async def _cancelled(self, context: Context, who: Principal) -> None:
         """Tells a caller that `cut` has ended the call; one that the caller ended itself needs no answer."""

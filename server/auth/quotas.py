@@ -19,7 +19,7 @@ from roundtable.core.errors import ResourceError
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.server.auth.rate_limit import RateLimit
 
-Quota = Literal["rate", "calls", "changes", "certificates", "stored", "unfinished"]
+Quota = Literal["rate", "calls", "changes", "certificates", "jobs", "stored", "unfinished"]
 QUOTAS: tuple[Quota, ...] = get_args(Quota)
 
 CALLS_A_SECOND, CALLS_AT_ONCE = 100.0, 1000.0
@@ -39,6 +39,7 @@ class QuotaTable(Table):
         200, ge=10, description="calls an hour that change something, each an entry of the audit log"
     )
     certificates: int = Field(10, ge=2, description="pairs a day that are issued for the same keys of a silo")
+    jobs: int = Field(50, ge=1, description="of one submitter that are not over")
     stored: int = Field(1 << 40, ge=1, description="bytes a day of artifacts that one operator stores")
     unfinished: int = Field(4, ge=1, description="half stored artifacts that are kept of one operator")
     idle: Seconds = Field(
@@ -63,7 +64,7 @@ class Quotas:
         self.table = table
         self.rate = RateLimit(CALLS_A_SECOND, CALLS_AT_ONCE, clock)
         self._strangers = RateLimit(STRANGERS_A_SECOND, STRANGERS_AT_ONCE, clock)
-        self._changes = RateLimit(table.changes / _HOUR, table.changes, clock)
+        self._changes = RateLimit(table.changes / _HOUR, table.changes + FAILED_CHANGE, clock)
         self._stored = RateLimit(table.stored / DAY, table.stored, clock)
         self._open: Counter[str] = Counter()
         self._told = told
@@ -95,9 +96,13 @@ class Quotas:
             if not self._open[who]:
                 del self._open[who]
 
-    def change(self, who: str) -> None:
-        """Counts a call that is noted in the audit log. QuotaExceeded if the caller makes too many."""
-        if wait := self._changes.take(who):
+    @contextmanager
+    def change(self, who: str) -> Iterator[None]:
+        """Counts a call that is noted in the audit log. QuotaExceeded if the caller makes too many.
+
+        What a failure costs is taken beforehand: many at once fail no more often than one after the other.
+        """
+        if wait := self._changes.take(who, 1 + FAILED_CHANGE):
             raise self.exceeded(
                 who,
                 "changes",
@@ -105,9 +110,17 @@ class Quotas:
                 f"that failed counted {1 + FAILED_CHANGE:.0f} times; the next one may come in {_shown(wait)}",
             )
 
-    def failed_change(self, who: str) -> None:
-        """Counts a change that came to nothing once more."""
-        self._changes.charge(who, FAILED_CHANGE)
+        yield
+        self._changes.give_back(who, FAILED_CHANGE)
+
+    def submit(self, who: str, living: int) -> None:
+        """QuotaExceeded if a caller has so many jobs that are not over that it may have no more."""
+        if living >= self.table.jobs:
+            raise self.exceeded(
+                who,
+                "jobs",
+                f"{who} has {living} jobs that are not over, the most of one submitter: end one first",
+            )
 
     def store(self, who: str, count: int) -> None:
         """Counts bytes of an artifact as they come in. QuotaExceeded if the caller stores too many."""

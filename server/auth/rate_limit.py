@@ -45,10 +45,10 @@ class RateLimit:
         bucket.level -= wanted
         return 0.0
 
-    def charge(self, key: Hashable, amount: float) -> None:
-        """Takes so much out of the bucket, or what there is."""
+    def give_back(self, key: Hashable, amount: float) -> None:
+        """Puts so much back into the bucket, or what it still holds."""
         bucket = self._filled(key)
-        bucket.level = max(0.0, bucket.level - amount)
+        bucket.level = min(self._burst, bucket.level + amount)
 
     def _filled(self, key: Hashable) -> _Bucket:
         now = self._clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sqlalchemy.engine import Connection
@@ -107,10 +108,11 @@ class JobRegistry:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def submit(self, submission: Submission) -> JobRow:
+    async def submit(self, submission: Submission, admit: Callable[[int], None]) -> JobRow:
         """Returns the job of this request, made now or by an earlier call.
 
-        ConfigError for one that cannot work.
+        ConfigError for one that cannot work. For a new one `admit` is told how many jobs the submitter has
+        that are not over, and raises where that is enough.
         """
         if not 0 < len(submission.request_id) <= 200:
             raise ConfigError("request_id: between 1 and 200 characters that name this submission")
@@ -127,6 +129,7 @@ class JobRegistry:
                     # It was stored, and the answer to that was lost: nobody drives it yet.
                     await self._take_up(stored)
                 return self._newest(stored)
+            admit(sum(runner.row.submitter == submission.submitter for runner in self._runners.values()))
             job = await asyncio.to_thread(parse_job, submission.config)
             whose = self._services.populations.of(job)
             check_counted(job, await self._services.database.read(lambda c: budget_of(c, whose)))

@@ -21,7 +21,7 @@ from roundtable.core.observability.released import Tells, is_told
 from roundtable.engine import messages as m
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
 from roundtable.proto.receipts import receipt_values
-from roundtable.server.auth.access import Context, Refusal, caller
+from roundtable.server.auth.access import LINES_A_SECOND, LINES_AT_ONCE, Context, Refusal, caller
 from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_registry import JobRegistry
@@ -42,6 +42,7 @@ log = logging.getLogger("roundtable.server.services.agents")
 HELLO_SECONDS = 30.0
 GOODBYE_SECONDS = 5.0
 MESSAGES_A_SECOND, MESSAGES_AT_ONCE = 200.0, 5000.0
+TROUBLES_A_SECOND, TROUBLES_AT_ONCE = 60 / 3600, 30.0
 CLOCK_TOLERANCE = 60.0
 
 
@@ -72,6 +73,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             services.database, security.audit, services.alerts, services.clock
         )
         self._messages = RateLimit(MESSAGES_A_SECOND, MESSAGES_AT_ONCE, time.monotonic)
+        self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, time.monotonic)
+        self._troubles = RateLimit(TROUBLES_A_SECOND, TROUBLES_AT_ONCE, time.monotonic)
 
     @override
     async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
@@ -222,8 +225,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 try:
                     self._hear(session, message)
                 except ProtocolError as error:
-                    problem = printable(f"a message of {session.name} is refused: {error}")
-                    log.warning("%s", problem, extra={"site": session.name})
+                    self._warn(session.name, printable(f"a message of {session.name} is refused: {error}"))
         except grpc.aio.UsageError:
             log.debug("the stream of %s is gone", session.name)
         finally:
@@ -247,6 +249,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 self._with(message.failure.step, lambda runner, step: runner.give_up_on(step, failure))
             case "trouble":
                 trouble = wire.trouble_of(session.name, message.trouble)
+                # Each is an entry of the job's history.
+                if not self._troubles.allows(session.name):
+                    raise ProtocolError("it tells of more troubles than are kept")
                 self._with(message.trouble.step, lambda runner, step: runner.inbox.post(trouble))
             case "reply":
                 payload = message.reply.payload
@@ -263,9 +268,12 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             case "goodbye":
                 self._goodbye(session, message.goodbye.reason)
             case _:
-                log.warning(
-                    "%s sent a message that is not understood", session.name, extra={"site": session.name}
-                )
+                self._warn(session.name, f"{session.name} sent a message that is not understood")
+
+    def _warn(self, name: str, problem: str) -> None:
+        """Logs what is wrong with a silo's message, so many times that it cannot fill the log."""
+        if self._lines.allows(name):
+            log.warning("%s", problem, extra={"site": name})
 
     def _hand_on_the_list(self, session: AgentSession) -> None:
         """Sends the root's revocation list if the agent has an older one."""

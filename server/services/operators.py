@@ -20,6 +20,7 @@ from roundtable.engine import messages as m
 from roundtable.privacy import Budget
 from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.server.auth.access import Context, Refusal, caller, principal
+from roundtable.server.auth.quotas import Quotas
 from roundtable.server.jobs import privacy_report as accounts
 from roundtable.server.jobs import wire
 from roundtable.server.jobs.job_driver import stored_plan
@@ -56,6 +57,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         threads: ThreadPoolExecutor,
         version: str,
         storing: Storing,
+        quotas: Quotas,
         authority: bytes,
         identity: SiloIdentity | None,
     ) -> None:
@@ -64,6 +66,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self._threads = threads
         self._version = version
         self._storing = storing
+        self._quotas = quotas
         self._authority = authority
         self._identity = identity
         self._name = identity_of(identity.certificate)[0] if identity else services.database.identity
@@ -116,7 +119,8 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     @override
     async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:
         wish = self._proven(request, caller(context))
-        return self._job(await self._jobs.submit(wish))
+        label = principal().label
+        return self._job(await self._jobs.submit(wish, lambda living: self._quotas.submit(label, living)))
 
     @override
     async def ListJobs(

@@ -26,6 +26,8 @@ from roundtable.server.storage.retention import STORED_BY
 from roundtable.server.store import ArtifactRow
 from roundtable.server.store.artifacts import is_readable, note_upload
 
+LEFT_FOR_JOBS = 0.05
+
 
 class Storing:
     """Takes artifacts of operators, within their quotas."""
@@ -37,7 +39,7 @@ class Storing:
         self._threads = threads
         self._max_bytes = max_bytes
         self._quotas = quotas
-        self._arriving: set[tuple[str, str]] = set()
+        self._arriving: dict[tuple[str, str], int] = {}
 
     async def receive(self, requests: AsyncIterator[operator_pb2.PutPart]) -> operator_pb2.PutReply:
         """Takes an artifact, or the rest of it. Refusal, QuotaExceeded or TransferError for what is not."""
@@ -54,12 +56,12 @@ class Storing:
                 grpc.StatusCode.ABORTED,
                 f"{who} stores the artifact {content.digest[:12]} over another call already",
             )
-        self._arriving.add(place)
+        self._arriving[place] = content.size
         try:
             await transfer.in_thread(self._threads, self._make_room, who, owner)
             return await self._take(content, who, owner, requests)
         finally:
-            self._arriving.discard(place)
+            del self._arriving[place]
 
     async def _take(
         self,
@@ -110,12 +112,14 @@ class Storing:
             content = part.header.content
             if part.WhichOneof("part") != "header" or not DIGEST.fullmatch(content.digest):
                 break
-            free = self._services.artifacts.free_bytes()
-            if content.size > min(self._max_bytes, free):
+            # What arrives at this moment takes its place, too; the rest is for everybody's jobs.
+            free = self._services.artifacts.free_bytes() - sum(self._arriving.values())
+            room = max(0, free - round(LEFT_FOR_JOBS * self._services.artifacts.disk_bytes()))
+            if content.size > min(self._max_bytes, room):
                 raise Refusal(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     f"an artifact of {content.size} bytes does not fit here: the limit is {self._max_bytes}, "
-                    f"free on the disk are {free}",
+                    f"on the disk there is room for {room}; a twentieth of it is left for jobs",
                 )
             return content
         raise Refusal(

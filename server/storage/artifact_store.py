@@ -186,6 +186,10 @@ class ArtifactStore:
         """Free space on the disk."""
         return shutil.disk_usage(self.folder).free
 
+    def disk_bytes(self) -> int:
+        """Size of the disk."""
+        return shutil.disk_usage(self.folder).total
+
     def _place(self, digest: str) -> Path:
         if not DIGEST.fullmatch(digest):
             raise StorageError(f"{digest[:80]!r} is no BLAKE3 digest: 64 hexadecimal digits are one")

@@ -20,6 +20,7 @@ from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, UpdateRo
 
 FINAL = ("finished", "cancelled", "failed")
 HISTORY_PAGE = 100
+LONGEST_NAME = 200
 SHOWN = 5
 """Jobs that an answer lists where more than one could be meant."""
 MOST_ROUNDS = 2**31 - 1
@@ -171,15 +172,16 @@ def find_job(connection: Connection, wanted: str, who: str, *, own: bool = False
     over are meant, or else the newest. Raises UnknownJob where none fits or more than one, naming them.
     """
     table = tables.jobs.c
-    exact = connection.execute(sa.select(tables.jobs).where(table.id == wanted)).first()
-    if exact is not None:
-        return JobRow.of(exact)
-    if not wanted:
-        raise UnknownJob("no job is named: give an identifier, its beginning, or a name")
-    named = _named(connection, wanted, table.submitter == who)
-    others = [] if named else _named(connection, wanted, table.submitter != who)
+    if not 0 < len(wanted) <= LONGEST_NAME:
+        raise UnknownJob(
+            f"no job is named by {len(wanted)} characters: give an identifier, its beginning, or a name"
+        )
     begun = sa.select(tables.jobs).where(table.id.startswith(wanted, autoescape=True)).limit(SHOWN)
     fitting = {row.id: JobRow.of(row) for row in connection.execute(begun)}
+    if wanted in fitting:
+        return fitting[wanted]
+    named = _named(connection, wanted, table.submitter == who)
+    others = [] if named else _named(connection, wanted, table.submitter != who)
     fitting |= {row.id: row for row in (named if own else named or others)}
     if len(fitting) == 1:
         return next(iter(fitting.values()))
@@ -198,17 +200,14 @@ def find_job(connection: Connection, wanted: str, who: str, *, own: bool = False
 def _named(connection: Connection, name: str, whose: sa.ColumnElement[bool]) -> list[JobRow]:
     """Jobs of this name that could be meant: of each submitter those not over, or else the newest."""
     table = tables.jobs.c
-    called = sa.select(tables.jobs).where(table.name == name, whose)
-    order = table.submitted.desc(), table.id
-    living = called.where(table.status.not_in(FINAL)).order_by(*order).limit(SHOWN)
-    newest = (
-        sa.select(sa.func.max(table.submitted)).where(table.name == name, whose).group_by(table.submitter)
+    called = sa.and_(table.name == name, whose)
+    newest = sa.select(sa.func.max(table.submitted)).where(called).group_by(table.submitter)
+    meant = sa.select(tables.jobs).where(
+        called, sa.or_(table.status.not_in(FINAL), table.submitted.in_(newest))
     )
-    over = called.where(table.submitted.in_(newest)).order_by(*order).limit(SHOWN)
-    alive = [JobRow.of(row) for row in connection.execute(living)]
-    busy = {row.submitter for row in alive}
-    last = [JobRow.of(row) for row in connection.execute(over)]
-    return alive + [row for row in last if row.submitter not in busy]
+    rows = [JobRow.of(row) for row in connection.execute(meant.order_by(table.submitted.desc(), table.id))]
+    busy = {row.submitter for row in rows if row.status not in FINAL}
+    return [row for row in rows if row.status not in FINAL or row.submitter not in busy]
 
 
 def _listed(rows: Iterable[JobRow]) -> str:

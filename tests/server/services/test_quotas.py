@@ -287,17 +287,82 @@ async def test_changes_that_fail_do_not_fill_the_audit_log(settings: Settings, c
     async with running(settings(**quotas(changes=40))) as coordinator:
         before = await rows_of_the_log(coordinator)
         async with Operator(coordinator.port, certificates / "oskar") as oskar:
-            for number in range(800):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await oskar.stub.PauseJob(operator_pb2.JobRequest(job=f"no-such-job-{number}"))
-        assert caught.value.code() is FULL
-        assert "those that failed counted 4 times; the next one may come in" in caught.value.details()
+            names = [operator_pb2.JobRequest(job=f"no-such-job-{number}") for number in range(800)]
+            for start in range(0, 800, 40):
+                # Many at once fail no more often than one after the other.
+                calls = [oskar.stub.PauseJob(name) for name in names[start : start + 40]]
+                codes = [await call.code() for call in calls]
+                if not start:
+                    assert codes.count(grpc.StatusCode.NOT_FOUND) == 10
+            assert set(codes) == {FULL}
+            said = await calls[-1].details()
+        assert "those that failed counted 4 times; the next one may come in" in said
         await coordinator.security.audit.seal()
         # Ten that were noted, ten refusals, a line for those that were only counted; a few as time goes by.
         assert await rows_of_the_log(coordinator) - before < 30
         async with Operator(coordinator.port, certificates / "olga") as olga:
             job = await olga.submit()
             assert (await olga.stub.PauseJob(operator_pb2.JobRequest(job=job.id))).status == "paused"
+
+
+async def test_jobs_of_one_submitter(settings: Settings, certificates: Path) -> None:
+    async with running(settings(**quotas(jobs=2))) as coordinator:
+        async with Operator(coordinator.port, certificates / "oskar") as oskar:
+            first = await oskar.submit(request="r0")
+            await oskar.submit(request="r1")
+            with pytest.raises(grpc.aio.AioRpcError, match="has 2 jobs that are not over"):
+                await oskar.submit(request="r2")
+            # What was asked before is no new job, and one that is over makes room.
+            assert (await oskar.submit(request="r0")).id == first.id
+            await oskar.stub.CancelJob(operator_pb2.JobRequest(job=first.id))
+            assert (await oskar.submit(request="r2")).status == "waiting"
+        async with Operator(coordinator.port, certificates / "olga") as olga:
+            assert (await olga.submit(request="r3")).status == "waiting"
+
+
+async def test_troubles_do_not_fill_a_jobs_history(
+    coordinator: Coordinator,
+    operator: Operator,
+    pair: list[ScriptedAgent],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = await operator.submit(rounds=1)
+    instruction = await pair[0].expect("instruction")
+    for number in range(300):
+        trouble = agent_pb2.Trouble(step=instruction.step, kind="out_of_memory", detail=f"{number}")
+        await pair[0].say(trouble=trouble)
+    await pair[0].say(heartbeat=agent_pb2.Heartbeat(state="training"))
+    await pair[0].expect("heartbeat")
+    # Behind all of them.
+    await operator.stub.PauseJob(operator_pb2.JobRequest(job=job.id))
+    events = [
+        event
+        for event in (await operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job.id)).read()).events
+        if event.kind == "client_troubled"
+    ]
+    assert 0 < len(events) <= 30
+    lines = [record for record in caplog.records if "more troubles than are kept" in record.getMessage()]
+    assert 0 < len(lines) <= 70
+
+
+async def test_an_answer_repeats_little_of_what_a_caller_sent(operator: Operator) -> None:
+    request = operator_pb2.PrivacyRequest(population="\x1b" + "p" * 3_000_000)
+    for call in (operator.stub.RemovePrivacyBudget(request), operator.job("x" * 3_000_000)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert len(caught.value.details()) < 3000
+        assert "\x1b" not in caught.value.details()
+
+
+async def test_operators_leave_room_on_the_disk_for_jobs(
+    coordinator: Coordinator, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts = coordinator.jobs._services.artifacts
+    monkeypatch.setattr(artifacts, "disk_bytes", lambda: 100_000)
+    monkeypatch.setattr(artifacts, "free_bytes", lambda: 10_000)
+    await operator.put(b"a" * 4_000)
+    with pytest.raises(grpc.aio.AioRpcError, match="there is room for 5000; a twentieth"):
+        await operator.put(b"a" * 5_001)
 
 
 async def test_certificates_for_the_same_keys(settings: Settings, tmp_path: Path) -> None:
@@ -368,14 +433,18 @@ def test_quotas_are_told_once_an_hour_and_leave_nothing_behind() -> None:
         QuotaTable(changes=10), lambda: now, lambda who, quota, problem: told.append(f"{who} {quota}")
     )
     for _ in range(30):
-        with contextlib.suppress(QuotaExceeded):
-            kept.change("operator/oskar")
+        with contextlib.suppress(QuotaExceeded, ValueError), kept.change("operator/oskar"):
+            raise ValueError
     assert told == ["operator/oskar changes"]
-    now = 3600.0
+    now = 2 * 3600.0
     for _ in range(10):
-        kept.change("operator/oskar")
-    with pytest.raises(QuotaExceeded, match=r"in an hour, 10.*may come in 7 min.*\[quotas\] changes"):
-        kept.change("operator/oskar")
+        with kept.change("operator/oskar"):
+            pass
+    with (
+        pytest.raises(QuotaExceeded, match=r"in an hour, 10.*may come in 7 min.*\[quotas\] changes"),
+        kept.change("operator/oskar"),
+    ):
+        pass
     assert len(told) == 2
     with kept.open_call("agent/alder"):
         assert kept._open["agent/alder"] == 1
