@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from roundtable.simulation.reporting.plots import curves
+
 SUMMED = {
     "rounds": 3,
     "cohort__size": 8,
@@ -37,6 +39,16 @@ def test_every_backend_sums_what_plain_evaluation_tells(run, plain_job, backend)
         assert record.evaluation == {}
     assert {"before_accuracy", "before_loss"} <= set(summed.history.columns)
     assert "accuracy" not in summed.history.columns
+
+
+def test_curves_show_what_was_measured_before_a_round_at_the_round_that_made_the_model(run):
+    pytest.importorskip("matplotlib")
+    summed = run(**SUMMED, simulation__masking="fast")
+    axes = {axis.get_ylabel(): axis for axis in curves({"run": summed.history}).axes}
+    assert sorted(axes) == ["accuracy", "loss"]
+    (line,) = axes["accuracy"].lines
+    assert list(line.get_xdata()) == [0, 1, 2]
+    assert list(line.get_ydata()) == summed.history["before_accuracy"]
 
 
 def test_masks_change_no_bit_and_a_run_goes_on_with_the_same(run, tmp_path):

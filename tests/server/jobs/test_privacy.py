@@ -233,7 +233,7 @@ async def test_an_operator_cannot_fetch_what_a_single_silo_sent(
         digest = blake3(update.numpy().tobytes()).hexdigest()
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await operator.fetch(digest)
-        assert refusal.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
         assert "do not leave the coordinator" in str(refusal.value.details())
         assert await operator.fetch(instruction.train.model.digest)
 

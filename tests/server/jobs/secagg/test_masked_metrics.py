@@ -142,6 +142,8 @@ async def test_what_a_policy_keeps_at_the_silo_is_not_in_the_sum_either(tmp_path
         job = await operator.submit(text(), rounds=1, vector=torch.zeros(COLUMNS))
         await operator.watch_until(job.id, "finished")
         (record,) = await history_of(operator, job.id)
+        committed = await operator.watch_for(job.id, "round_committed")
+    assert json.loads(committed.detail)["before"]["accuracy"] == pytest.approx(14 / 16, abs=1e-3)
     assert not silos["alder"].asked
     assert record["before"]["accuracy"] == [pytest.approx(8.0 + 6.0, abs=1e-3), 16], (
         "birch's 0.75 counts as 1"
