@@ -246,7 +246,7 @@ def _account(book: Books) -> tuple[float, float, float]:
     else:
         budgets = (privacy.epsilon for privacy in book.jobs.values())
         budget = max((epsilon for epsilon in budgets if epsilon is not None), default=math.inf)
-    accounts = book.messages(0.0)
+    accounts = book.accounts(0.0)
     spent = max((account.epsilon for account in accounts), default=0.0)
     held = max((max(account.epsilon, account.reserved_epsilon) for account in accounts), default=0.0)
     return spent, budget, max(0.0, budget - held)

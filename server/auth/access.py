@@ -214,7 +214,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         target = ""
         if isinstance(request, Message):
             found = [getattr(request, field, "") for field in _NAMES_OF_OBJECTS]
-            target = next((str(value) for value in found if value), "")
+            target = next((printable(value, 200) for value in found if value), "")
         await self._audit.note(who.label, name, target, source=who.source)
 
     def _refused(self, who: Principal, name: str, code: grpc.StatusCode, said: str, address: str) -> None:

@@ -7,7 +7,6 @@ a request cannot choose another name. The issuing authority certifies agents and
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +15,6 @@ from pathlib import Path
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from sqlalchemy.engine import Connection
-from typing_extensions import override
 
 from roundtable.core.errors import IdentityError
 from roundtable.core.evidence.audit_log import entry
@@ -30,19 +28,16 @@ from roundtable.core.identity.credentials import (
 )
 from roundtable.core.identity.invitation import Invitation, Secret
 from roundtable.core.identity.signing import check_signature, renewal_values
-from roundtable.proto import administration_pb2, administration_pb2_grpc, agent_pb2, common_pb2
-from roundtable.server.auth.access import Context, Refusal, address_of, check_lockout
+from roundtable.server.auth.access import Refusal
 from roundtable.server.auth.principals import Principals, label_of
 from roundtable.server.auth.quotas import DAY, Quotas
-from roundtable.server.auth.rate_limit import Lockouts, WrongSecret
+from roundtable.server.auth.rate_limit import WrongSecret
+from roundtable.server.door.agent_messages import KeyRequests, RenewalRequest
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store import trust_rows as store
 
-log = logging.getLogger("roundtable.server.auth.enrolment")
-
 RENEWAL_SECONDS = 600.0
-_MAX_REQUEST = 8192
 _WRONG = "this invitation does not hold: it was used, has expired or was withdrawn; ask for a new one"
 
 
@@ -56,6 +51,15 @@ class _Keys:
     @property
     def digest(self) -> str:
         return hashlib.sha256(x.public_bytes(self.node) + x.public_bytes(self.identity)).hexdigest()
+
+
+@dataclass(frozen=True)
+class MadeCertificates:
+    """A silo's new certificates (PEM): the connection's, and the one to sign with."""
+
+    name: str
+    node: bytes
+    identity: bytes
 
 
 class Enrolment:
@@ -90,18 +94,14 @@ class Enrolment:
         await self._database.write(lambda connection: store.add_invitation(connection, row))
         return Invitation(secret, fingerprint_of(self._authority)), row.expires
 
-    async def enroll(
-        self, secret: Secret, requests: common_pb2.CertificateRequests
-    ) -> common_pb2.Certificates:
+    async def enroll(self, secret: Secret, requests: KeyRequests) -> MadeCertificates:
         """Certificates for an invitation; WrongSecret where it does not hold."""
         issuer, keys = self._issuer(), _keys(requests)
         made = await self._database.write(lambda connection: self._enroll(connection, issuer, secret, keys))
         await self._principals.refresh()
         return made
 
-    async def renew(
-        self, name: str, shown: bytes, request: agent_pb2.RenewRequest
-    ) -> common_pb2.Certificates:
+    async def renew(self, name: str, shown: bytes, request: RenewalRequest) -> MadeCertificates:
         """New certificates of the same two keys, for a silo that proves that it holds both.
 
         `shown` is the certificate of the connection, PEM. IdentityError for any other key: a silo gets new
@@ -115,7 +115,7 @@ class Enrolment:
         await self._principals.refresh()
         return made
 
-    def _check_renewal(self, name: str, shown: bytes, keys: _Keys, request: agent_pb2.RenewRequest) -> None:
+    def _check_renewal(self, name: str, shown: bytes, keys: _Keys, request: RenewalRequest) -> None:
         """IdentityError unless who asks holds the keys of both certificates that the silo has."""
         holder, key = verify_identity(request.identity, self._authority)
         self._principals.of_certificate(request.identity)
@@ -136,7 +136,7 @@ class Enrolment:
 
     def _enroll(
         self, connection: Connection, issuer: Authority, secret: Secret, keys: _Keys
-    ) -> common_pb2.Certificates:
+    ) -> MadeCertificates:
         row, now = store.invitation(connection, secret.identifier), self._clock()
         if row is None or not secret.fits(row.digest) or row.expires <= now:
             raise WrongSecret(_WRONG)
@@ -148,7 +148,7 @@ class Enrolment:
 
     def _certify(
         self, connection: Connection, issuer: Authority, name: str, keys: _Keys, invitation: str
-    ) -> common_pb2.Certificates:
+    ) -> MadeCertificates:
         now = self._clock()
         self._check_quota(connection, name, keys, now)
         start = datetime.fromtimestamp(now, UTC)
@@ -172,7 +172,7 @@ class Enrolment:
         detail = {"serials": [row.serial for row in rows], "key": keys.digest, "invitation": invitation}
         action = "enrolled" if invitation else "renewed"
         audit_store.append(connection, entry(now, label_of("agent", name), action, name, detail))
-        return common_pb2.Certificates(name=name, node=made[0], identity=made[1])
+        return MadeCertificates(name, *made)
 
     def _check_quota(self, connection: Connection, name: str, keys: _Keys, now: float) -> None:
         """QuotaExceeded where these keys were certified often of late.
@@ -200,39 +200,7 @@ class Enrolment:
         return Authority.issuing(self._folder)
 
 
-class EnrolmentService(administration_pb2_grpc.EnrolmentServicer):
-    """`roundtable.v1.Enrolment`, for those who have no certificate yet."""
-
-    def __init__(self, enrolment: Enrolment, lockouts: Lockouts, authority: bytes) -> None:
-        self._enrolment = enrolment
-        self._lockouts = lockouts
-        self._authority = authority
-
-    @override
-    async def Authority(
-        self, request: administration_pb2.AuthorityRequest, context: Context
-    ) -> administration_pb2.AuthorityReply:
-        return administration_pb2.AuthorityReply(certificate=self._authority)
-
-    @override
-    async def Enroll(
-        self, request: administration_pb2.EnrollRequest, context: Context
-    ) -> common_pb2.Certificates:
-        address, secret = address_of(context), Secret(request.identifier[:32], request.secret[:64])
-        check_lockout(self._lockouts, address, secret.identifier)
-        try:
-            found = await self._enrolment.enroll(secret, request.requests)
-        except WrongSecret:
-            self._lockouts.wrong(address, secret.identifier)
-            raise
-        self._lockouts.right(address, secret.identifier)
-        log.info("%s has enrolled", found.name, extra={"site": found.name})
-        return found
-
-
-def _keys(requests: common_pb2.CertificateRequests) -> _Keys:
-    if max(len(requests.node), len(requests.identity)) > _MAX_REQUEST:
-        raise IdentityError("a certificate request has a few hundred bytes, not so many")
+def _keys(requests: KeyRequests) -> _Keys:
     node, identity = x.key_in_request(requests.node), x.key_in_request(requests.identity)
     if isinstance(node, ed25519.Ed25519PublicKey) or not isinstance(identity, ed25519.Ed25519PublicKey):
         raise IdentityError("a silo connects with an ECDSA P-256 key and signs with an Ed25519 key")

@@ -15,7 +15,8 @@ from roundtable.core.models import open_model
 from roundtable.core.privacy_table import NoPrivacy, masking_of
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
-from roundtable.proto import common_pb2
+from roundtable.server.door.from_operators import CONFIG_CHARACTERS
+from roundtable.server.door.to_agents import SignedSubmission
 from roundtable.server.jobs.actions import JobActions, JobParts
 from roundtable.server.jobs.aggregate_action import AggregateAction
 from roundtable.server.jobs.background import BackgroundTasks
@@ -33,8 +34,6 @@ from roundtable.server.jobs.step_instructions import StepInstructions
 from roundtable.server.store import AgentRow, JobRow
 from roundtable.server.store.ledger import Total
 
-MAX_CONFIG_BYTES = 1 << 20
-
 
 @dataclass(frozen=True)
 class StoredJob:
@@ -48,8 +47,8 @@ class StoredJob:
 
 def parse_job(text: str) -> JobConfig:
     """The job that an operator has submitted as JSON. ConfigError for one that is too long or wrong."""
-    if len(text) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"the job is {len(text)} characters long; at most {MAX_CONFIG_BYTES} are accepted")
+    if len(text) > CONFIG_CHARACTERS:
+        raise ConfigError(f"the job is {len(text)} characters long; at most {CONFIG_CHARACTERS} are accepted")
     return job_from_json(text)
 
 
@@ -126,9 +125,9 @@ def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
     return job.model_copy(update={"privacy": job.privacy.model_copy(update={"noise_multiplier": noise})})
 
 
-def _submission(row: JobRow) -> common_pb2.Submission:
+def _submission(row: JobRow) -> SignedSubmission:
     """The submitter's signature as silos get it; jobs of older versions have none."""
-    return common_pb2.Submission(
+    return SignedSubmission(
         submitter=row.submitter,
         request_id=row.request_id,
         signature=bytes.fromhex(row.snapshot.get("signature", "")),

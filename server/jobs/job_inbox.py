@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from roundtable.core.errors import UnavailableError
 from roundtable.engine import messages as m
 from roundtable.server.store import ArtifactRow, UpdateRow
 
@@ -60,6 +61,15 @@ class JobInbox:
         for arrival in arrivals:
             if arrival.done is not None and not arrival.done.done():
                 arrival.done.set_result(arrival.verdict)
+
+    def abandon(self, arrivals: Iterable[Arrival]) -> None:
+        """Ends the queue of a driver that has failed: who waits is to come again, once there is another."""
+        self._closed = True
+        for arrival in (*arrivals, *self._rest()):
+            if arrival.done is not None and not arrival.done.done():
+                arrival.done.set_exception(
+                    UnavailableError("the job's driver has failed and begins anew; send it again")
+                )
 
     def close(self) -> None:
         """Ends the queue of a job that is over: who still waits, or sends later, gets the verdict stale."""

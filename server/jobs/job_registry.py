@@ -17,6 +17,7 @@ from roundtable.core.errors import (
     LayoutError,
     PrivacyError,
     RoundtableError,
+    SiteFailure,
     StorageError,
 )
 from roundtable.core.failpoints import failpoint
@@ -25,7 +26,7 @@ from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import CentralNoise, RoundEngine
 from roundtable.engine import messages as m
-from roundtable.server.jobs import wire
+from roundtable.server.door import to_agents
 from roundtable.server.jobs.job_driver import StoredJob, client_info, make_driver, parse_job, plan_of
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
@@ -71,6 +72,7 @@ class JobRegistry:
         self._reserving = asyncio.Lock()
         self.stopping = False
         self._background: asyncio.Task[None] | None = None
+        self._left_out: set[tuple[str, str, m.Step]] = set()
 
     @property
     def running(self) -> int:
@@ -311,14 +313,28 @@ class JobRegistry:
         else:
             log.error("the driver of job %s failed", job, exc_info=error, extra={"job": job})
             runner.stop()
-            reason = f"{runner.fault(error)}; its log says why. Resume it to try again"
-            work = self._pause_broken(job, reason)
+            work = self._after_fault(runner, runner.fault(error))
             self._background = asyncio.get_running_loop().create_task(work)
             self._background.add_done_callback(lambda _: runner.inbox.notify())
 
+    async def _after_fault(self, runner: JobRunner, fault: str) -> None:
+        """Begins a broken driver anew without the silo at whose word it failed; the second time pauses."""
+        job, culprit = runner.row.id, runner.culprit
+        if culprit is None or (job, *culprit) in self._left_out:
+            await self._pause_broken(job, f"{fault}; its log says why. Resume it to try again")
+            return
+        self._left_out.add((job, *culprit))
+        client, step = culprit
+        failure = SiteFailure(client, step.round, step.attempt, step.phase, "invalid_update", fault)
+        try:
+            row = await self._services.database.read(lambda connection: store.stored_job(connection, job))
+            (await self._take_up(row)).give_up_on(step, failure)
+        except RoundtableError as error:
+            await self._pause_broken(job, f"{fault}; it could not be taken up again: {error}")
+
     def _tell_agents(self, runner: JobRunner) -> None:
         """Tells agents to forget a job that is over."""
-        message = wire.job_over(runner.row.id, f"the job is {runner.row.status}: {runner.row.reason}")
+        message = to_agents.job_over(runner.row.id, f"the job is {runner.row.status}: {runner.row.reason}")
         for client in self._services.sessions.clients():
             if client.offers(runner.job.task):
                 self._services.sessions.send(client.name, message)

@@ -12,8 +12,7 @@ from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import SiteFailure, StorageError
 from roundtable.engine import Rows
 from roundtable.engine import messages as m
-from roundtable.proto import agent_pb2
-from roundtable.server.jobs import wire
+from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.round_collection import Pay
 from roundtable.server.storage.artifact_store import DamagedArtifact
@@ -39,19 +38,16 @@ class PlainRounds:
     def admit(self, action: m.Instruct) -> Sequence[bytes]:
         return ()
 
-    def problem(self, client: str, header: agent_pb2.UploadHeader) -> str:
+    def problem(self, client: str, offer: UploadOffer) -> str:
         encoding = self._encoding
-        if header.encoding != encoding:
-            return f"the update is encoded as {header.encoding[:40]!r}, the job says {encoding!r}"
+        if offer.encoding != encoding:
+            return f"the update is encoded as {offer.encoding!r}, the job says {encoding!r}"
         expected = get_encoding(encoding).encoded_size(self._columns)
-        if header.content.size != expected:
+        if offer.size != expected:
+            return f"the update has {offer.size} bytes; {self._columns} values of {encoding} are {expected}"
+        if offer.examples < 1:
             return (
-                f"the update has {header.content.size} bytes; {self._columns} values of {encoding} are "
-                f"{expected}"
-            )
-        if not 1 <= header.examples <= wire.MAX_COUNT:
-            return (
-                f"the update claims {header.examples} examples; between 1 and 2^53 can be: a silo without "
+                f"the update claims {offer.examples} examples; between 1 and 2^53 can be: a silo without "
                 "data for this round reports a failure instead"
             )
         return ""
@@ -61,7 +57,7 @@ class PlainRounds:
         assert dtype is not None, "submission refuses other encodings"
         return FiniteCheck(dtype)
 
-    def arrived(self, client: str, header: agent_pb2.UploadHeader) -> None:
+    def arrived(self, client: str, offer: UploadOffer) -> None:
         return
 
     def exchanged(self, client: str, step: m.Step, message: bytes) -> None:

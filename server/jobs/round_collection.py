@@ -13,7 +13,7 @@ from typing import Protocol
 from roundtable.core.errors import SiteFailure
 from roundtable.engine import Received
 from roundtable.engine import messages as m
-from roundtable.proto import agent_pb2
+from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.storage.finite_check import ContentCheck
 
 Pay = Callable[[], Awaitable[None]]
@@ -25,13 +25,13 @@ class RoundCollection(Protocol):
     def admit(self, action: m.Instruct) -> Sequence[bytes] | None:
         """The certificates that go with an instruction; None where the silo cannot take part."""
 
-    def problem(self, client: str, header: agent_pb2.UploadHeader) -> str:
+    def problem(self, client: str, offer: UploadOffer) -> str:
         """What is wrong with an offered upload, in words; empty if nothing is."""
 
     def content_check(self) -> ContentCheck:
         """What the bytes of one upload are to be shown to, in order."""
 
-    def arrived(self, client: str, header: agent_pb2.UploadHeader) -> None:
+    def arrived(self, client: str, offer: UploadOffer) -> None:
         """Notes that an upload is here, whole."""
 
     def exchanged(self, client: str, step: m.Step, message: bytes) -> None:

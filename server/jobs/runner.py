@@ -81,6 +81,7 @@ class JobRunner:
         self._publication = Publication(job.privacy)
         self._trouble = ""
         self._handled = "its beginning"
+        self._culprit: tuple[str, m.Step] | None = None
 
     @property
     def tells_cohorts(self) -> bool:
@@ -146,6 +147,11 @@ class JobRunner:
         what = printable(f"{type(error).__name__}: {error}", 500)
         return self._publication.fault(place, self._handled, what)
 
+    @property
+    def culprit(self) -> tuple[str, m.Step] | None:
+        """The silo at whose event, of which step, the driver has failed; None if that cannot be told."""
+        return self._culprit
+
     def where(self) -> dict[str, Any]:
         """The fields that log lines of this job carry."""
         attempt = self._engine.state.attempt
@@ -164,18 +170,30 @@ class JobRunner:
         await self._finish(batch)
         while not self.final:
             arrivals = await self.inbox.arrivals()
-            batch = PendingTransition()
-            for arrival in arrivals:
-                self._take(arrival, batch)
-            await self._finish(batch)
+            try:
+                await self._handle(arrivals)
+            except Exception:
+                self.inbox.abandon(arrivals)
+                raise
             self.inbox.answer(arrivals)
         self.inbox.close()
         self._actions.close()
         self.inbox.notify()
 
+    async def _handle(self, arrivals: list[Arrival]) -> None:
+        batch = PendingTransition()
+        for arrival in arrivals:
+            self._take(arrival, batch)
+        if len(arrivals) > 1:
+            # Which of them cannot be made durable is not known.
+            self._culprit = None
+        await self._finish(batch)
+
     def _take(self, arrival: Arrival, batch: PendingTransition) -> None:
         event = arrival.event
-        self._handled = _named(event)
+        client, step = _client_of(event), getattr(event, "step", None)
+        self._handled = f"{type(event).__name__} of {client}" if client else type(event).__name__
+        self._culprit = (client, step) if client and step else None
         if arrival.update is not None and isinstance(event, (m.UpdateArrived, m.ClientFailed)):
             arrival.verdict = self._engine.wants(arrival.update.client, event.step)
             if arrival.verdict != "wanted":
@@ -312,13 +330,12 @@ class JobRunner:
                 return
 
 
-def _named(event: m.Event) -> str:
-    """The event's kind, and the client that it is of."""
-    failed = event.failure.site if isinstance(event, m.ClientFailed) else ""
+def _client_of(event: m.Event) -> str:
+    """The client that the event is of; empty if it is of none."""
+    failed = event.failure.site if isinstance(event, m.ClientFailed | m.Troubled) else ""
     update = event.update.client if isinstance(event, m.UpdateArrived) else ""
     client = failed or update or getattr(event, "client", "")
-    name = client.name if isinstance(client, m.ClientInfo) else client
-    return f"{type(event).__name__} of {name}" if name else type(event).__name__
+    return client.name if isinstance(client, m.ClientInfo) else client
 
 
 def _released(actions: list[m.Action]) -> list[tuple[int, int]]:

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from roundtable.proto import agent_pb2
+from roundtable.server.door import to_agents
+from roundtable.server.door.to_agents import ToAgent
 from roundtable.server.store import AgentRow
 
 log = logging.getLogger("roundtable.server.jobs.sessions")
@@ -29,20 +30,20 @@ class AgentSession:
     heard: float
     state: str = "available"
     revocations: bytes = b""
-    outbox: asyncio.Queue[agent_pb2.ToAgent | None] = field(default_factory=asyncio.Queue)
+    outbox: asyncio.Queue[ToAgent | None] = field(default_factory=asyncio.Queue)
 
     @property
     def name(self) -> str:
         return self.client.name
 
-    def send(self, message: agent_pb2.ToAgent) -> None:
+    def send(self, message: ToAgent) -> None:
         """Queues a message for the agent."""
         self.outbox.put_nowait(message)
 
     def end(self, reason: str = "") -> None:
         """Ends the stream; with a reason the agent is told not to come back by itself."""
         if reason:
-            self.send(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=reason)))
+            self.send(to_agents.refused(reason))
         self.outbox.put_nowait(None)
 
 
@@ -100,7 +101,7 @@ class Sessions:
             log.info("%s is gone", session.name, extra={"site": session.name})
             self._left(session.client)
 
-    def send(self, name: str, message: agent_pb2.ToAgent) -> bool:
+    def send(self, name: str, message: ToAgent) -> bool:
         """Pushes a message; False if the agent is not connected."""
         session = self._sessions.get(name)
         if session is None:

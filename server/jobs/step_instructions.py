@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 
 from roundtable.engine import messages as m
-from roundtable.proto import common_pb2
-from roundtable.server.jobs import wire
+from roundtable.server.door import to_agents
+from roundtable.server.door.agent_messages import StepProgress
+from roundtable.server.door.to_agents import SignedSubmission
 from roundtable.server.jobs.job_services import JobServices
-from roundtable.server.jobs.wire import StepProgress
 
 log = logging.getLogger("roundtable.server.jobs.step_instructions")
 
@@ -18,7 +18,7 @@ class StepInstructions:
     """The instructions in force. `submission` goes with each: silos check who has asked for the job."""
 
     def __init__(
-        self, job: str, config: str, layout: str, submission: common_pb2.Submission, services: JobServices
+        self, job: str, config: str, layout: str, submission: SignedSubmission, services: JobServices
     ) -> None:
         self._job = job
         self._config = config
@@ -37,7 +37,7 @@ class StepInstructions:
         if size is None:
             log.error("model %s is missing from the artifacts", action.model, extra={"job": self._job})
             return
-        message = wire.instruction(
+        message = to_agents.instruction(
             self._job,
             self._config,
             self._layout,
@@ -53,7 +53,7 @@ class StepInstructions:
         """Tells the agent that its instruction no longer holds."""
         self._in_force.pop(action.client, None)
         self._progress.pop(action.client, None)
-        self._services.sessions.send(action.client, wire.withdrawal(self._job, action))
+        self._services.sessions.send(action.client, to_agents.withdrawal(self._job, action))
 
     def may_read(self, client: str, digest: str) -> bool:
         """Whether the instruction in force for this agent names the artifact."""

@@ -10,15 +10,8 @@ from typing import Any
 from roundtable.core.observability.histograms import ProcessMetrics
 from roundtable.core.observability.tracing import Span, Tracer
 from roundtable.engine import messages as m
-from roundtable.proto import agent_pb2
 from roundtable.server.operations.incidents import Incident
 
-_RECEIPTS = {
-    agent_pb2.UploadReceipt.ACCEPTED: "accepted",
-    agent_pb2.UploadReceipt.REJECTED: "rejected",
-    agent_pb2.UploadReceipt.STALE: "stale",
-    agent_pb2.UploadReceipt.DUPLICATE: "duplicate",
-}
 _REFUSALS = ("invalid_update", "data_corruption", "protocol_violation")
 
 
@@ -53,9 +46,8 @@ class CoordinatorObserver:
         elif note.kind == "attempt_failed":
             tally.count("rounds", "failed")
 
-    def answered(self, receipt: agent_pb2.UploadReceipt) -> None:
-        """Counts the answer to an upload."""
-        result = _RECEIPTS.get(receipt.status, "unknown")
+    def answered(self, result: str) -> None:
+        """Counts the answer to an upload: accepted, rejected, stale, duplicate."""
         self.tally.count("updates", result)
         if result in ("stale", "duplicate"):
             self.tally.count("refused", result)

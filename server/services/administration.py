@@ -10,7 +10,7 @@ from sqlalchemy.engine import Connection
 from typing_extensions import override
 
 from roundtable.core.evidence.audit_log import entry
-from roundtable.core.identity.credentials import OPERATOR_ROLES, Role, check_name
+from roundtable.core.identity.credentials import OPERATOR_ROLES, Role
 from roundtable.core.identity.invitation import Secret
 from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import administration_pb2_grpc
@@ -21,6 +21,7 @@ from roundtable.server.auth.permissions import RANKS, outranks
 from roundtable.server.auth.principals import Principal, Principals
 from roundtable.server.auth.provenance import Provenance
 from roundtable.server.auth.second_person import SecondPerson
+from roundtable.server.door import from_operators as door
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store import trust_rows as store
@@ -56,18 +57,17 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
 
     @override
     async def Invite(self, request: pb.InviteRequest, context: Context) -> pb.InviteReply:
-        found, expires = await self._enrolment.invite(
-            request.silo, request.valid_seconds, request.uses, caller(context)
-        )
+        wish = door.invitation_of(request)
+        found, expires = await self._enrolment.invite(wish.silo, wish.seconds, wish.uses, caller(context))
         return pb.InviteReply(invitation=str(found), expires=expires)
 
     @override
     async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeReply:
         """Revokes a name, also one that is unknown here: its certificates may have been issued offline."""
-        check_name(request.name)
-        role, who = _role(request.role), principal()
+        wish, who = door.revocation_of(request), principal()
+        role = _role(wish.role)
         if role == who.role == "admin":
-            row = await self._second_person.ask(who, "revoke", role, request.name, request.reason)
+            row = await self._second_person.ask(who, "revoke", role, wish.name, wish.reason)
             return pb.RevokeReply(pending=row.identifier)
         if not outranks(who.role, role):
             raise Refusal(
@@ -75,17 +75,16 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
                 f"{who.name!r} is here as {who.role}, and revokes only who ranks below: "
                 f"{', '.join(RANKS[: RANKS.index(who.role)])}",
             )
-        await self._database.write(
-            lambda connection: self._void(connection, who, (role, request.name), request.reason[:500])
-        )
-        return pb.RevokeReply(calls=await self._cut_off((role, request.name), who))
+        party = role, wish.name
+        await self._database.write(lambda connection: self._void(connection, who, party, wish.reason))
+        return pb.RevokeReply(calls=await self._cut_off(party, who))
 
     @override
     async def Confirm(self, request: pb.ConfirmRequest, context: Context) -> pb.RevokeReply:
-        who = principal()
+        who, identifier = principal(), door.confirmation_of(request)
 
         def work(connection: Connection) -> store.Party:
-            row = self._second_person.confirmed(connection, who, request.request_id)
+            row = self._second_person.confirmed(connection, who, identifier)
             if row.action == "revoke":
                 self._void(connection, who, (row.role, row.name), row.reason)
                 return row.role, row.name
@@ -116,20 +115,20 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
 
     @override
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.CreateTokenReply:
-        check_name(request.name)
-        if request.role not in OPERATOR_ROLES:
-            raise _wrong(f"{request.role[:40]!r} is no role: use one of {', '.join(OPERATOR_ROLES)}")
-        if not 60 <= request.valid_seconds <= LONGEST_TOKEN:
+        wish = door.token_of(request)
+        if wish.role not in OPERATOR_ROLES:
+            raise _wrong(f"{wish.role!r} is no role: use one of {', '.join(OPERATOR_ROLES)}")
+        if not 60 <= wish.seconds <= LONGEST_TOKEN:
             raise _wrong("a token holds between a minute and 366 days")
         secret, now = Secret.fresh(), self._clock()
         row = store.TokenRow(
-            request.name,
+            wish.name,
             secret.identifier,
             secret.digest,
-            request.role,
+            wish.role,
             principal().label,
             now,
-            now + request.valid_seconds,
+            now + wish.seconds,
         )
         if any(row.name == other.name and not other.revoked for other in await self._tokens()):
             raise Refusal(
@@ -153,10 +152,10 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
     @override
     async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Context) -> pb.RevokeTokenReply:
         """An administrator's token is voided by who made it, or by two administrators."""
-        who = principal()
-        row = await self._database.read(lambda connection: store.token_named(connection, request.name))
+        who, name = principal(), door.token_name_of(request)
+        row = await self._database.read(lambda connection: store.token_named(connection, name))
         if row is None:
-            raise Refusal(grpc.StatusCode.NOT_FOUND, f"there is no token {request.name[:100]!r} that holds")
+            raise Refusal(grpc.StatusCode.NOT_FOUND, f"there is no token {name!r} that holds")
         if row.role == "admin" and row.author != who.label:
             wish = await self._second_person.ask(who, "revoke_token", row.role, row.name)
             return pb.RevokeTokenReply(pending=wish.identifier)
@@ -182,13 +181,14 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
 
     @override
     async def ReadAudit(self, request: pb.ReadAuditRequest, context: Context) -> None:  # type: ignore[override]
-        async for page in self._audit.lines(request.from_sequence):
+        async for page in self._audit.lines(door.place_of(request.from_sequence)):
             for lines in _parts(page):
                 await context.write(pb.AuditLines(lines=lines))
 
     @override
     async def GetProvenance(self, request: pb.ProvenanceRequest, context: Context) -> pb.ProvenanceReply:
-        statement = await self._provenance.statement(request.job, caller(context), request.round)
+        job, round = door.job_of(request), door.round_of(request)
+        statement = await self._provenance.statement(job, caller(context), round)
         return pb.ProvenanceReply(statement=statement)
 
     def _void(self, connection: Connection, who: Principal, party: store.Party, reason: str) -> None:
@@ -233,7 +233,7 @@ def _role(stated: str) -> Role:
     for role in RANKS:
         if role == stated:
             return role
-    raise _wrong(f"{stated[:40]!r} cannot be revoked here: use one of {', '.join(RANKS)}")
+    raise _wrong(f"{stated!r} cannot be revoked here: use one of {', '.join(RANKS)}")
 
 
 def _wrong(message: str) -> Refusal:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import grpc
 from typing_extensions import override
 
-from roundtable.core.errors import IdentityError, ProtocolError, SiteFailure
-from roundtable.core.foreign_text import printable
+from roundtable.core.errors import IdentityError, SiteFailure
 from roundtable.core.identity.credentials import verify_identity
 from roundtable.core.identity.signing import sign
 from roundtable.core.observability.logs import belongs_to
@@ -23,17 +22,20 @@ from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common
 from roundtable.proto.receipts import receipt_values
 from roundtable.server.auth.access import LINES_A_SECOND, LINES_AT_ONCE, Context, Refusal, caller
 from roundtable.server.auth.rate_limit import RateLimit
-from roundtable.server.jobs import wire
+from roundtable.server.door import agent_messages as said
+from roundtable.server.door import from_agents as door
+from roundtable.server.door import to_agents
+from roundtable.server.door.bounds import is_digest
+from roundtable.server.door.from_operators import download_of
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
-from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import AgentSession, Identity
 from roundtable.server.services import transfer
 from roundtable.server.services.installations import Installations
 from roundtable.server.services.security import Security
 from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
-from roundtable.server.storage.artifact_store import DIGEST, DamagedArtifact
+from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import AgentRow
 from roundtable.server.store.agent_rows import remember
 
@@ -44,6 +46,7 @@ GOODBYE_SECONDS = 5.0
 MESSAGES_A_SECOND, MESSAGES_AT_ONCE = 200.0, 5000.0
 TROUBLES_A_SECOND, TROUBLES_AT_ONCE = 60 / 3600, 30.0
 CLOCK_TOLERANCE = 60.0
+_ANSWERS = {"evaluated": "evaluation", "reply": "message of secure aggregation"}
 
 
 class AgentService(agent_pb2_grpc.AgentsServicer):
@@ -81,7 +84,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         client, problem = await self._greet(caller(context), requests, context)
         if problem:
             log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
-            await context.write(agent_pb2.ToAgent(refused=agent_pb2.Refused(reason=problem)))
+            await context.write(to_agents.refused(problem))
             return
         welcome = self._welcome()
         if not client.tasks and self._services.sessions.get(client.name) is not None:
@@ -105,24 +108,24 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
 
     @override
     async def Download(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
-        client = caller(context)
-        if not DIGEST.fullmatch(request.digest) or not self._jobs.may_read(client, request.digest):
+        client, wish = caller(context), download_of(request)
+        if not is_digest(wish.digest) or not self._jobs.may_read(client, wish.digest):
             raise Refusal(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"no instruction in force for {client} names the artifact {request.digest[:12]!r}",
+                f"no instruction in force for {client} names the artifact {wish.digest[:12]!r}",
             )
         try:
             artifacts = self._services.artifacts
             threads = artifacts.threads(self._threads)
-            path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, request.digest)
+            path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, wish.digest)
         except DamagedArtifact as error:
             self._jobs.damaged(error)
             raise
-        await transfer.send(context, path, request.offset, self._threads)
+        await transfer.send(context, path, wish.offset, self._threads)
 
     @override
     async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:
-        return await self._uploads.status(caller(context), request)
+        return await self._uploads.status(caller(context), door.offer_of(request))
 
     @override
     async def Upload(  # type: ignore[override]
@@ -133,13 +136,14 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         receipt = await self._uploads.receive(name, seen)
         runner = self._jobs.runner(seen.header.step.job)
         if runner is not None and runner.tells_cohorts:
-            self._services.observer.answered(receipt)
+            self._services.observer.answered(to_agents.RESULTS[receipt.status])
         return self._signed(name, seen.header, receipt)
 
     @override
     async def Renew(self, request: agent_pb2.RenewRequest, context: Context) -> common_pb2.Certificates:
         shown = next(iter(context.auth_context()["x509_pem_cert"]))
-        return await self._security.enrolment.renew(caller(context), shown, request)
+        made = await self._security.enrolment.renew(caller(context), shown, door.renewal_of(request))
+        return to_agents.certificates(made.name, made.node, made.identity)
 
     def _signed(
         self, name: str, header: agent_pb2.UploadHeader, receipt: agent_pb2.UploadReceipt
@@ -162,10 +166,11 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 first = await anext(aiter(requests))
         except (TimeoutError, StopAsyncIteration):
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a control stream begins with a hello") from None
-        hello, now = first.hello, self._services.clock()
-        client = wire.client_of(name, hello, now)
-        if first.WhichOneof("message") != "hello":
-            return client, "a control stream begins with a hello"
+        hello, now = door.message_of(first), self._services.clock()
+        if not isinstance(hello, said.Introduction):
+            problem = f" ({hello.reason})" if isinstance(hello, said.RefusedMessage) else ""
+            return AgentRow(name, "", (), {}, (), now, now), f"a control stream begins with a hello{problem}"
+        client = hello.row(name, now)
         if hello.protocol != PROTOCOL_VERSION:
             return client, (
                 f"the agent {hello.version or 'of an unknown version'} speaks protocol {hello.protocol}, "
@@ -184,7 +189,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         if not client.tasks:
             # A doctor: it is asked for nothing, and speaks for nobody.
             return client, ""
-        if clone := await self._installations.objection(name, hello, requests, context):
+        if clone := await self._installations.objection(name, hello.installation, requests, context):
             return client, clone
         return client, self._identify(name, hello.identity)
 
@@ -222,95 +227,77 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 if not self._messages.allows(session.name):
                     session.end("too many messages in a short time")
                     return
-                try:
-                    self._hear(session, message)
-                except ProtocolError as error:
-                    self._warn(session.name, printable(f"a message of {session.name} is refused: {error}"))
+                self._hear(session, door.message_of(message))
         except grpc.aio.UsageError:
             log.debug("the stream of %s is gone", session.name)
         finally:
             session.end()
 
-    def _hear(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
-        match message.WhichOneof("message"):
-            case "heartbeat":
-                session.state = message.heartbeat.state[:50]
-                session.send(agent_pb2.ToAgent(heartbeat=agent_pb2.Heartbeat()))
+    def _hear(self, session: AgentSession, message: said.AgentMessage) -> None:
+        name = session.name
+        match message:
+            case said.Beat(state):
+                session.state = state
+                session.send(to_agents.heartbeat())
                 self._hand_on_the_list(session)
-            case "accepted":
-                self._with(
-                    message.accepted.step,
-                    lambda runner, step: runner.inbox.post(m.WorkStarted(session.name, step)),
-                )
-            case "progress":
-                self._progress(session.name, message.progress)
-            case "failure":
-                failure = wire.failure_of(session.name, message.failure)
-                self._with(message.failure.step, lambda runner, step: runner.give_up_on(step, failure))
-            case "trouble":
-                trouble = wire.trouble_of(session.name, message.trouble)
+            case said.SelfHelp() if not self._troubles.allows(name):
                 # Each is an entry of the job's history.
-                if not self._troubles.allows(session.name):
-                    raise ProtocolError("it tells of more troubles than are kept")
-                self._with(message.trouble.step, lambda runner, step: runner.inbox.post(trouble))
-            case "reply":
-                payload = message.reply.payload
-                self._with(
-                    message.reply.step,
-                    lambda runner, step: runner.collection.exchanged(session.name, step, payload),
-                )
-            case "evaluated":
-                evaluated = message.evaluated
-                self._with(
-                    evaluated.step,
-                    lambda runner, step: self._evaluated(session.name, runner, step, evaluated),
-                )
-            case "goodbye":
-                self._goodbye(session, message.goodbye.reason)
+                self._warn(name, f"a message of {name} is refused: it tells of more troubles than are kept")
+            case said.Begun() | said.SelfHelp() | said.Evaluation():
+                if runner := self._jobs.runner(message.at.job):
+                    runner.inbox.post(message.event(name))
+            case said.ProgressReport():
+                self._progressed(name, message)
+            case said.GivenUp(at):
+                if runner := self._jobs.runner(at.job):
+                    runner.give_up_on(at.step, message.failure(name))
+            case said.ProtocolReply(at, payload):
+                if runner := self._jobs.runner(at.job):
+                    runner.collection.exchanged(name, at.step, payload)
+            case said.Farewell(reason):
+                self._goodbye(session, reason)
+            case said.RefusedMessage():
+                self._refuse(name, message)
             case _:
-                self._warn(session.name, f"{session.name} sent a message that is not understood")
+                self._warn(name, f"{name} says again what only a stream's beginning holds")
 
     def _warn(self, name: str, problem: str) -> None:
         """Logs what is wrong with a silo's message, so many times that it cannot fill the log."""
         if self._lines.allows(name):
             log.warning("%s", problem, extra={"site": name})
 
+    def _progressed(self, name: str, message: said.ProgressReport) -> None:
+        runner = self._jobs.runner(message.at.job)
+        # What must not be told is not kept: an honest agent does not send it.
+        if runner is not None and is_told(runner.job.privacy, Tells.SILO):
+            runner.instructions.report(name, message.at.step, message.progress)
+            runner.inbox.notify()
+
+    def _refuse(self, name: str, message: said.RefusedMessage) -> None:
+        """Drops a message that does not pass. An answer fails the silo's step, and the silo hears why."""
+        self._warn(name, f"a message of {name} is refused: {message.reason}")
+        at = message.at
+        runner = self._jobs.runner(at.job) if at else None
+        if at is None or runner is None or message.kind not in _ANSWERS:
+            return
+        problem = f"its {_ANSWERS[message.kind]} is refused: {message.reason}"
+        step = at.step
+        if runner.instructions.step_of(name) == step:
+            runner.instructions.withdraw(m.Withdraw(name, step, problem))
+        runner.give_up_on(
+            step, SiteFailure(name, step.round, step.attempt, step.phase, "invalid_update", problem)
+        )
+
     def _hand_on_the_list(self, session: AgentSession) -> None:
         """Sends the root's revocation list if the agent has an older one."""
         newest = self._security.principals.list_for_agents
         if newest != session.revocations:
             session.revocations = newest
-            session.send(agent_pb2.ToAgent(revocations=newest))
-
-    def _evaluated(self, name: str, runner: JobRunner, step: m.Step, message: agent_pb2.Evaluated) -> None:
-        """Hands on an evaluation; an impossible value in it fails the silo's step, and the silo hears why."""
-        try:
-            metrics = wire.metrics_of(message.metrics)
-        except ProtocolError as error:
-            problem = f"its evaluation is refused: {error}"
-            failure = SiteFailure(name, step.round, step.attempt, step.phase, "invalid_update", problem)
-            if runner.instructions.step_of(name) == step:
-                runner.instructions.withdraw(m.Withdraw(name, step, problem))
-            runner.give_up_on(step, failure)
-            return
-        runner.inbox.post(m.Evaluated(name, step, metrics))
-
-    def _with(self, step: common_pb2.Step, act: Callable[[JobRunner, m.Step], None]) -> None:
-        runner = self._jobs.runner(step.job)
-        if runner is not None:
-            act(runner, wire.step_of(step))
-
-    def _progress(self, client: str, message: agent_pb2.Progress) -> None:
-        runner = self._jobs.runner(message.step.job)
-        # What must not be told is not kept: an honest agent does not send it.
-        if runner is not None and is_told(runner.job.privacy, Tells.SILO):
-            step = wire.step_of(message.step)
-            runner.instructions.report(client, step, wire.progress_of(message))
-            runner.inbox.notify()
+            session.send(to_agents.revocations(newest))
 
     def _goodbye(self, session: AgentSession, reason: str) -> None:
         """Gives up on what an agent was asked that leaves on purpose."""
-        detail = f"the agent has left: {' '.join(reason.split())[:500] or 'no reason given'}"
+        detail = f"the agent has left: {reason or 'no reason given'}"
         for runner in self._jobs.runners():
             step = runner.instructions.step_of(session.name)
             if step is not None:

@@ -24,6 +24,9 @@ from roundtable.server.auth.access import Context, address_of
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.principals import label_of
 from roundtable.server.auth.rate_limit import RateLimit
+from roundtable.server.door import to_agents
+from roundtable.server.door.agent_messages import InstallationProof
+from roundtable.server.door.from_agents import message_of
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import clone_incident
 from roundtable.server.store import Database
@@ -50,12 +53,11 @@ class Installations:
     async def objection(
         self,
         name: str,
-        hello: agent_pb2.Hello,
+        installation: bytes,
         requests: AsyncIterator[agent_pb2.FromAgent],
         context: Context,
     ) -> str:
         """Why this is not the installation that the certificate belongs to; empty for the one that is."""
-        installation = hello.installation
         if installation:
             try:
                 await _challenge(name, installation, requests, context)
@@ -89,14 +91,15 @@ async def _challenge(
 ) -> None:
     """IdentityError unless the next message is the installation's signature over a fresh number."""
     nonce = secrets.token_bytes(32)
-    await context.write(agent_pb2.ToAgent(challenge=nonce))
+    await context.write(to_agents.challenge(nonce))
     try:
         async with asyncio.timeout(PROOF_SECONDS):
-            answer = await anext(aiter(requests))
+            answer = message_of(await anext(aiter(requests)))
     except (TimeoutError, StopAsyncIteration):
         raise IdentityError(f"{name!r} did not prove which installation it is") from None
     values = {"nonce": nonce.hex(), "name": name}
-    check_signature(installation, "installation", values, answer.proof, name)
+    proof = answer.signature if isinstance(answer, InstallationProof) else b""
+    check_signature(installation, "installation", values, proof, name)
 
 
 def _key_of(context: Context) -> str:

@@ -17,19 +17,19 @@ from roundtable.core.errors import StorageError
 from roundtable.core.identity.credentials import SiloIdentity, identity_of
 from roundtable.core.identity.signing import VOUCHED_FOR, check_submission, job_identifier, job_values, vouch
 from roundtable.engine import messages as m
-from roundtable.privacy import Budget
 from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.server.auth.access import Context, Refusal, caller, principal
 from roundtable.server.auth.quotas import Quotas
-from roundtable.server.jobs import privacy_report as accounts
-from roundtable.server.jobs import wire
+from roundtable.server.door import from_operators as door
+from roundtable.server.door import to_operators
+from roundtable.server.door.bounds import is_digest
+from roundtable.server.jobs import privacy_report as reports
 from roundtable.server.jobs.job_driver import stored_plan
 from roundtable.server.jobs.job_registry import JobRegistry, Submission
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
 from roundtable.server.services.storing import Storing
 from roundtable.server.services.watching import detail_of, updates
-from roundtable.server.storage.artifact_store import DIGEST
 from roundtable.server.store import FINAL, AgentRow, JobRow, tables
 from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.artifacts import is_readable
@@ -102,25 +102,26 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     @override
     async def GetArtifact(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
-        read = self._services.database.read
+        wish, read = door.download_of(request), self._services.database.read
         # One answer for what is not here and for what is not for operators: nobody learns which it is.
-        if not DIGEST.fullmatch(request.digest) or not await read(lambda c: is_readable(c, request.digest)):
+        if not is_digest(wish.digest) or not await read(lambda c: is_readable(c, wish.digest)):
             raise Refusal(
                 grpc.StatusCode.NOT_FOUND,
-                f"there is no artifact {request.digest[:64]!r} here that operators may read: older models "
+                f"there is no artifact {wish.digest!r} here that operators may read: older models "
                 "are not kept for ever, updates of silos and states of noise and server optimizers do not "
                 "leave the coordinator",
             )
         artifacts = self._services.artifacts
         threads = artifacts.threads(self._threads)
-        path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, request.digest)
-        await transfer.send(context, path, request.offset, self._threads)
+        path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, wish.digest)
+        await transfer.send(context, path, wish.offset, self._threads)
 
     @override
     async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:
-        wish = self._proven(request, caller(context))
+        submission = self._proven(door.submission_of(request), caller(context))
         label = principal().label
-        return self._job(await self._jobs.submit(wish, lambda living: self._quotas.submit(label, living)))
+        job = await self._jobs.submit(submission, lambda living: self._quotas.submit(label, living))
+        return self._job(job)
 
     @override
     async def ListJobs(
@@ -130,33 +131,33 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     @override
     async def GetJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.JobDetail:
-        row = await self._find(request.job)
+        row = await self._find(door.job_of(request))
         records = await self._services.database.read(lambda c: newest_history(c, row.id, MAX_HISTORY_BYTES))
         detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
         detail.job_config = row.config
         detail.history.extend(records)
         told = await self._services.database.read(lambda connection: newest_incidents(connection, row.id))
-        detail.incidents.extend(wire.event_to(event) for event in told)
+        detail.incidents.extend(to_operators.event_to(event) for event in told)
         return detail
 
     @override
     async def WatchJob(self, request: operator_pb2.WatchJobRequest, context: Context) -> None:  # type: ignore[override]
-        row = await self._find(request.job)
-        first = max(1, request.from_sequence)
+        row = await self._find(door.job_of(request))
+        first = door.place_of(request.from_sequence)
         async for update in updates(self._jobs, self._services, row.id, first, self._job):
             await context.write(update)
 
     @override
     async def CancelJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
-        return await self._change(request.job, m.Cancel(f"cancelled by {caller(context)}"))
+        return await self._change(door.job_of(request), m.Cancel(f"cancelled by {caller(context)}"))
 
     @override
     async def PauseJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
-        return await self._change(request.job, m.Pause(f"paused by {caller(context)}"))
+        return await self._change(door.job_of(request), m.Pause(f"paused by {caller(context)}"))
 
     @override
     async def ResumeJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
-        return await self._change(request.job, m.Resume())
+        return await self._change(door.job_of(request), m.Resume())
 
     @override
     async def ListClients(
@@ -169,97 +170,100 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def ShowPrivacy(
         self, request: operator_pb2.PrivacyRequest, context: Context
     ) -> operator_pb2.PrivacyReply:
-        found, kept = await self._services.database.read(lambda c: accounts.books(c, request.population))
-        return await asyncio.to_thread(accounts.reply, found, request.delta, kept)
+        population, delta = door.population_of(request), door.delta_of(request)
+        found, kept = await self._services.database.read(lambda c: reports.books(c, population))
+        accounts = await asyncio.to_thread(reports.accounts_at, found, delta)
+        limits = [each.limit for each in found if each.limit is not None]
+        return to_operators.privacy_reply(accounts, limits, kept)
 
     @override
     async def ShowJobPrivacy(
         self, request: operator_pb2.JobRequest, context: Context
     ) -> operator_pb2.JobPrivacy:
-        row = await self._find(request.job)
+        row = await self._find(door.job_of(request))
         job, _, plan = await asyncio.to_thread(stored_plan, row, self._services)
         whose = self._services.populations.of(job)
         known, found = await self._services.database.read(lambda c: (totals(c, whose), limits(c)))
-        return await asyncio.to_thread(accounts.job_privacy, row, plan, whose, known, found.get(whose))
+        told = await asyncio.to_thread(reports.job_privacy, row, plan, whose, known, found.get(whose))
+        return to_operators.job_privacy_to(told)
 
     @override
     async def SetPrivacyBudget(
         self, request: operator_pb2.PrivacyBudget, context: Context
     ) -> operator_pb2.PrivacyBudget:
-        if not request.population:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a budget needs the name of its population")
-        accountant = request.accountant or "pld"
-        budget = Budget(request.population, request.epsilon, request.delta, accountant)
+        budget = door.budget_of(request)
         limit = Limit(budget, caller(context), self._services.clock())
         await self._jobs.limit(limit)
         log.info("%s set the privacy budget of %r to %s", limit.author, budget.population, budget.epsilon)
-        return accounts.limit_to(limit)
+        return to_operators.limit_to(limit)
 
     @override
     async def RemovePrivacyBudget(
         self, request: operator_pb2.PrivacyRequest, context: Context
     ) -> operator_pb2.PrivacyBudget:
-        found = await self._services.database.write(lambda c: remove_budget(c, request.population))
+        population = door.population_of(request)
+        found = await self._services.database.write(lambda c: remove_budget(c, population))
         if found is None:
-            raise Refusal(grpc.StatusCode.NOT_FOUND, f"no budget is set for {request.population!r}")
-        log.info("%s removed the privacy budget of %r", caller(context), request.population)
-        return accounts.limit_to(found)
+            raise Refusal(grpc.StatusCode.NOT_FOUND, f"no budget is set for {population!r}")
+        log.info("%s removed the privacy budget of %r", caller(context), population)
+        return to_operators.limit_to(found)
 
     @override
     async def ExportPrivacy(self, request: operator_pb2.PrivacyRequest, context: Context) -> None:  # type: ignore[override]
-        for row in await self._services.database.read(lambda c: entries(c, request.population or None)):
-            await context.write(accounts.charge_to(row))
+        population = door.population_of(request)
+        for row in await self._services.database.read(lambda c: entries(c, population or None)):
+            await context.write(to_operators.charge_to(row))
 
     def _client(self, row: AgentRow, revoked: bool = False) -> operator_pb2.Client:
         session = self._services.sessions.get(row.name)
         if session is None:
-            return wire.client_to(row, False, "revoked" if revoked else "offline")
+            return to_operators.client_to(row, False, "revoked" if revoked else "offline")
         # Whether it works would tell that it was drawn.
         state = session.state if self._jobs.tells_cohorts(row) else "available"
         # A session is heard of by a clock without a date; the row knows when it began.
         heard = self._services.clock() - (time.monotonic() - session.heard)
-        return wire.client_to(replace(row, last_seen=heard), True, state)
+        return to_operators.client_to(replace(row, last_seen=heard), True, state)
 
     def _job(self, row: JobRow) -> operator_pb2.Job:
-        return wire.job_to(row, self._services.artifacts.size(row.model) or 0)
+        return to_operators.job_to(row, self._services.artifacts.size(row.model) or 0)
 
-    def _proven(self, request: operator_pb2.SubmitJobRequest, who: str) -> Submission:
+    def _proven(self, asked: door.JobWish, who: str) -> Submission:
         """The submission with what shows silos who asked: for one with a token, our own signature."""
         wish = Submission(
-            job_identifier(self._name, who, request.request_id),
-            request.request_id,
-            request.job_config,
-            request.model.digest,
+            job_identifier(self._name, who, asked.request_id),
+            asked.request_id,
+            asked.config,
+            asked.model,
             who,
         )
         vouched = self._identity is not None and who.startswith(VOUCHED_FOR)
-        if not request.signature and not vouched:
+        if not asked.signature and not vouched:
             return wish
-        signed = request.time if request.signature else self._services.clock()
+        signed = asked.time if asked.signature else self._services.clock()
         values = job_values(
             wish.config, wish.model, wish.request_id, submitter=who, coordinator=self._name, time=signed
         )
-        if not request.signature:
+        if not asked.signature:
             assert self._identity is not None
             proof = vouch(self._identity, who, values), self._identity.certificate
             return replace(
                 wish, signature=proof[0], certificate=proof[1], time=signed, coordinator=self._name
             )
-        if request.coordinator != self._name:
+        if asked.coordinator != self._name:
             raise Refusal(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"the job is signed for the coordinator {request.coordinator[:64]!r}; this is {self._name!r}",
+                f"the job is signed for the coordinator {asked.coordinator[:64]!r}; this is {self._name!r}",
             )
         if not abs(signed - self._services.clock()) <= SIGNED_SECONDS:
             raise Refusal(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "the job is signed for another time than now: check both clocks, and submit it again",
             )
-        check_submission(request.certificate, self._authority, values, request.signature, who)
+        check_submission(asked.certificate, self._authority, values, asked.signature, who)
         return replace(
             wish,
-            signature=request.signature,
-            certificate=request.certificate,
+            signature=asked.signature,
+            certificate=asked.certificate,
             time=signed,
             coordinator=self._name,
         )

@@ -29,7 +29,7 @@ from roundtable.core.identity.credentials import (
 from roundtable.proto import administration_pb2_grpc
 from roundtable.server.auth.access import Access
 from roundtable.server.auth.audit import AuditLog
-from roundtable.server.auth.enrolment import Enrolment, EnrolmentService
+from roundtable.server.auth.enrolment import Enrolment
 from roundtable.server.auth.oidc import Provider
 from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.provenance import Provenance
@@ -40,6 +40,7 @@ from roundtable.server.config import ServerConfig
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import quota_incident
 from roundtable.server.services.administration import AdministrationService
+from roundtable.server.services.enrolling import EnrolmentService
 from roundtable.server.store import Database
 from roundtable.server.versions import versions
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from roundtable.proto import agent_pb2
+from roundtable.server.door.agent_messages import Introduction
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.store import FINAL, Database
 from roundtable.server.store.jobs import JobPosition, positions_of
 
-MOST_SEEN = 1000
 
-
-async def forgotten(jobs: JobRegistry, database: Database, hello: agent_pb2.Hello) -> str:
+async def forgotten(jobs: JobRegistry, database: Database, hello: Introduction) -> str:
     """Names what the agent has seen and the database does not know, with the remedy; empty if nothing."""
     if hello.coordinator != database.identity:
         return ""
-    if len(hello.seen) > MOST_SEEN:
-        return f"the agent names {len(hello.seen)} jobs that it remembers; at most {MOST_SEEN} can be"
-    wanted = {step.job for step in hello.seen}
+    wanted = {job for job, *_ in hello.seen}
     stored = await database.read(lambda connection: positions_of(connection, wanted)) if wanted else {}
-    for step in hello.seen:
-        position = _position(jobs, step.job, stored.get(step.job))
-        if position is None or (step.round, step.attempt) > position:
+    for job, round, attempt in hello.seen:
+        position = _position(jobs, job, stored.get(job))
+        if position is None or (round, attempt) > position:
             at = f"round {position[0]}, attempt {position[1]}" if position else "nothing"
             return (
-                f"the coordinator's database is older than what this silo has seen: of job {step.job[:64]} "
-                f"the silo knows round {step.round}, attempt {step.attempt}, the database {at}. It was "
+                f"the coordinator's database is older than what this silo has seen: of job {job} "
+                f"the silo knows round {round}, attempt {attempt}, the database {at}. It was "
                 "restored from an old backup; restore a newer one, or accept the loss with "
                 "`roundtable restore --new-identity`"
             )

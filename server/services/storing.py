@@ -15,13 +15,13 @@ from blake3 import blake3
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import TransferError
-from roundtable.proto import common_pb2, operator_pb2
+from roundtable.proto import operator_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Refusal, principal
 from roundtable.server.auth.quotas import Quotas
+from roundtable.server.door.from_operators import StoredBlob, header_of
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
-from roundtable.server.storage.artifact_store import DIGEST
 from roundtable.server.storage.retention import STORED_BY
 from roundtable.server.store import ArtifactRow
 from roundtable.server.store.artifacts import is_readable, note_upload
@@ -65,7 +65,7 @@ class Storing:
 
     async def _take(
         self,
-        content: common_pb2.Artifact,
+        content: StoredBlob,
         who: str,
         owner: str,
         requests: AsyncIterator[operator_pb2.PutPart],
@@ -107,11 +107,11 @@ class Storing:
             self._quotas.store(who, len(part.chunk.data))
             yield Piece(part.chunk.offset, part.chunk.data)
 
-    async def _header(self, requests: AsyncIterator[operator_pb2.PutPart]) -> common_pb2.Artifact:
+    async def _header(self, requests: AsyncIterator[operator_pb2.PutPart]) -> StoredBlob:
         async for part in requests:
-            content = part.header.content
-            if part.WhichOneof("part") != "header" or not DIGEST.fullmatch(content.digest):
+            if part.WhichOneof("part") != "header":
                 break
+            content = header_of(part)
             # What arrives at this moment takes its place, too; the rest is for everybody's jobs.
             free = self._services.artifacts.free_bytes() - sum(self._arriving.values())
             room = max(0, free - round(LEFT_FOR_JOBS * self._services.artifacts.disk_bytes()))
@@ -127,7 +127,7 @@ class Storing:
             "a transfer begins with a header: BLAKE3 digest in 64 hexadecimal digits",
         )
 
-    async def _mention(self, content: common_pb2.Artifact) -> None:
+    async def _mention(self, content: StoredBlob) -> None:
         row = ArtifactRow(content.digest, content.size, "upload", self._services.clock())
 
         def note(connection: Connection) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from roundtable.core.errors import IdentityError
-from roundtable.core.foreign_text import printable
 from roundtable.core.identity.signing import verify
-from roundtable.proto import agent_pb2
-from roundtable.proto.receipts import update_values
+from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.jobs.sessions import Identity
 from roundtable.server.store.rows import to_json
 
 
-def unsigned(
-    header: agent_pb2.UploadHeader, identity: Identity | None, model: str, client: str, authority: bytes
-) -> str:
+def unsigned(offer: UploadOffer, identity: Identity | None, model: str, client: str, authority: bytes) -> str:
     """Why the update is not one that this silo has signed for `model`; empty for a silo without an identity.
 
     `model` is what the silo was asked to train from, "" where that is not known; `authority` is the root's
@@ -21,25 +17,27 @@ def unsigned(
     """
     if identity is None:
         return ""
-    if model and header.model != model:
-        named = printable(header.model[:12])
-        return f"the update is for the model {named!r}, and {model[:12]!r} was asked about"
-    values, certificate = update_values(client, header), identity.certificate
+    if model and offer.model != model:
+        return f"the update is for the model {offer.model[:12]!r}, and {model[:12]!r} was asked about"
+    values, certificate = {**offer.statement, "client": client}, identity.certificate
     try:
-        verify(certificate, authority, "agent", "update", values, header.signature, at=header.time)
+        verify(certificate, authority, "agent", "update", values, offer.signature, at=offer.time)
     except (IdentityError, ValueError) as error:
         return f"the update is not signed by the silo's identity: {error}"
     return ""
 
 
-def signed_statement(header: agent_pb2.UploadHeader, identity: Identity | None, client: str) -> str:
-    """What the silo has signed, as JSON in the form of `core.identity.signing.envelope`; "" for nothing."""
-    if identity is None:
+def signed_statement(offer: UploadOffer, identity: Identity | None, client: str) -> str:
+    """What the silo has signed, as JSON in the form of `core.identity.signing.envelope`.
+
+    "" for a silo without an identity, and for what is flawed: it may hold anything, and is not kept.
+    """
+    if identity is None or offer.flaw:
         return ""
     document = {
         "purpose": "update",
-        "statement": update_values(client, header),
-        "signature": header.signature.hex(),
+        "statement": {**offer.statement, "client": client},
+        "signature": offer.signature.hex(),
         "certificate": identity.certificate.decode(),
     }
     return to_json(document)

@@ -11,20 +11,21 @@ from dataclasses import dataclass
 
 import grpc
 
-from roundtable.core.errors import ProtocolError, SiteFailure, TransferError
+from roundtable.core.errors import SiteFailure, TransferError
 from roundtable.core.failpoints import failpoint
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Refusal
-from roundtable.server.jobs import wire
+from roundtable.server.door.agent_messages import UploadOffer
+from roundtable.server.door.from_agents import offer_of
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Identity
 from roundtable.server.services import transfer
 from roundtable.server.services.update_statements import signed_statement, unsigned
-from roundtable.server.storage.artifact_store import DIGEST, ArtifactStore
+from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.blobs import BlobWriter
 from roundtable.server.storage.finite_check import ContentCheck
 from roundtable.server.store import ArtifactRow, UpdateRow
@@ -42,19 +43,19 @@ class Offer:
     """An upload that is wanted: who offers it, and for which step of which job."""
 
     client: str
-    header: agent_pb2.UploadHeader
+    update: UploadOffer
     runner: JobRunner
     identity: Identity | None
 
     @property
     def step(self) -> m.Step:
-        return wire.step_of(self.header.step)
+        return self.update.at.step
 
     @property
     def owner(self) -> str:
         """Names the partial file; job, round and attempt come first, as a prefix for all of a round."""
         step = self.step
-        return f"{self.header.step.job}.{step.round}.{step.attempt}.{self.client}"
+        return f"{self.update.at.job}.{step.round}.{step.attempt}.{self.client}"
 
 
 class Uploads:
@@ -72,18 +73,17 @@ class Uploads:
         self._corrupted: Counter[str] = Counter()
         self._begun: dict[str, str] = {}
 
-    async def status(self, client: str, header: agent_pb2.UploadHeader) -> agent_pb2.UploadState:
+    async def status(self, client: str, update: UploadOffer) -> agent_pb2.UploadState:
         """How much has arrived, and whether the rest is wanted."""
-        offer = await self._consider(client, header)
+        offer = await self._consider(client, update)
         if isinstance(offer, Receipt):
             return agent_pb2.UploadState(receipt=offer)
-        received = self._services.artifacts.received(offer.owner, header.content.digest)
-        return agent_pb2.UploadState(offset=min(received, header.content.size), wanted=True)
+        received = self._services.artifacts.received(offer.owner, update.digest)
+        return agent_pb2.UploadState(offset=min(received, update.size), wanted=True)
 
     async def receive(self, client: str, parts: AsyncIterator[Part]) -> Receipt:
         """Takes a whole upload; the receipt says what became of the update, durably."""
-        header = await _header(parts)
-        offer = await self._consider(client, header)
+        offer = await self._consider(client, await _header(parts))
         if isinstance(offer, Receipt):
             return offer
         older = self._active.get(offer.owner)
@@ -106,26 +106,26 @@ class Uploads:
             if self._active.get(offer.owner) is task:
                 del self._active[offer.owner]
 
-    async def _consider(self, client: str, header: agent_pb2.UploadHeader) -> Offer | Receipt:
+    async def _consider(self, client: str, update: UploadOffer) -> Offer | Receipt:
         """Returns the offer if its bytes are wanted; otherwise the receipt that answers it."""
-        step = wire.step_of(header.step)
-        runner = self._jobs.runner(header.step.job)
+        job, step = update.at.job, update.at.step
+        runner = self._jobs.runner(job)
         verdict = runner.wants(client, step) if runner else "stale"
         if runner is None or verdict != "wanted":
-            return await self._settled(client, header.step.job, step, verdict)
-        offer = Offer(client, header, runner, self._services.sessions.identities.get(client))
+            return await self._settled(client, job, step, verdict)
+        offer = Offer(client, update, runner, self._services.sessions.identities.get(client))
         asked = runner.instructions.model_of(client, step)
-        if forged := unsigned(header, offer.identity, asked, client, self._authority):
+        if forged := unsigned(update, offer.identity, asked, client, self._authority):
             # No receipt: whoever took the silo's connection over must spoil nothing that the silo will send.
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, forged)
-        problem = _problem(client, header, runner)
+        problem = _problem(client, update, runner)
         if problem:
             return await self._reject(offer, "invalid_update", problem)
         first = runner.lost(client, step)
-        if first and header.content.digest != first:
+        if first and update.digest != first:
             problem = (
                 f"the update {first[:12]} was accepted and damaged since, and another one came in its place, "
-                f"{header.content.digest[:12]}: what was acknowledged is not replaced"
+                f"{update.digest[:12]}: what was acknowledged is not replaced"
             )
             return await self._reject(offer, "data_corruption", problem)
         return offer
@@ -146,16 +146,16 @@ class Uploads:
         return Receipt(status=status, reason=reason)
 
     async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Receipt:
-        content = offer.header.content
+        update = offer.update
         await self._pay(offer)
         check = offer.runner.collection.content_check()
         offer.runner.inbox.post(m.WorkStarted(offer.client, offer.step, "uploading"))
         artifacts = self._services.artifacts
-        writer = artifacts.receive(offer.owner, content.digest, content.size, check, offer.header.offset)
+        writer = artifacts.receive(offer.owner, update.digest, update.size, check, update.offset)
         try:
-            await transfer.in_thread(self._threads, _forget_others, artifacts, offer.owner, content.digest)
+            await transfer.in_thread(self._threads, _forget_others, artifacts, offer.owner, update.digest)
             await transfer.in_thread(self._threads, writer.open)
-            await transfer.receive(_pieces(parts, offer.step), writer, content.size, self._threads)
+            await transfer.receive(_pieces(parts, offer.step), writer, update.size, self._threads)
             return await self._complete(offer, writer, check)
         finally:
             writer.close()
@@ -165,7 +165,7 @@ class Uploads:
 
         Trained again, an update has other noise. What has begun to arrive was paid for then.
         """
-        digest = offer.header.content.digest
+        digest = offer.update.digest
         begun = self._begun.get(offer.owner) == digest
         begun = begun or self._services.artifacts.received(offer.owner, digest) > 0
         if not begun and not offer.runner.lost(offer.client, offer.step):
@@ -174,7 +174,7 @@ class Uploads:
 
     async def _complete(self, offer: Offer, writer: BlobWriter, check: ContentCheck) -> Receipt:
         """Checks that the written bytes are complete, match the digest and are finite; then keeps them."""
-        size = offer.header.content.size
+        size = offer.update.size
         if writer.offset != size:
             raise Refusal(
                 grpc.StatusCode.ABORTED,
@@ -196,12 +196,12 @@ class Uploads:
             self._services.artifacts.unpin([digest])
 
     async def _deliver(self, offer: Offer, artifact: ArtifactRow) -> Receipt:
-        header, client = offer.header, offer.client
-        offer.runner.collection.arrived(client, header)
-        metrics = wire.metrics_of(header.metrics)
+        offered, client = offer.update, offer.client
+        offer.runner.collection.arrived(client, offered)
+        metrics = dict(offered.metrics)
         total, count = metrics.pop("loss", (0.0, 0))
         loss = total / count if count else None
-        update = m.Update(client, m.BlobReference(artifact.digest), header.examples, loss, metrics)
+        update = m.Update(client, m.BlobReference(artifact.digest), offered.examples, loss, metrics)
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.inbox.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         self._begun.pop(offer.owner, None)
@@ -209,7 +209,7 @@ class Uploads:
             self._corrupted.pop(offer.owner, None)
             failpoint("receipt_due", offer.step.round, offer.step.phase)
             return Receipt(status=Receipt.ACCEPTED)
-        return await self._settled(client, header.step.job, offer.step, verdict)
+        return await self._settled(client, offered.at.job, offer.step, verdict)
 
     async def _corrupted_upload(self, offer: Offer, error: TransferError) -> Receipt:
         """Asks for the bytes again, from the first; after a few times rejects the update."""
@@ -225,10 +225,9 @@ class Uploads:
     async def _reject(self, offer: Offer, kind: str, problem: str) -> Receipt:
         """Tells the round why this silo's update is missing, and the silo not to send it again."""
         step, client = offer.step, offer.client
-        log.warning("update refused: %s", problem, extra={"job": offer.header.step.job, "site": client})
+        log.warning("update refused: %s", problem, extra={"job": offer.update.at.job, "site": client})
         failure = _failure(offer, kind, problem)
-        digest = m.BlobReference(offer.header.content.digest[:64])
-        update = m.Update(client, digest, min(offer.header.examples, wire.MAX_COUNT))
+        update = m.Update(client, m.BlobReference(offer.update.digest), offer.update.examples)
         row = self._row(offer, update, "rejected", problem)
         self._begun.pop(offer.owner, None)
         await offer.runner.inbox.tell(m.ClientFailed(step, failure), (), row)
@@ -240,14 +239,14 @@ class Uploads:
             attempt=offer.step.attempt,
             client=offer.client,
             digest=update.digest,
-            size=min(offer.header.content.size, wire.MAX_COUNT),
+            size=offer.update.size,
             examples=update.examples,
             loss=update.loss,
             metrics=update.metrics,
             receipt=receipt,
             reason=reason,
             received=self._services.clock(),
-            statement=signed_statement(offer.header, offer.identity, offer.client),
+            statement=signed_statement(offer.update, offer.identity, offer.client),
         )
 
 
@@ -263,10 +262,10 @@ def _failure(offer: Offer, kind: str, problem: str) -> SiteFailure:
     return SiteFailure(offer.client, step.round, step.attempt, step.phase, kind, problem)
 
 
-async def _header(parts: AsyncIterator[Part]) -> agent_pb2.UploadHeader:
+async def _header(parts: AsyncIterator[Part]) -> UploadOffer:
     async for part in parts:
         if isinstance(part, agent_pb2.UploadHeader):
-            return part
+            return offer_of(part)
         break
     raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "an upload begins with its header")
 
@@ -279,19 +278,13 @@ async def _pieces(parts: AsyncIterator[Part], step: m.Step) -> AsyncIterator[Pie
         failpoint("update_part", step.round, step.phase)
 
 
-def _problem(client: str, header: agent_pb2.UploadHeader, runner: JobRunner) -> str:
+def _problem(client: str, update: UploadOffer, runner: JobRunner) -> str:
     """What is wrong with an offer, in words; empty if nothing is."""
     layout = runner.layout
-    if header.layout != layout.fingerprint:
+    if update.layout != layout.fingerprint:
         return (
-            f"the update's layout {header.layout[:12]!r} is not the job's, {layout.fingerprint[:12]!r}: "
+            f"the update's layout {update.layout[:12]!r} is not the job's, {layout.fingerprint[:12]!r}: "
             "the silo's task builds another model than the one that was submitted; "
             "install the same version of the task"
         )
-    if not DIGEST.fullmatch(header.content.digest):
-        return "the update's digest is no BLAKE3 digest of 64 hexadecimal digits"
-    try:
-        wire.metrics_of(header.metrics)
-    except ProtocolError as error:
-        return f"the update's metrics are refused: {error}"
-    return runner.collection.problem(client, header)
+    return update.flaw or runner.collection.problem(client, update)

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from roundtable.core.errors import UnavailableError
-from roundtable.engine import ClientView
 from roundtable.proto import operator_pb2
-from roundtable.server.jobs import wire
+from roundtable.server.door import to_operators
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
@@ -32,7 +31,10 @@ def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> o
         phase=view.phase,
         deadline=view.deadline or 0.0,
         waiting_for=view.waiting_for,
-        clients=[_activity(name, client, runner) for name, client in view.clients.items()],
+        clients=[
+            to_operators.activity_to(name, client, runner.instructions.progress_of(name))
+            for name, client in view.clients.items()
+        ],
     )
 
 
@@ -49,7 +51,8 @@ async def updates(
         )
         first += len(events)
         yield operator_pb2.JobUpdate(
-            events=[wire.event_to(event) for event in events], detail=detail_of(row, runner, show(row))
+            events=[to_operators.event_to(event) for event in events],
+            detail=detail_of(row, runner, show(row)),
         )
         if len(events) == MOST_EVENTS:
             continue
@@ -61,15 +64,3 @@ async def updates(
             await change.wait()
         if jobs.stopping:
             raise UnavailableError("the coordinator is stopping; follow the job again once it is back")
-
-
-def _activity(name: str, client: ClientView, runner: JobRunner) -> operator_pb2.ClientActivity:
-    activity = operator_pb2.ClientActivity(
-        client=name, state=client.state, since=client.since, note=client.note, loss=float("nan")
-    )
-    progress = runner.instructions.progress_of(name)
-    if progress is not None:
-        activity.done, activity.total, activity.loss = progress.done, progress.total, progress.loss
-        if progress.figures is not None:
-            activity.figures.CopyFrom(wire.figures_to(progress.figures))
-    return activity

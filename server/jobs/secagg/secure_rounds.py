@@ -19,8 +19,8 @@ from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError
 from roundtable.engine import GroupMeans, Mean
 from roundtable.engine import messages as m
 from roundtable.privacy.secagg import ServerPhase
-from roundtable.proto import agent_pb2
-from roundtable.server.jobs import wire
+from roundtable.server.door import to_agents
+from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.jobs.background import BackgroundTasks
 from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
@@ -110,7 +110,7 @@ class SecureRounds:
         if attempt is None or self._busy or step.phase == m.EVALUATE:
             return
         attempt.lose(failure.site, failure.detail)
-        if step.phase == wire.SECURE:
+        if step.phase == to_agents.SECURE:
             self._fail(step, failure.site, failure.kind, failure.detail)
         self._changed.set()
 
@@ -119,19 +119,19 @@ class SecureRounds:
         if self._attempt is not None and client in self._attempt.outgoing:
             self._send(self._attempt, client)
 
-    def problem(self, client: str, header: agent_pb2.UploadHeader) -> str:
+    def problem(self, client: str, offer: UploadOffer) -> str:
         """What is wrong with the offer of a masked vector, in words; empty if nothing is."""
-        attempt = self._current(wire.step_of(header.step))
+        attempt = self._current(offer.at.step)
         if attempt is None:
             return "the attempt's secure aggregation is not known here"
-        if header.encoding != MASKED:
-            return f"the update is encoded as {header.encoding[:40]!r}, and this job takes masked ones only"
-        if header.examples or header.metrics:
+        if offer.encoding != MASKED:
+            return f"the update is encoded as {offer.encoding!r}, and this job takes masked ones only"
+        if offer.examples or offer.metrics:
             return "example counts and metrics travel inside a masked update, not beside it"
-        if header.content.size != attempt.round.upload_bytes:
-            return f"the masked update has {header.content.size} bytes, not {attempt.round.upload_bytes}"
+        if offer.size != attempt.round.upload_bytes:
+            return f"the masked update has {offer.size} bytes, not {attempt.round.upload_bytes}"
         try:
-            return attempt.problem(client, header.content.digest, header.announcement)
+            return attempt.problem(client, offer.digest, offer.announcement)
         except ProtocolError as error:
             return str(error)
 
@@ -139,11 +139,11 @@ class SecureRounds:
         """A check that accepts everything: masked values are uniform."""
         return AnyContent()
 
-    def arrived(self, client: str, header: agent_pb2.UploadHeader) -> None:
+    def arrived(self, client: str, offer: UploadOffer) -> None:
         """Keeps the signed announcement of a masked vector that is here, whole."""
-        attempt = self._current(wire.step_of(header.step))
+        attempt = self._current(offer.at.step)
         if attempt is not None:
-            attempt.announce(client, header.announcement)
+            attempt.announce(client, offer.announcement)
 
     def progress(self) -> str:
         """Where the protocol is, in words; empty while the silos just train."""
@@ -311,7 +311,7 @@ class SecureRounds:
         if attempt.irrevocable and not self._permitted:
             return  # What is asked for now unmasks the sum: it is paid for first.
         session = attempt.server.session
-        message = wire.exchange(self._id, session.round, session.attempt, attempt.outgoing[client])
+        message = to_agents.exchange(self._id, session.round, session.attempt, attempt.outgoing[client])
         self._services.sessions.send(client, message)
 
     def _fail(self, step: m.Step, client: str, kind: str, detail: str) -> None:
@@ -319,7 +319,9 @@ class SecureRounds:
         train = m.Step(step.round, step.attempt, m.TRAIN)
         failure = SiteFailure(client, step.round, step.attempt, m.TRAIN, kind, detail)
         self._tasks.spawn(self._inbox.tell(m.ClientFailed(train, failure)))
-        self._services.sessions.send(client, wire.withdrawal(self._id, m.Withdraw(client, train, detail)))
+        self._services.sessions.send(
+            client, to_agents.withdrawal(self._id, m.Withdraw(client, train, detail))
+        )
 
 
 def _reasons(attempt: SecureAttempt) -> str:

@@ -18,7 +18,8 @@ from roundtable.core.errors import ProtocolError
 from roundtable.engine import add_up
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import Coordinator
-from roundtable.server.jobs import wire
+from roundtable.server.door.bounds import MOST_COUNT
+from roundtable.server.door.from_agents import metrics_of
 
 ONE = torch.ones(4)
 Status = agent_pb2.UploadReceipt
@@ -79,7 +80,7 @@ async def test_one_silo_with_absurd_numbers_is_left_out_and_the_job_goes_on(
 @pytest.mark.parametrize(("metric", "reason"), ABSURD)
 def test_the_refusal_names_metric_and_value(metric: dict[str, object], reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
-        wire.metrics_of([common_pb2.Metric(**metric)])  # type: ignore[arg-type]
+        metrics_of([common_pb2.Metric(**metric)])  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.floats(), st.integers(0, (1 << 64) - 1)), min_size=1, max_size=20))
@@ -87,9 +88,9 @@ def test_what_passes_never_overflows_a_sum(reported: list[tuple[float, int]]) ->
     passed = []
     for value, count in reported:
         try:
-            passed.append(wire.metrics_of([common_pb2.Metric(name="loss", sum=value, count=count)]))
+            passed.append(metrics_of([common_pb2.Metric(name="loss", sum=value, count=count)]))
         except ProtocolError:
             continue
     # As a loss is summed: its mean times the examples that the silo claims, over a million silos.
-    worst = [{"loss": (sums["loss"][0] * wire.MAX_COUNT * 1e6, 1)} for sums in passed if "loss" in sums]
+    worst = [{"loss": (sums["loss"][0] * MOST_COUNT * 1e6, 1)} for sums in passed if "loss" in sums]
     assert all(math.isfinite(total) for total, _ in add_up(worst).values())

@@ -17,6 +17,8 @@ import torch
 from scripted_agent import ScriptedAgent
 from service import Operator, running
 
+from roundtable.engine import RoundEngine
+from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.jobs import aggregate_action, runner
@@ -139,6 +141,39 @@ async def test_a_driver_that_breaks_pauses_its_job(
         assert resumed.status in ("running", "finished")
         await operator.watch_until(job.id, "finished")
         assert (await operator.job(job.id)).job.rounds_done == 1
+
+
+async def test_a_silo_at_whose_word_the_driver_breaks_is_left_out_and_the_job_goes_on(
+    coordinator: Coordinator, operator: Operator, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = RoundEngine.handle
+
+    def breaks(engine: RoundEngine, event: Any, now: float) -> Any:
+        if isinstance(event, m.UpdateArrived) and event.update.client == "birch":
+            raise OverflowError("int too large to convert to float: 9e999")
+        return handle(engine, event, now)
+
+    monkeypatch.setattr(RoundEngine, "handle", breaks)
+    async with (
+        ScriptedAgent(coordinator.port, certificates / "alder") as honest,
+        ScriptedAgent(coordinator.port, certificates / "birch") as hostile,
+    ):
+        table = "[cohort]\nsize = 2\nminimum = 1\n[evaluation]\nevery = 0"
+        job = await operator.submit(table, rounds=1)
+        asked = await honest.expect("instruction"), await hostile.expect("instruction")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hostile.answer(asked[1], ONE)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "the job's driver has failed and begins anew" in (caught.value.details() or "")
+        event = await operator.watch_for(job.id, "client_failed")
+        assert (event.client, event.round) == ("birch", 1)
+        assert "at UpdateArrived of birch: OverflowError: int too large to convert" in event.message
+        # It comes again and again: the answer is final, and the driver does not see it.
+        assert (await hostile.answer(asked[1], ONE)).status == agent_pb2.UploadReceipt.STALE
+        assert (await honest.answer(asked[0], ONE)).status == agent_pb2.UploadReceipt.ACCEPTED
+        await operator.watch_until(job.id, "finished")
+        record = json.loads((await operator.job(job.id)).history[0])
+        assert record["contributors"] == ["alder"]
 
 
 async def _to_the_end(call: Any) -> None:

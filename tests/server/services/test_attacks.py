@@ -9,7 +9,7 @@ import shutil
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from typing import Any
 import grpc
 import pytest
 from blake3 import blake3
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import Message
 from scripted_agent import ScriptedAgent, secure_channel
 from service import Operator, running
+from strange_messages import METHODS, request_for
 
 from roundtable.core.identity.credentials import issue, load_credentials
-from roundtable.proto import administration_pb2, agent_pb2, operator_pb2
+from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.proto.channel import CLIENT_OPTIONS
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
 from roundtable.server import Coordinator, ServerConfig
@@ -219,75 +218,6 @@ def test_a_lockout_doubles_and_ends() -> None:
     assert lockout.seconds("x") == 0
 
 
-def _services() -> Iterator[tuple[str, Any]]:
-    for module, name in (
-        (agent_pb2, "Agents"),
-        (operator_pb2, "Operators"),
-        (administration_pb2, "Administration"),
-        (administration_pb2, "Enrolment"),
-    ):
-        for method in module.DESCRIPTOR.services_by_name[name].methods:
-            yield f"{name}/{method.name}", method
-
-
-METHODS = dict(_services())
-_INTERESTING = (0, 1, -1, 2**31 - 1, 2**32 - 1, 2**53, 2**63 - 1, -(2**63), 2**64 - 1)
-_WORDS = ("", "x", "olga", "../x", "0" * 64, "\0", "é" * 40, "[" * 2000, "{}", "job", "train", "secure")
-
-
-def _value(field: FieldDescriptor, chance: random.Random) -> Any:
-    kind = field.cpp_type
-    if kind == FieldDescriptor.CPPTYPE_STRING:
-        if field.type == FieldDescriptor.TYPE_BYTES:
-            return chance.randbytes(chance.choice([0, 1, 32, 4000]))
-        return chance.choice(_WORDS)
-    if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
-        return chance.choice([0.0, -1.0, 1e308, float("inf"), float("nan"), chance.random()])
-    if kind == FieldDescriptor.CPPTYPE_BOOL:
-        return chance.random() < 0.5
-    if kind == FieldDescriptor.CPPTYPE_ENUM:
-        return chance.choice([0, 1, 99])
-    return chance.choice(_INTERESTING)
-
-
-def _fill(message: Message, descriptor: Descriptor, chance: random.Random, depth: int = 0) -> None:
-    """Values of the right type that nobody sends."""
-    for field in descriptor.fields:
-        if chance.random() < 0.3 or depth > 4:
-            continue
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name)["key"] = chance.choice(_WORDS).replace("\0", "")
-        elif field.message_type is not None:
-            place = getattr(message, field.name)
-            many = hasattr(place, "add")
-            inner = place.add() if many else place
-            _fill(inner, field.message_type, chance, depth + 1)
-            if not many:
-                inner.SetInParent()
-        else:
-            with contextlib.suppress(ValueError, UnicodeEncodeError):
-                value = _value(field, chance)
-                if hasattr(getattr(message, field.name), "append"):
-                    getattr(message, field.name).append(value)
-                else:
-                    setattr(message, field.name, value)
-
-
-def _request(method: Any, chance: random.Random) -> bytes:
-    """Noise, a message of strange values, or a damaged one."""
-    how = chance.random()
-    if how < 0.25:
-        return chance.randbytes(chance.randrange(300))
-    made = method.input_type._concrete_class()
-    _fill(made, method.input_type, chance)
-    data = bytearray(made.SerializeToString())
-    if how > 0.6 and data:
-        for _ in range(chance.randrange(1, 4)):
-            data[chance.randrange(len(data))] = chance.randrange(256)
-        del data[chance.randrange(len(data)) :]
-    return bytes(data)
-
-
 async def _attempt(channel: Any, name: str, requests: list[bytes]) -> grpc.StatusCode:
     method = METHODS[name]
     sides = [method.client_streaming, method.server_streaming]
@@ -311,7 +241,7 @@ async def fuzz(coordinator: Coordinator, certificates: Path, name: str, inputs: 
     chance = random.Random(name)
     async with secure_channel(coordinator.port, certificates / who) as channel:
         for _ in range(inputs):
-            requests = [_request(METHODS[name], chance) for _ in range(chance.randrange(1, 4))]
+            requests = [request_for(METHODS[name], chance) for _ in range(chance.randrange(1, 4))]
             await _attempt(channel, name, requests)
 
 
@@ -364,7 +294,7 @@ async def test_a_job_under_attack_ends_as_one_without(
     async with secure_channel(coordinator.port, everybody / "mallory") as channel:
         for name in ("Agents/Connect", "Agents/Upload", "Agents/UploadStatus", "Agents/Download"):
             for _ in range(20):
-                await _attempt(channel, name, [_request(METHODS[name], chance)])
+                await _attempt(channel, name, [request_for(METHODS[name], chance)])
     await operator.watch_until(job.id, "finished")
     found = await operator.job(job.id)
     assert found.job.rounds_done == 2

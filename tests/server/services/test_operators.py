@@ -103,7 +103,7 @@ async def test_a_job_whose_model_is_missing_or_none(operator: Operator) -> None:
     for digest, words in (
         (blake3(b"this is no model").hexdigest(), "is not a whole safetensors file"),
         ("0" * 64, "not stored here"),
-        ("../secret", "not stored here"),
+        ("../secret", "is no BLAKE3 digest"),
     ):
         request = operator_pb2.SubmitJobRequest(
             request_id="r", job_config=config, model=Artifact(digest=digest)

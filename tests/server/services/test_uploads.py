@@ -260,10 +260,11 @@ async def test_a_silo_with_an_identity_signs_its_updates(
         header(own, examples=1000),
         header(own, model="0" * 64),
         header(own, time=1.0),
-        header(None, time=float("nan")),
     ):
         error = await refused(agent.upload(forged, data))
         assert error.code() == grpc.StatusCode.PERMISSION_DENIED
+    error = await refused(agent.upload(header(None, time=float("nan")), data))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert (await agent.upload(header(own), data)).status == Status.ACCEPTED
     await operator.watch_until(job.id, "finished")
     record = json.loads((await operator.job(job.id)).history[0])

@@ -19,6 +19,7 @@ from service import Operator
 from roundtable.client.policy.config import PolicyTable
 from roundtable.core.models import open_model
 from roundtable.proto import agent_pb2, common_pb2, operator_pb2
+from roundtable.server.door.from_agents import offer_of
 from roundtable.server.storage.location import Unreachable
 
 COLUMNS = 1500
@@ -191,7 +192,7 @@ async def test_counts_beside_a_masked_update_are_refused(federation: Federation)
             ({"step": common_pb2.Step(job=job, round=1, attempt=9, phase="train")}, "is not known here"),
         ):
             header = {"step": step, "content": content, "encoding": "masked", **changes}
-            assert reason in runner.collection.problem("cedar", agent_pb2.UploadHeader(**header))
+            assert reason in runner.collection.problem("cedar", offer_of(agent_pb2.UploadHeader(**header)))
 
 
 async def test_below_three_survivors_the_attempt_fails_and_new_keys_are_made(

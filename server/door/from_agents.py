@@ -1,0 +1,227 @@
+"""Decodes what agents say into checked, bounded, immutable values.
+
+Whatever else of the coordinator sees a name, a number or a text of a silo sees it after it was checked here:
+words of steps can be names of files, sums of numbers cannot overflow, and texts can be logged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from roundtable.core.errors import FAILURE_KINDS, ProtocolError
+from roundtable.core.foreign_text import printable
+from roundtable.engine import messages as m
+from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
+from roundtable.proto.receipts import update_values
+from roundtable.server.door import bounds
+from roundtable.server.door.agent_messages import (
+    AgentMessage,
+    Beat,
+    Begun,
+    Evaluation,
+    Farewell,
+    GivenUp,
+    InstallationProof,
+    Introduction,
+    JobStep,
+    KeyRequests,
+    ProgressReport,
+    ProtocolReply,
+    RefusedMessage,
+    RenewalRequest,
+    SelfHelp,
+    StepProgress,
+    UploadOffer,
+)
+
+MAX_METRICS = 200
+MAX_SUM = 1e100
+"""Of a metric. Such sums times 2^53, added up over any number of silos, are far from overflow."""
+_MAX_TEXT = 2000
+_MAX_NAME = 100
+_MAX_TASKS, _MAX_METADATA, _MAX_DEVICES = 1000, 100, 100
+MAX_SEEN = 1000
+_REQUEST_BYTES = 8192
+
+
+def message_of(message: agent_pb2.FromAgent) -> AgentMessage:
+    """Decodes one message of the control stream; what does not pass is a `RefusedMessage`, never an error."""
+    kind = message.WhichOneof("message") or ""
+    try:
+        if kind not in _DECODERS:
+            raise ProtocolError("it is of a kind that this coordinator does not know")
+        return _DECODERS[kind](message)
+    except ProtocolError as error:
+        return RefusedMessage(kind, str(error), _at_or_none(message, kind))
+
+
+def step_of(message: common_pb2.Step) -> JobStep:
+    """Decodes a step's key; ProtocolError for words that are no identifiers, and numbers beyond bounds."""
+    job, phase = bounds.word(message.job, "a step's job"), bounds.word(message.phase, "a step's phase")
+    round = bounds.within(message.round, 0, bounds.MOST_ROUNDS, "a step's round")
+    return JobStep(
+        job, m.Step(round, bounds.within(message.attempt, 0, bounds.MOST_ROUNDS, "its attempt"), phase)
+    )
+
+
+def offer_of(header: agent_pb2.UploadHeader) -> UploadOffer:
+    """Decodes what goes before an update's bytes.
+
+    ProtocolError for a step or an offset that cannot be; the rest that cannot be is the offer's `flaw`, which
+    the silo's round is told of.
+    """
+    content, flaw = header.content, ""
+    metrics: Mapping[str, tuple[float, int]] = {}
+    if not bounds.is_digest(content.digest):
+        flaw = "the update's digest is no BLAKE3 digest of 64 hexadecimal digits"
+    try:
+        metrics = metrics_of(header.metrics)
+    except ProtocolError as error:
+        flaw = flaw or f"the update's metrics are refused: {error}"
+    if header.examples > bounds.MOST_COUNT:
+        flaw = flaw or f"the update claims {header.examples} examples; at most 2^53 can be"
+    for text in (content.digest, header.layout, header.encoding, header.model):
+        bounds.text(text, _MAX_NAME, "a name in an upload's header")
+    return UploadOffer(
+        at=step_of(header.step),
+        digest=printable(content.digest),
+        size=min(content.size, bounds.MOST_BYTES),
+        layout=printable(header.layout),
+        encoding=printable(header.encoding),
+        examples=min(header.examples, bounds.MOST_COUNT),
+        metrics=metrics,
+        offset=bounds.within(header.offset, 0, bounds.MOST_BYTES, "an upload's offset"),
+        announcement=bounds.bounded(header.announcement, MAX_MESSAGE_BYTES, "an upload's announcement"),
+        model=printable(header.model),
+        time=bounds.within(header.time, 0.0, bounds.LATEST, "an upload's time"),
+        signature=bounds.bounded(header.signature, bounds.SIGNATURE_BYTES, "an upload's signature"),
+        statement={name: value for name, value in update_values("", header).items() if name != "client"},
+        flaw=flaw,
+    )
+
+
+def metrics_of(messages: Iterable[common_pb2.Metric]) -> dict[str, tuple[float, int]]:
+    """Decodes named sums. A sum that is NaN is left out: the silo has none, as of a loss without a batch.
+
+    Raises ProtocolError, naming metric and value, for a sum beyond ±MAX_SUM, a count beyond 2^53, an
+    empty, overlong or unprintable name, a name given twice, and more than MAX_METRICS of them.
+    """
+    metrics: dict[str, tuple[float, int]] = {}
+    names: set[str] = set()
+    for metric in messages:
+        name, shown = metric.name, printable(metric.name, _MAX_NAME)
+        if not 0 < len(name) <= _MAX_NAME or shown != name or name in names:
+            raise ProtocolError(
+                f"a metric is called '{shown}': empty, overlong, not printable or given twice"
+            )
+        if abs(metric.sum) > MAX_SUM:
+            raise ProtocolError(
+                f"the metric {name!r} has the sum {metric.sum:g}; between {-MAX_SUM:g} and {MAX_SUM:g} can be"
+            )
+        if metric.count > bounds.MOST_COUNT:
+            raise ProtocolError(f"the metric {name!r} counts {metric.count} examples; at most 2^53 can be")
+        if len(names) == MAX_METRICS:
+            raise ProtocolError(f"more than {MAX_METRICS} metrics")
+        names.add(name)
+        if not math.isnan(metric.sum):
+            metrics[name] = (metric.sum, metric.count)
+    return metrics
+
+
+def requests_of(message: common_pb2.CertificateRequests) -> KeyRequests:
+    """Decodes signing requests, of a few hundred bytes each."""
+    return KeyRequests(
+        bounds.bounded(message.node, _REQUEST_BYTES, "a certificate request"),
+        bounds.bounded(message.identity, _REQUEST_BYTES, "a certificate request"),
+    )
+
+
+def renewal_of(message: agent_pb2.RenewRequest) -> RenewalRequest:
+    """Decodes a request for new certificates."""
+    return RenewalRequest(
+        requests_of(message.requests),
+        bounds.bounded(message.identity, bounds.CERTIFICATE_BYTES, "the silo's certificate"),
+        bounds.within(message.time, 0.0, bounds.LATEST, "the time of a renewal"),
+        bounds.bounded(message.signature, bounds.SIGNATURE_BYTES, "a renewal's signature"),
+    )
+
+
+def _introduction(message: agent_pb2.FromAgent) -> Introduction:
+    """Names, texts and lists are cut to their bounds: an agent of another version is told so."""
+    hello = message.hello
+    if len(hello.seen) > MAX_SEEN:
+        raise ProtocolError(
+            f"the agent names {len(hello.seen)} jobs that it remembers; at most {MAX_SEEN} can be"
+        )
+    return Introduction(
+        bounds.one_line(hello.version, 50),
+        hello.protocol,
+        tuple(printable(task, 200) for task in hello.tasks[:_MAX_TASKS]),
+        {
+            printable(key, _MAX_NAME): printable(value, 500)
+            for key, value in list(hello.metadata.items())[:_MAX_METADATA]
+        },
+        tuple(printable(device, 200) for device in hello.devices[:_MAX_DEVICES]),
+        hello.clock if abs(hello.clock) <= bounds.LATEST else 0.0,
+        bounds.bounded(hello.identity, bounds.CERTIFICATE_BYTES, "the identity certificate"),
+        printable(hello.coordinator, 200),
+        tuple(
+            (bounds.word(step.job, "a job that was seen"), step.round, step.attempt) for step in hello.seen
+        ),
+        bounds.bounded(hello.installation, bounds.SIGNATURE_BYTES, "the installation's key"),
+    )
+
+
+def _progress(message: agent_pb2.FromAgent) -> ProgressReport:
+    said = message.progress
+    for name, value in (("done", said.done), ("total", said.total)):
+        if value > bounds.MOST_COUNT:
+            raise ProtocolError(f"the progress has {name} = {value}; at most 2^53 can be")
+    figures = {field.name: float(value) for field, value in said.figures.ListFields()}
+    for name, figure in {**figures, "loss": said.loss}.items():
+        if abs(figure) > MAX_SUM:
+            raise ProtocolError(f"the progress has {name} = {figure:g}; at most {MAX_SUM:g} can be")
+    has = said.HasField("figures")
+    progress = StepProgress(said.done, max(said.total, said.done), said.loss, figures if has else None)
+    return ProgressReport(step_of(said.step), progress)
+
+
+def _given_up(message: agent_pb2.Failure | agent_pb2.Trouble) -> GivenUp:
+    """Unknown kinds become `task_error`, long texts are cut."""
+    kind = message.kind if message.kind in FAILURE_KINDS else "task_error"
+    detail = bounds.one_line(message.detail, _MAX_TEXT) or "no reason given"
+    return GivenUp(step_of(message.step), kind, detail)
+
+
+def _reply(message: agent_pb2.FromAgent) -> ProtocolReply:
+    payload = bounds.bounded(message.reply.payload, MAX_MESSAGE_BYTES, "a message of secure aggregation")
+    return ProtocolReply(step_of(message.reply.step), payload)
+
+
+_DECODERS: dict[str, Callable[[agent_pb2.FromAgent], AgentMessage]] = {
+    "hello": _introduction,
+    "heartbeat": lambda message: Beat(bounds.one_line(message.heartbeat.state, 50)),
+    "accepted": lambda message: Begun(step_of(message.accepted.step)),
+    "progress": _progress,
+    "failure": lambda message: _given_up(message.failure),
+    "trouble": lambda message: SelfHelp(
+        _given_up(message.trouble), bounds.one_line(message.trouble.action, _MAX_TEXT)
+    ),
+    "evaluated": lambda message: Evaluation(
+        step_of(message.evaluated.step), metrics_of(message.evaluated.metrics)
+    ),
+    "reply": _reply,
+    "goodbye": lambda message: Farewell(bounds.one_line(message.goodbye.reason, 500)),
+    "proof": lambda message: InstallationProof(
+        bounds.bounded(message.proof, bounds.SIGNATURE_BYTES, "an installation's signature")
+    ),
+}
+
+
+def _at_or_none(message: agent_pb2.FromAgent, kind: str) -> JobStep | None:
+    step = getattr(getattr(message, kind, None), "step", None)
+    try:
+        return step_of(step) if isinstance(step, common_pb2.Step) else None
+    except ProtocolError:
+        return None

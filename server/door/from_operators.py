@@ -1,0 +1,185 @@
+"""Decodes what operators, and silos that were invited, ask for: checked, bounded, immutable values.
+
+ProtocolError for what does not pass; what a value then means is for those to judge who are asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundtable.core.foreign_text import printable
+from roundtable.core.identity.credentials import check_name
+from roundtable.core.identity.invitation import Secret
+from roundtable.privacy import Budget
+from roundtable.proto import administration_pb2 as pb
+from roundtable.proto import common_pb2, operator_pb2
+from roundtable.server.door import bounds
+from roundtable.server.door.agent_messages import KeyRequests
+from roundtable.server.door.from_agents import requests_of
+
+CONFIG_CHARACTERS = 1 << 20
+_NAME = 200
+_REASON = 500
+_MOST_SECONDS = 10 * 366 * 86400.0
+_LAST = (1 << 63) - 1
+_SILO = 64
+
+
+@dataclass(frozen=True)
+class StoredBlob:
+    """An artifact by BLAKE3 digest and size in bytes."""
+
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True)
+class DownloadWish:
+    """An artifact, by what may be its digest, and the first byte of it that is wanted."""
+
+    digest: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class JobWish:
+    """A job as it is submitted: JSON, unparsed, and the proof of who asks."""
+
+    request_id: str
+    config: str
+    model: str
+    signature: bytes
+    certificate: bytes
+    time: float
+    coordinator: str
+
+
+@dataclass(frozen=True)
+class InvitationWish:
+    """A silo that is to be invited, for so long and so many uses."""
+
+    silo: str
+    seconds: float
+    uses: int
+
+
+@dataclass(frozen=True)
+class RevocationWish:
+    """A party that is to be voided."""
+
+    name: str
+    role: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TokenWish:
+    """A token that is to be made."""
+
+    name: str
+    role: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EnrolmentWish:
+    """An invitation's secret, and the keys to certify."""
+
+    secret: Secret
+    requests: KeyRequests
+
+
+def job_of(request: operator_pb2.JobRequest | operator_pb2.WatchJobRequest | pb.ProvenanceRequest) -> str:
+    """The identifier, its beginning, or the name by which a job is asked for."""
+    return bounds.text(request.job, _NAME, "a job's name")
+
+
+def place_of(number: int) -> int:
+    """A place in a history, from 1; 0 is the first, too."""
+    return bounds.within(max(1, number), 1, _LAST, "the place to begin at")
+
+
+def round_of(request: pb.ProvenanceRequest) -> int:
+    """A round's number; 0 is the newest."""
+    return bounds.within(request.round, 0, bounds.MOST_ROUNDS, "a round")
+
+
+def header_of(part: operator_pb2.PutPart) -> StoredBlob:
+    """The artifact that is to be stored."""
+    content = part.header.content
+    digest = bounds.digest(content.digest, "a transfer begins with a header, and the artifact")
+    return StoredBlob(digest, content.size)
+
+
+def download_of(request: common_pb2.DownloadRequest) -> DownloadWish:
+    """What is to be sent; agents ask in the same way."""
+    offset = bounds.within(request.offset, 0, _LAST, "the first byte of a download")
+    return DownloadWish(printable(request.digest, 64), offset)
+
+
+def submission_of(request: operator_pb2.SubmitJobRequest) -> JobWish:
+    """A job that is to be made."""
+    return JobWish(
+        bounds.name(request.request_id, _NAME, "request_id:"),
+        bounds.text(request.job_config, CONFIG_CHARACTERS, "the job"),
+        bounds.digest(request.model.digest, "the initial model"),
+        bounds.bounded(request.signature, bounds.SIGNATURE_BYTES, "the job's signature"),
+        bounds.bounded(request.certificate, bounds.CERTIFICATE_BYTES, "the submitter's certificate"),
+        bounds.within(request.time, 0.0, bounds.LATEST, "the time of the signature"),
+        bounds.text(request.coordinator, _NAME, "the coordinator's name"),
+    )
+
+
+def population_of(request: operator_pb2.PrivacyRequest) -> str:
+    """A population; empty for all of them."""
+    return bounds.name(request.population, _NAME, "the population") if request.population else ""
+
+
+def delta_of(request: operator_pb2.PrivacyRequest) -> float:
+    """δ at which to report; 0 where none is asked for."""
+    return bounds.within(request.delta, 0.0, 1.0, "delta")
+
+
+def budget_of(request: operator_pb2.PrivacyBudget) -> Budget:
+    """The most that may be spent on a population; PrivacyError for values that are no budget."""
+    population = bounds.name(request.population, _NAME, "a budget needs the name of its population:")
+    epsilon = bounds.within(request.epsilon, 0.0, 1e6, "epsilon")
+    return Budget(
+        population, epsilon, bounds.within(request.delta, 0.0, 1.0, "delta"), request.accountant or "pld"
+    )
+
+
+def invitation_of(request: pb.InviteRequest) -> InvitationWish:
+    """A silo to invite; IdentityError for what cannot name one."""
+    check_name(request.silo)
+    seconds = bounds.within(request.valid_seconds, 0.0, _MOST_SECONDS, "the seconds of an invitation")
+    return InvitationWish(request.silo, seconds, request.uses)
+
+
+def revocation_of(request: pb.RevokeRequest) -> RevocationWish:
+    """A party to void; IdentityError for what cannot name one."""
+    check_name(request.name)
+    reason = bounds.one_line(request.reason, _REASON)
+    return RevocationWish(request.name, bounds.text(request.role, _SILO, "a role"), reason)
+
+
+def confirmation_of(request: pb.ConfirmRequest) -> str:
+    """The request that somebody confirms."""
+    return bounds.text(request.request_id, _SILO, "a request's identifier")
+
+
+def token_of(request: pb.CreateTokenRequest) -> TokenWish:
+    """A token to make; IdentityError for what cannot name one."""
+    check_name(request.name)
+    seconds = bounds.within(request.valid_seconds, 0.0, _MOST_SECONDS, "the seconds of a token")
+    return TokenWish(request.name, bounds.text(request.role, _SILO, "a role"), seconds)
+
+
+def token_name_of(request: pb.RevokeTokenRequest) -> str:
+    """The token to void."""
+    return bounds.text(request.name, _NAME, "a token's name")
+
+
+def enrolment_of(request: pb.EnrollRequest) -> EnrolmentWish:
+    """A silo's answer to its invitation; what is longer than a secret is none."""
+    return EnrolmentWish(Secret(request.identifier[:32], request.secret[:64]), requests_of(request.requests))

@@ -1,0 +1,104 @@
+"""Encodes what agents are told: the messages of the control stream, and the answers to uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from roundtable.engine import messages as m
+from roundtable.proto import agent_pb2, common_pb2
+
+SECURE = "secure"
+ToAgent = agent_pb2.ToAgent
+"""A message of the control stream, made here and handed on unread."""
+RESULTS: dict[agent_pb2.UploadReceipt.Status.ValueType, str] = {
+    agent_pb2.UploadReceipt.ACCEPTED: "accepted",
+    agent_pb2.UploadReceipt.REJECTED: "rejected",
+    agent_pb2.UploadReceipt.STALE: "stale",
+    agent_pb2.UploadReceipt.DUPLICATE: "duplicate",
+}
+"""What became of an upload, in a word."""
+
+
+@dataclass(frozen=True)
+class SignedSubmission:
+    """Who asked for a job, and the proof of it, as silos get it."""
+
+    submitter: str
+    request_id: str
+    signature: bytes
+    certificate: bytes
+    initial_model: str
+    time: float = 0.0
+    coordinator: str = ""
+
+
+def instruction(
+    job: str,
+    config: str,
+    layout: str,
+    action: m.Instruct,
+    size: int,
+    now: float,
+    identities: Sequence[bytes] = (),
+    submission: SignedSubmission | None = None,
+) -> ToAgent:
+    """The message for an `Instruct`; `size` is the model's, `identities` are for secure aggregation."""
+    model = common_pb2.Artifact(digest=action.model, size=size)
+    message = agent_pb2.Instruction(
+        step=_step(job, action.step),
+        deadline_seconds=max(0.0, action.deadline - now),
+        job_config=config,
+        submission=common_pb2.Submission(**asdict(submission)) if submission else None,
+    )
+    if action.step.phase == m.EVALUATE:
+        message.evaluate.CopyFrom(agent_pb2.Evaluate(model=model, layout=layout))
+    else:
+        message.train.CopyFrom(agent_pb2.Train(model=model, layout=layout, identities=identities))
+    return ToAgent(instruction=message)
+
+
+def exchange(job: str, round: int, attempt: int, payload: bytes) -> ToAgent:
+    """The message that carries a message of secure aggregation."""
+    step = common_pb2.Step(job=job, round=round, attempt=attempt, phase=SECURE)
+    work = agent_pb2.Exchange(payload=payload)
+    return ToAgent(instruction=agent_pb2.Instruction(step=step, exchange=work))
+
+
+def withdrawal(job: str, action: m.Withdraw) -> ToAgent:
+    """The message for a `Withdraw`."""
+    return ToAgent(withdraw=agent_pb2.Withdraw(step=_step(job, action.step), reason=action.reason))
+
+
+def job_over(job: str, reason: str) -> ToAgent:
+    """A withdrawal of round 0: nothing of the job matters any more."""
+    return ToAgent(withdraw=agent_pb2.Withdraw(step=common_pb2.Step(job=job), reason=reason))
+
+
+def refused(reason: str) -> ToAgent:
+    """The connection is not wanted."""
+    return ToAgent(refused=agent_pb2.Refused(reason=reason))
+
+
+def heartbeat() -> ToAgent:
+    """The answer to a heartbeat."""
+    return ToAgent(heartbeat=agent_pb2.Heartbeat())
+
+
+def revocations(newest: bytes) -> ToAgent:
+    """The root's newest list."""
+    return ToAgent(revocations=newest)
+
+
+def challenge(nonce: bytes) -> ToAgent:
+    """A number that the installation is to sign."""
+    return ToAgent(challenge=nonce)
+
+
+def certificates(name: str, node: bytes, identity: bytes) -> common_pb2.Certificates:
+    """New certificates (PEM) of a silo."""
+    return common_pb2.Certificates(name=name, node=node, identity=identity)
+
+
+def _step(job: str, step: m.Step) -> common_pb2.Step:
+    return common_pb2.Step(job=job, round=step.round, attempt=step.attempt, phase=step.phase)
