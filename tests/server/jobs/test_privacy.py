@@ -233,8 +233,10 @@ async def test_an_operator_cannot_fetch_what_a_single_silo_sent(
         digest = blake3(update.numpy().tobytes()).hexdigest()
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await operator.fetch(digest)
-        assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
-        assert "do not leave the coordinator" in str(refusal.value.details())
+        with pytest.raises(grpc.aio.AioRpcError) as nowhere:
+            await operator.fetch("0" * 64)
+        assert refusal.value.code() == nowhere.value.code() == grpc.StatusCode.NOT_FOUND
+        assert str(refusal.value.details()).replace(digest, "0" * 64) == nowhere.value.details()
         assert await operator.fetch(instruction.train.model.digest)
 
 
