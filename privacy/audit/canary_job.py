@@ -37,6 +37,7 @@ from roundtable.privacy.levels import (
     sampling_of,
     shared_noise,
 )
+from roundtable.privacy.mechanisms.ftrl import BandedFTRL
 
 FAINT = 0.005
 """The noise, over what one unit can change, under which canaries are heard one by one."""
@@ -243,14 +244,14 @@ class CanaryJob:
             case _:
                 return sampling_of(self.job, self.population).cohort
 
-    def _correlated(self, rounds: int) -> Any:
+    def _correlated(self, rounds: int) -> BandedFTRL:
         job = self.job.model_copy(update={"rounds": rounds})
         return correlated_noise(job, self.noise_multiplier, self.population)
 
     def _sensitivity(self, rounds: int) -> float:
         if not isinstance(self.privacy, FtrlLevel):
             return 1.0
-        return float(self._correlated(rounds).sensitivity(rounds))
+        return self._correlated(rounds).sensitivity(rounds)
 
 
 def _at_rate(charge: Charge, rate: float) -> Charge:

@@ -33,7 +33,7 @@ class Finding:
     """One thing that the guarantee rests on: what is claimed, the bound that was seen, and the verdict.
 
     `caught` is the value from which on it would have been caught, for noise and rates with probability
-    `POWER`.
+    `POWER`. The kind of noise, which `words` name, is no figure: 1 for what is claimed, 0 for any other.
     """
 
     name: str
@@ -84,7 +84,7 @@ def report(
     if not (faint.scores > 0.5).any():
         raise PrivacyError(
             "no canary left a trace in what was published: either nobody took part, or contributions are "
-            "held below half the clip norm; run more rounds (--rounds)"
+            "held below half the clip norm. See that [cohort] lets the job's clients take part"
         )
     change = _change(faint, each)
     sampling = _separation(canary, faint) or _sampling(canary, faint, each)

@@ -98,8 +98,7 @@ def _show(found: AuditReport) -> None:
     rows = [
         [
             finding.name,
-            f"{finding.claimed:.4g}",
-            f"{finding.seen:.4g}",
+            *((f"{finding.claimed:.4g}", f"{finding.seen:.4g}") if finding.caught else ("", "")),
             "REFUTED" if finding.refuted else "holds",
             f"{finding.caught:.4g}" if finding.caught else "",
             finding.words,

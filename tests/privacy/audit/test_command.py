@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from torch import Tensor
 
 from roundtable.cli.main import run
 from roundtable.core import JobConfig
+from roundtable.core.errors import PrivacyError
 from roundtable.privacy.audit.canary_job import CanaryJob
-from roundtable.privacy.mechanisms import central_noise
+from roundtable.privacy.example_level import dp_sgd
+from roundtable.privacy.mechanisms import central_noise, distributed, gaussian_mechanism
+from roundtable.privacy.mechanisms.clipping import Clipped, clip
 from roundtable.privacy.mechanisms.noise import KeyStream
 from roundtable.simulation import driver
 from roundtable.simulation.canary_rounds import audit_job
@@ -136,3 +140,38 @@ def test_a_unit_that_always_takes_part_would_stand_out_in_the_faint_rounds() -> 
     certain = canary.rate ** canary.faint_rounds(0.999)
     assert certain * canary.units < 1e-3
     assert canary.epsilon(1e3) < 0.1 < canary.epsilon()
+
+
+def late_choice(*given: Any, honest: Any = dp_sgd.choose) -> Any:
+    *before, clip_norm, mode = given
+    return honest(*before, 1.5 * clip_norm, mode)
+
+
+def late_clip(vector: Tensor, clip_norm: float) -> Clipped:
+    return clip(vector, 1.5 * clip_norm)
+
+
+@pytest.mark.parametrize(
+    ("job", "place", "name", "late"),
+    [
+        (job_of(level="example", population=200), dp_sgd, "choose", late_choice),
+        (job_of(level="client_local"), gaussian_mechanism, "clip", late_clip),
+    ],
+    ids=["example", "client_local"],
+)
+def test_what_a_silo_clips_too_late_is_seen(
+    job: JobConfig, place: Any, name: str, late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, late)
+    found = audit_job(job, 5, coordinates=2048, rounds=2)
+    change = found.findings[1]
+    assert change.refuted
+    assert 1.4 < change.seen < 1.5
+    assert found.bound > found.stated
+
+
+def test_nothing_is_concluded_where_no_canary_leaves_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of noise are for integers of a bounded norm: longer ones, clipped too late, become zeros."""
+    monkeypatch.setattr(distributed, "clip", late_clip)
+    with pytest.raises(PrivacyError, match="no canary left a trace"):
+        audit_job(job_of(level="distributed", cohort={"size": 5}), 5, coordinates=2048, rounds=2)
