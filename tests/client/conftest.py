@@ -105,6 +105,8 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
         self.uploads: dict[tuple[Any, ...], Upload] = {}
         self.receipts: dict[tuple[Any, ...], agent_pb2.UploadReceipt] = {}
         self.statuses: list[agent_pb2.UploadHeader] = []
+        self.on_message: Callable[[agent_pb2.FromAgent], None] = lambda message: None
+        self.on_offer: Callable[[agent_pb2.UploadHeader], None] = lambda header: None
         self.hellos: list[agent_pb2.Hello] = []
         self.heard: list[agent_pb2.FromAgent] = []
         self._news = asyncio.Condition()
@@ -139,6 +141,7 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
         sender = asyncio.create_task(self._send(outbox, context))
         try:
             async for message in requests:
+                self.on_message(message)
                 if message.HasField("heartbeat"):
                     self.say(heartbeat=agent_pb2.Heartbeat())
                 await self._note(message)
@@ -158,6 +161,7 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
 
     async def UploadStatus(self, request: Any, context: Any) -> agent_pb2.UploadState:
         key = _key(request.step)
+        self.on_offer(request)
         self.statuses.append(request)
         await self._note()
         if key in self.receipts:
@@ -168,6 +172,7 @@ class ScriptedCoordinator(agent_pb2_grpc.AgentsServicer):
     async def Upload(self, requests: Any, context: Any) -> agent_pb2.UploadReceipt:
         requests = aiter(requests)
         header = (await anext(requests)).header
+        self.on_offer(header)
         key = _key(header.step)
         upload = self.uploads.setdefault(key, Upload(header))
         upload.offsets.append(header.offset)
@@ -370,6 +375,22 @@ def listening() -> Callable[..., Any]:
         await scripted.start()
         try:
             yield scripted
+        finally:
+            await scripted.stop()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def a_silo(authority: Path) -> Callable[..., Any]:
+    """Makes a silo with one task in a folder, and a scripted coordinator for it that listens in a block."""
+
+    @asynccontextmanager
+    async def start(folder: Path) -> AsyncIterator[Silo]:
+        scripted = ScriptedCoordinator(authority / "coordinator")
+        await scripted.start()
+        try:
+            yield make_silo(authority, scripted, folder)
         finally:
             await scripted.stop()
 
