@@ -104,7 +104,7 @@ class Charge:
         """The inverse of `to_json`. Raises `PrivacyError` for anything else."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PrivacyError(f"a charge cannot be read: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("parts"), dict):
             raise PrivacyError(f"a charge cannot be read from {text[:80]!r}")

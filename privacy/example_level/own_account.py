@@ -66,7 +66,7 @@ class SiloAccount:
                 raise PrivacyError(f"this silo's privacy account has version {data['version']}, not 1")
             budget = Budget(**data["budget"])
             return cls(budget, tuple(_entry(budget.population, each) for each in data["entries"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PrivacyError(
                 f"this silo's privacy account cannot be read ({error}); restore it from a backup: without "
                 "it what "

@@ -22,6 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+KIT = ROOT / "tests" / "kit"
 ATHERIS = "atheris==3.0.0"
 LONGEST = 4096
 
@@ -31,10 +32,10 @@ def fuzz(options: list[str]) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["roundtable", "tomllib", "json"], enable_loader_override=False):
-        from test_parsers import PARSERS
+        from test_parsers import FUZZED
 
         from roundtable.core.errors import RoundtableError
-    parsers, tried = list(PARSERS.items()), Counter[str]()
+    parsers, tried = list(FUZZED.items()), Counter[str]()
 
     def one(data: bytes) -> None:
         if not data:
@@ -54,9 +55,9 @@ def main() -> int:
     """Starts from one good example for each parser; says how many inputs were tried."""
     if sys.argv[1:2] == ["--child"]:
         fuzz(sys.argv[2:])
-    sys.path[:0] = [str(HERE), str(ROOT / "tools")]
+    sys.path[:0] = [str(HERE), str(KIT), str(ROOT / "tools")]
     from environments import environment
-    from test_parsers import PARSERS
+    from test_parsers import FUZZED, folder_of
     from tree import build
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -70,8 +71,10 @@ def main() -> int:
         # A copy, as the tree of links is made anew whenever types are checked.
         shutil.copytree(build(), package)
         corpus.mkdir()
-        for index, (name, (_, good)) in enumerate(PARSERS.items()):
-            (corpus / name.replace(" ", "-")).write_bytes(bytes([index]) + good())
+        for index, (name, (_, good)) in enumerate(FUZZED.items()):
+            kept = [path.read_bytes() for path in sorted(folder_of(name).glob("*"))]
+            for number, data in enumerate([good(), *kept]):
+                (corpus / f"{index}-{number}").write_bytes(bytes([index]) + data)
         options = [
             f"-max_total_time={round(60 * wanted.minutes)}",
             f"-max_len={LONGEST}",
@@ -81,7 +84,7 @@ def main() -> int:
         ]
         done = subprocess.run(
             [environment("atheris", [ATHERIS]), __file__, "--child", *options, corpus],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(HERE), libraries])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(HERE), str(KIT), libraries])},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -90,7 +93,7 @@ def main() -> int:
     tried = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     print(*re.findall(r"^tried: .*$", done.stderr, re.MULTILINE)[-1:], sep="\n")
     print(*re.findall(r"^#\d+.*cov: .*$", done.stderr, re.MULTILINE)[-1:], sep="\n")
-    print(f"{int(tried[1]) if tried else 0:,} inputs to {len(PARSERS)} parsers in {wanted.minutes:g} minutes")
+    print(f"{int(tried[1]) if tried else 0:,} inputs to {len(FUZZED)} parsers in {wanted.minutes:g} minutes")
     if done.returncode or not tried:
         print(done.stderr[-6000:])
         return 1
