@@ -19,9 +19,8 @@ _RELATION = {
 _TRUST = {
     "client": (
         "The coordinator sees each silo's clipped update and is trusted not to reveal it; it adds the "
-        "noise. The "
-        "guarantee covers everyone who sees only the published models. It does not cover the coordinator "
-        "itself."
+        "noise. The guarantee covers everyone who sees the published models, records and events, other "
+        "silos among them. It does not cover those who run the coordinator's machine."
     ),
     "dp_ftrl": (
         "The coordinator sees each silo's clipped update, keeps the noise of earlier rounds secret, and "

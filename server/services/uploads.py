@@ -13,6 +13,7 @@ import grpc
 
 from roundtable.core.errors import SiteFailure, TransferError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.observability.released import Tells, is_told
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import Piece
@@ -198,10 +199,13 @@ class Uploads:
     async def _deliver(self, offer: Offer, artifact: ArtifactRow) -> Receipt:
         offered, client = offer.update, offer.client
         offer.runner.collection.arrived(client, offered)
-        metrics = dict(offered.metrics)
+        # What must not be told is not kept: an honest agent does not send it.
+        told = is_told(offer.runner.job.privacy, Tells.SILO)
+        metrics = dict(offered.metrics) if told else {}
         total, count = metrics.pop("loss", (0.0, 0))
         loss = total / count if count else None
-        update = m.Update(client, m.BlobReference(artifact.digest), offered.examples, loss, metrics)
+        examples = offered.examples if told else min(offered.examples, 1)
+        update = m.Update(client, m.BlobReference(artifact.digest), examples, loss, metrics)
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.inbox.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         self._begun.pop(offer.owner, None)

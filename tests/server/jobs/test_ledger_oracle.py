@@ -38,6 +38,7 @@ from roundtable.engine.validation.round_noise import CorrelatedRounds
 from roundtable.privacy import Charge, compose
 from roundtable.privacy.accounting.accountants import gaussian_epsilon
 from roundtable.server.jobs import runner as driving
+from roundtable.server.jobs.actions import JobParts
 from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.privacy_budget import Account
 from roundtable.server.jobs.runner import JobRunner
@@ -155,7 +156,7 @@ class World(RuleBasedStateMachine):
 
     def start(self) -> None:
         """A process takes the job up as the database has it."""
-        row = self.wait(self.database.read(lambda c: store.find_job(c, "j")))
+        [row] = self.wait(self.database.read(store.jobs_in_order))
         records = self.wait(self.database.read(lambda c: store.history(c, "j")))
         sequence = self.wait(self.database.read(lambda c: store.last_sequence(c, "j")))
         history = [record_from_plain(json.loads(record)) for record in records]
@@ -177,11 +178,7 @@ class World(RuleBasedStateMachine):
             self.job,
             Layout.of({}),
             self.engine,
-            self.inbox,
-            nothing,
-            nothing,
-            self.account,
-            nothing,
+            JobParts(self.inbox, nothing, nothing, self.account, nothing),
             doings,
             services,
             sequence,

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import sqlalchemy as sa
 import torch
 from blake3 import blake3
 from scripted_agent import ScriptedAgent
@@ -23,10 +24,12 @@ from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import administration_pb2_grpc, agent_pb2, operator_pb2
 from roundtable.proto.common_pb2 import StepFigures
 from roundtable.server import ServerConfig
+from roundtable.server.store import Database, tables
 
 JOB = """
 [cohort]
 size = 1
+strategy = "round_robin"
 minimum = 1
 retries = 30
 deadline = 60
@@ -89,11 +92,11 @@ async def told_of(operator: Operator, job: str) -> str:
 async def test_operators_are_told_what_the_table_says_and_no_more(
     settings: Callable[..., ServerConfig], certificates: Path, name: str
 ) -> None:
-    text = JOB + LEVELS[name]
+    text, config = JOB + LEVELS[name], settings(metrics="127.0.0.1:0")
     updates = [torch.full((4,), number / 8) for number in range(3)]
     tasks = []
     async with (
-        running(settings(metrics="127.0.0.1:0")) as coordinator,
+        running(config) as coordinator,
         Operator(coordinator.port, certificates / "olga") as operator,
     ):
         agents = [ScriptedAgent(coordinator.port, certificates / each) for each in AGENTS]
@@ -109,6 +112,14 @@ async def test_operators_are_told_what_the_table_says_and_no_more(
             task.cancel()
             await agent.close()
     privacy = _privacy(LEVELS[name])
+    database = Database.open(config.database)
+    table = tables.updates.c
+    query = sa.select(table.examples, table.loss)
+    kept = await database.read(lambda connection: [tuple(row) for row in connection.execute(query)])
+    database.close()
+    assert kept
+    whole = (EXAMPLES, pytest.approx(LOSS))
+    assert all(row == (whole if is_told(privacy, Tells.SILO) else (1, None)) for row in kept)
     digests = [blake3(update.numpy().tobytes()).hexdigest() for update in updates]
 
     def tells(*words: str) -> bool:
