@@ -30,7 +30,7 @@ from roundtable.core.models import model_blocks, model_digest
 from roundtable.engine import Plan, Rows, combine, initial_server_state, make_plan
 from roundtable.engine.combining.new_model import new_model
 from roundtable.engine.messages import BlobReference, Update
-from roundtable.engine.verification.bundle import JOB, LOG, ROUNDS, Bundle, object_path
+from roundtable.engine.verification.bundle import JOB, LOG, ROUNDS, Bundle, object_path, round_path
 from roundtable.engine.verification.job_audit import JobAudit
 from roundtable.server.versions import versions
 
@@ -66,7 +66,8 @@ class Round:
             "versions": versions(),
         }
         weights = dict(combined.account.weights)
-        (folder / ROUNDS).write_text(json.dumps({"round": 1, "updates": self.rows, "weights": weights}))
+        (folder / ROUNDS).mkdir()
+        round_path(folder, 1).write_text(json.dumps({"round": 1, "updates": self.rows, "weights": weights}))
         self._write_log(load_silo_identity(ca / "hub"), detail)
         submitted = {"submitter": "olga", "request_id": "r", "signature": "", "certificate": "", "time": 0.0}
         job = {"id": JOB_ID, "config": config, "initial_model": base, "coordinator": "", "population": silos}

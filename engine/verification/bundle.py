@@ -2,7 +2,7 @@
 
     FOLDER/log.jsonl            the coordinator's audit log, signed up to its end
     FOLDER/job.json             the job as it was submitted, with the submitter's signature
-    FOLDER/rounds.jsonl         a line for each round: the updates that it combined, as silos have signed them
+    FOLDER/rounds/N.json        the updates that round N combined, as silos have signed them
     FOLDER/objects/ab/abcdef…   models, states of the server optimizer and updates, as far as they are kept
 
 Nothing in it is believed: every name is checked here, every file by its digest, every word by a signature.
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from roundtable.core.errors import AuditError
 
-LOG, JOB, ROUNDS, OBJECTS = "log.jsonl", "job.json", "rounds.jsonl", "objects"
+LOG, JOB, ROUNDS, OBJECTS = "log.jsonl", "job.json", "rounds", "objects"
 _MOST_BYTES = 1 << 26
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -84,12 +84,17 @@ class Bundle:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.job = _parsed(BundledJob, _text(folder / JOB), JOB)
-        lines = [line for line in _text(folder / ROUNDS).splitlines() if line.strip()]
-        read = [_parsed(BundledRound, line, f"{ROUNDS}, line {n}") for n, line in enumerate(lines, start=1)]
-        self.rounds = {item.round: item for item in read}
-        if len(self.rounds) != len(read):
-            raise AuditError(f"{folder / ROUNDS} tells of a round twice")
         self._checked: set[str] = set()
+
+    def round(self, number: int) -> BundledRound | None:
+        """What the bundle tells of a round; None if it tells nothing. AuditError for another round."""
+        path = round_path(self.folder, number)
+        if not path.exists():
+            return None
+        found = _parsed(BundledRound, _text(path), path.name)
+        if found.round != number:
+            raise AuditError(f"{path} tells of round {found.round}")
+        return found
 
     def object(self, digest: str) -> Path:
         """The file of an artifact, its digest checked. MissingObject if it is not here."""
@@ -106,6 +111,11 @@ class Bundle:
             raise AuditError(f"{path} was changed: its bytes have the digest {found[:12]}")
         self._checked.add(digest)
         return path
+
+
+def round_path(folder: Path, number: int) -> Path:
+    """Where a bundle tells of a round."""
+    return folder / ROUNDS / f"{number}.json"
 
 
 def object_path(folder: Path, digest: str) -> Path:

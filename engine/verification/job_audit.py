@@ -62,20 +62,23 @@ class JobAudit:
             return findings + Findings(refuted=wrong)
         if self._why_not:
             return findings + Findings(unproven=(self._why_not,))
-        found = self._bundle.rounds.get(committed.round)
-        if found is None:
-            return findings + Findings(unproven=("the bundle holds no updates of it",))
-        findings += check_updates(found, committed, self._bundle.job, self._bases, self._ca)
-        if findings.refuted:
-            return findings
         try:
-            return findings + check_model(
-                self._bundle, self._job, self._planned(), found, committed, self._versions
-            )
+            return findings + self._made_again(committed)
         except MissingObject as error:
             return findings + Findings(unproven=(str(error),))
         except RoundtableError as error:
             return findings + Findings(refuted=(str(error),))
+
+    def _made_again(self, committed: CommittedRound) -> Findings:
+        found = self._bundle.round(committed.round)
+        if found is None:
+            return Findings(unproven=("the bundle holds no updates of it",))
+        findings = check_updates(found, committed, self._bundle.job, self._bases, self._ca)
+        if findings.refuted:
+            return findings
+        return findings + check_model(
+            self._bundle, self._job, self._planned(), found, committed, self._versions
+        )
 
     def _planned(self) -> Plan:
         if self._plan is None:

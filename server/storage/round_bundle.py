@@ -21,7 +21,7 @@ from roundtable.core.errors import StorageError
 from roundtable.core.identity.credentials import SiloIdentity, load_silo_identity
 from roundtable.core.identity.signing import envelope
 from roundtable.engine.validation.repeatable import why_not_repeatable
-from roundtable.engine.verification.bundle import JOB, LOG, OBJECTS, ROUNDS, object_path
+from roundtable.engine.verification.bundle import JOB, LOG, OBJECTS, ROUNDS, object_path, round_path
 from roundtable.server.config import ServerConfig
 from roundtable.server.storage.backup import Vanished, copy_artifact, fetch_artifact, make_folders
 from roundtable.server.storage.bucket import Bucket
@@ -60,7 +60,7 @@ def write_bundle(config: ServerConfig, wanted: str, folder: Path) -> Written:
         raise StorageError(f"{folder} is not empty: a bundle needs a folder of its own")
     database = Database.connect(config.database)
     try:
-        make_folders(folder)
+        make_folders(folder, folder / ROUNDS)
         with database.snapshot() as connection:
             row = find_job(connection, wanted, who="")
             records = [json.loads(record) for record in history(connection, row.id)]
@@ -68,12 +68,11 @@ def write_bundle(config: ServerConfig, wanted: str, folder: Path) -> Written:
             _write_lines(folder / LOG, _log(connection, identity))
             (folder / JOB).write_text(to_json(_job(row)), encoding="utf-8")
             digests = {row.initial_model}
-            lines = []
             for record in () if why_not else records:
                 updates = combined_updates(connection, row.id, record)
-                lines.append(to_json(_round(record, updates)))
+                place = round_path(folder, record["round"])
+                place.write_text(to_json(_round(record, updates)), encoding="utf-8")
                 digests |= {update.digest for update in updates} | {record["model"], record["optimizer"]}
-            _write_lines(folder / ROUNDS, iter(lines))
             kept = set() if why_not else mentioned(connection, sorted(digests - {""}))
         found = _copy_all(config, folder, kept)
         return Written(row.id, len(records), found, len(digests - {""}) - found, why_not)

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from roundtable.core.config import job_from_json
+from roundtable.core.errors import RoundtableError
 from roundtable.engine.validation.repeatable import why_not_repeatable
 from roundtable.server.store import tables
 from roundtable.server.store.rows import ArtifactRow
@@ -42,8 +43,11 @@ class Keep:
 
 @lru_cache(maxsize=256)
 def _why_not(config: str) -> str:
-    """Why nobody can make the job's models again."""
-    return why_not_repeatable(job_from_json(config))
+    """Why nobody can make the job's models again; one that cannot be read here, any more, is one of those."""
+    try:
+        return why_not_repeatable(job_from_json(config))
+    except (RoundtableError, ValueError) as error:
+        return str(error)
 
 
 def note_artifact(connection: Connection, artifact: ArtifactRow) -> None:

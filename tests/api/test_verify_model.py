@@ -113,7 +113,7 @@ class Cheat:
         self.folder = folder
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         self.entries = [line["entry"] for line in lines if "entry" in line]
-        self.rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+        self.rounds = [json.loads((folder / "rounds" / f"{n}.json").read_text()) for n in (1, 2, 3)]
         self.job = json.loads((folder / "job.json").read_text())
 
     @property
@@ -152,7 +152,8 @@ class Cheat:
         seal = {"sequence": before.sequence, "hash": before.hash, "time": before.time}
         lines.append(json.dumps({"seal": envelope(self.identity, "seal", seal)}))
         (self.folder / "log.jsonl").write_text("\n".join(lines))
-        (self.folder / "rounds.jsonl").write_text("\n".join(json.dumps(item) for item in self.rounds))
+        for item in self.rounds:
+            (self.folder / "rounds" / f"{item['round']}.json").write_text(json.dumps(item))
         (self.folder / "job.json").write_text(json.dumps(self.job))
 
 
@@ -287,19 +288,33 @@ def test_who_is_left_out_everywhere_shows_the_receipt(
     assert any("the silo sent" in line and "holds none" in line for line in said["contradictions"])
 
 
-@pytest.mark.parametrize("part", ["job.json", "rounds.jsonl", "log.jsonl"])
+@pytest.mark.parametrize("part", ["job.json", "rounds/3.json", "log.jsonl"])
 @pytest.mark.parametrize("text", ["", "[]", '{"round": 1e999}', "\0", '{"entry": 1}'])
 def test_what_is_no_bundle_is_refused_in_words(
     part: str, text: str, cheat: Cheat, honest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (cheat.folder / part).write_text(text)
     code, said = verify(honest, capsys, bundle="cheat")
-    if (part, text) == ("rounds.jsonl", ""):
-        assert (code, said["rounds"][0]["unproven"]) == (3, ["the bundle holds no updates of it"])
+    assert code == 1
+    if part == "rounds/3.json":
+        assert [item["verdict"] for item in said["rounds"]] == ["unproven", "verified", "refuted"]
+        assert said["rounds"][2]["refuted"][0].startswith("3.json: ")
     else:
-        assert code == 1
         assert isinstance(said, str)
         assert said
+
+
+def test_a_round_that_the_bundle_forgets_or_confuses(
+    cheat: Cheat, honest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    third = cheat.folder / "rounds" / "3.json"
+    third.write_text((cheat.folder / "rounds" / "2.json").read_text())
+    code, said = verify(honest, capsys, "--round=3", bundle="cheat")
+    assert code == 1
+    assert "tells of round 2" in said["rounds"][0]["refuted"][0]
+    third.unlink()
+    code, said = verify(honest, capsys, "--round=3", bundle="cheat")
+    assert (code, said["rounds"][0]["unproven"]) == (3, ["the bundle holds no updates of it"])
 
 
 def test_another_kind_of_processor_is_no_accusation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,6 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.server.store import (
     AgentRow,
@@ -252,14 +252,16 @@ async def test_retention_keeps_what_anything_needs(opened: Database) -> None:
         (None, 2),
         ({"level": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}, 0),
         ({"level": "none", "secure_aggregation": True, "clip_norm": 1.0}, 0),
+        ({"level": "of another version"}, 0),
     ],
-    ids=["none", "bare", "masked"],
+    ids=["none", "bare", "masked", "unreadable"],
 )
 async def test_what_it_takes_to_make_rounds_again_is_kept_where_it_may_be(
     opened: Database, privacy: dict[str, Any] | None, kept: int
 ) -> None:
-    tables = {"task": "t", "rounds": 5} | ({"privacy": privacy} if privacy else {})
-    await with_job(opened, config=JobConfig.model_validate(tables).to_json())
+    await with_job(
+        opened, config=json.dumps({"task": "t", "rounds": 5, "privacy": privacy or {"level": "none"}})
+    )
     keep = Keep(1, updates=2)
     for number in range(1, 5):
         model, state, sent = f"{number:064d}", f"{10 + number:064d}", f"{20 + number:064d}"
