@@ -150,7 +150,7 @@ async def test_a_transition_is_made_once(opened: Database) -> None:
     )
     for _ in range(3):
         await write(opened, store.apply, step)
-    found = await opened.read(lambda connection: store.find_job(connection, row.id, "ada"))
+    found = await opened.read(lambda connection: store.stored_job(connection, row.id))
     assert (found.version, found.rounds_done, found.model) == (2, 1, f"{1:064d}")
     assert found.snapshot == {"engine": {"at": 2}}
     events = await opened.read(lambda connection: store.events_from(connection, row.id, 1))
@@ -190,7 +190,7 @@ async def test_a_transition_that_fails_leaves_nothing(opened: Database) -> None:
     twice = transition(2, updates=[update(), update()], records=[record(1)])
     with pytest.raises(StorageError):
         await write(opened, store.apply, twice)
-    found = await opened.read(lambda connection: store.find_job(connection, row.id, "ada"))
+    found = await opened.read(lambda connection: store.stored_job(connection, row.id))
     assert (found.version, found.rounds_done) == (1, 0)
     assert await opened.read(lambda connection: store.history(connection, row.id)) == []
 
@@ -200,15 +200,17 @@ async def test_jobs_are_found(opened: Database) -> None:
     await with_job(opened, name="ab", id="ab" * 6, request_id="2", submitted=2.0)
 
     async def find(wanted: str) -> str:
-        return (await opened.read(lambda connection: store.find_job(connection, wanted, "ada"))).id
+        return (await opened.read(lambda connection: store.find_job(connection, wanted, "olga"))).id
 
     assert await find("aa") == "a" * 12
     with pytest.raises(store.UnknownJob, match="several"):
         await find("a")
     with pytest.raises(store.UnknownJob):
         await find("_")
-    with pytest.raises(store.UnknownJob, match="ab of olga"):
+    with pytest.raises(store.UnknownJob, match=f"{'ab' * 6} of olga .running., {'a' * 12} of olga"):
         await find("spring")
+    await write(opened, store.mark, "a" * 12, "cancelled", "by olga", 3.0)
+    assert await find("spring") == "ab" * 6
     assert [row.id for row in await opened.read(store.jobs_in_order)] == ["ab" * 6, "a" * 12]
 
 
@@ -325,7 +327,7 @@ async def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match="free some space"):
         await opened.write(fill)
-    found = await opened.read(lambda connection: store.find_job(connection, "a" * 12, "ada"))
+    found = await opened.read(lambda connection: store.stored_job(connection, "a" * 12))
     assert (found.version, found.rounds_done) == (1, 0)
     opened.close()
 
