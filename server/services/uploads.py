@@ -204,8 +204,7 @@ class Uploads:
         metrics = dict(offered.metrics) if told else {}
         total, count = metrics.pop("loss", (0.0, 0))
         loss = total / count if count else None
-        examples = offered.examples if told else min(offered.examples, 1)
-        update = m.Update(client, m.BlobReference(artifact.digest), examples, loss, metrics)
+        update = m.Update(client, m.BlobReference(artifact.digest), _examples(offer), loss, metrics)
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.inbox.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         self._begun.pop(offer.owner, None)
@@ -231,7 +230,7 @@ class Uploads:
         step, client = offer.step, offer.client
         log.warning("update refused: %s", problem, extra={"job": offer.update.at.job, "site": client})
         failure = _failure(offer, kind, problem)
-        update = m.Update(client, m.BlobReference(offer.update.digest), offer.update.examples)
+        update = m.Update(client, m.BlobReference(offer.update.digest), _examples(offer))
         row = self._row(offer, update, "rejected", problem)
         self._begun.pop(offer.owner, None)
         await offer.runner.inbox.tell(m.ClientFailed(step, failure), (), row)
@@ -259,6 +258,12 @@ def _forget_others(artifacts: ArtifactStore, owner: str, digest: str) -> None:
     for other in artifacts.unfinished(owner):
         if other != digest:
             artifacts.drop(owner, other)
+
+
+def _examples(offer: Offer) -> int:
+    """The example count of an update, or 1 where it must not be told."""
+    count = offer.update.examples
+    return count if is_told(offer.runner.job.privacy, Tells.SILO) else min(count, 1)
 
 
 def _failure(offer: Offer, kind: str, problem: str) -> SiteFailure:

@@ -433,3 +433,23 @@ def test_watching_outlives_a_coordinator_that_is_killed(tmp_path: Path) -> None:
         assert operator.job(job.id).job.status == "finished"
     assert killed
     assert rounds == 300
+
+
+def test_the_privacy_of_a_job_is_told_before_it_has_spent_any(service: Service, roundtable: Command) -> None:
+    private = service.folder / "private.toml"
+    table = 'level = "client"\ncohorts = "known"\nclip_norm = 1.0\ndelta = 1e-3\nnoise_multiplier = 4.0\n'
+    lines = '[aggregation]\nweighting = "uniform"\n[evaluation]\nevery = 0\n[privacy]\n' + table
+    private.write_text(JOB.replace("size = 2", "size = 2\nminimum = 2\nwait = 3600") + lines)
+    made = roundtable("job", "submit", private, "--json", *service.options)
+    assert made.code == 0, made.err
+    identifier = json.loads(made.out)["id"]
+    told = json.loads(roundtable("job", "privacy", identifier, "--json", *service.options).out)
+    assert 0.0 < told["own_forecast"] <= told["forecast"]
+    assert {each["party"]: each["holds"] for each in told["protections"]}[
+        "who runs the coordinator's machine"
+    ] is False
+    said = roundtable("job", "privacy", identifier, *service.options)
+    assert said.code == 0, said.err
+    assert f"{told['own_forecast']:.4f} by it alone" in said.out
+    assert "it sees each silo's clipped update" in " ".join(said.out.split())
+    roundtable("job", "cancel", identifier, *service.options)
