@@ -71,7 +71,7 @@ def offer_of(header: agent_pb2.UploadHeader) -> UploadOffer:
     ProtocolError for a step or an offset that cannot be; the rest that cannot be is the offer's `flaw`, which
     the silo's round is told of.
     """
-    content, flaw = header.content, ""
+    at, content, flaw = step_of(header.step), header.content, ""
     metrics: Mapping[str, tuple[float, int]] = {}
     if not bounds.is_digest(content.digest):
         flaw = "the update's digest is no BLAKE3 digest of 64 hexadecimal digits"
@@ -84,7 +84,7 @@ def offer_of(header: agent_pb2.UploadHeader) -> UploadOffer:
     for text in (content.digest, header.layout, header.encoding, header.model):
         bounds.text(text, _MAX_NAME, "a name in an upload's header")
     return UploadOffer(
-        at=step_of(header.step),
+        at=at,
         digest=printable(content.digest),
         size=min(content.size, bounds.MOST_BYTES),
         layout=printable(header.layout),
