@@ -110,7 +110,10 @@ class Charge:
             raise PrivacyError(f"a charge cannot be read from {text[:80]!r}")
         if unknown := set(data) - {field.name for field in fields(cls)}:
             raise PrivacyError(f"a charge has unknown fields {sorted(unknown)}: written by a newer version?")
-        return cls(**data | {"parts": tuple((str(k), float(v)) for k, v in data["parts"].items())})
+        try:
+            return cls(**data | {"parts": tuple((str(k), float(v)) for k, v in data["parts"].items())})
+        except (TypeError, ValueError) as error:
+            raise PrivacyError(f"a charge cannot be read: {error}") from error
 
 
 def gaussian_charge(

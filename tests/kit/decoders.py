@@ -39,6 +39,8 @@ def values_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def look(decoded: Any) -> None:
     """AssertionError for a message of protobuf, an unbounded number, or text that moves a cursor."""
     for name, value in values_of(decoded):
+        if name.endswith("statement"):
+            continue  # What a silo has signed, word for word: of a flawed one only the signature counts.
         assert not isinstance(value, Message), f"{name} is a message of protobuf"
         if isinstance(value, float) and not math.isnan(value):
             assert abs(value) <= LARGEST, f"{name} = {value}"
