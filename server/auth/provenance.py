@@ -21,6 +21,7 @@ from roundtable.core.identity.signing import envelope, job_digest
 from roundtable.server.auth.access import Refusal
 from roundtable.server.store import Database, JobRow
 from roundtable.server.store.jobs import UnknownJob, find_job, history
+from roundtable.server.store.trust_rows import Party
 
 _PSEUDONYM_DIGITS = 16
 
@@ -36,7 +37,7 @@ class Provenance:
         self._version = version
         self._clock = clock
 
-    async def statement(self, wanted: str, who: str, round_number: int = 0) -> str:
+    async def statement(self, wanted: str, who: Party, round_number: int = 0) -> str:
         """The statement of the job that `who` means, after a round (0: the newest), as signed JSON."""
         if self._identity is None:
             raise Refusal(

@@ -39,6 +39,7 @@ from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.artifacts import is_readable
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import Limit, Total, budget_of, set_budget, totals
+from roundtable.server.store.trust_rows import Party
 
 log = logging.getLogger("roundtable.server.jobs.job_registry")
 
@@ -55,6 +56,7 @@ class Submission:
     config: str
     model: str
     submitter: str
+    submitter_role: str
     signature: bytes = b""
     certificate: bytes = b""
     time: float = 0.0
@@ -123,7 +125,7 @@ class JobRegistry:
                 lambda connection: store.job_of_request(connection, submission.request_id)
             )
             if stored is not None:
-                if stored.submitter != submission.submitter:
+                if not stored.is_of(submission.submitter_role, submission.submitter):
                     raise ConfigError(
                         f"request_id {submission.request_id!r} is taken by another operator's job"
                     )
@@ -131,7 +133,8 @@ class JobRegistry:
                     # It was stored, and the answer to that was lost: nobody drives it yet.
                     await self._take_up(stored)
                 return self._newest(stored)
-            admit(sum(runner.row.submitter == submission.submitter for runner in self._runners.values()))
+            whose_jobs = submission.submitter_role, submission.submitter
+            admit(sum(runner.row.is_of(*whose_jobs) for runner in self._runners.values()))
             job = await asyncio.to_thread(parse_job, submission.config)
             whose = self._services.populations.of(job)
             check_counted(job, await self._services.database.read(lambda c: budget_of(c, whose)))
@@ -163,7 +166,7 @@ class JobRegistry:
         """The job with this identifier; UnknownJob if there is none."""
         return self._newest(await self._services.database.read(lambda c: store.stored_job(c, job)))
 
-    async def find(self, wanted: str, who: str, *, own: bool = False) -> JobRow:
+    async def find(self, wanted: str, who: Party, *, own: bool = False) -> JobRow:
         """The job that a caller means by identifier, its beginning, or name; UnknownJob if not one."""
         read = self._services.database.read
         return self._newest(await read(lambda c: store.find_job(c, wanted, who, own=own)))
@@ -258,6 +261,7 @@ class JobRegistry:
             name=job.title[:100],
             request_id=submission.request_id,
             submitter=submission.submitter,
+            submitter_role=submission.submitter_role,
             config=job.to_json(),
             initial_model=submission.model,
             model=submission.model,

@@ -188,7 +188,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
     @override
     async def GetProvenance(self, request: pb.ProvenanceRequest, context: Context) -> pb.ProvenanceReply:
         job, round = door.job_of(request), door.round_of(request)
-        statement = await self._provenance.statement(job, caller(context), round)
+        statement = await self._provenance.statement(job, principal().party, round)
         return pb.ProvenanceReply(statement=statement)
 
     def _void(self, connection: Connection, who: Principal, party: store.Party, reason: str) -> None:

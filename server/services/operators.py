@@ -235,6 +235,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             asked.config,
             asked.model,
             who,
+            principal().role,
         )
         vouched = self._identity is not None and who.startswith(VOUCHED_FOR)
         if not asked.signature and not vouched:
@@ -270,7 +271,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     async def _find(self, wanted: str, *, own: bool = False) -> JobRow:
         try:
-            return await self._jobs.find(wanted, principal().name, own=own)
+            return await self._jobs.find(wanted, principal().party, own=own)
         except UnknownJob as error:
             raise Refusal(grpc.StatusCode.NOT_FOUND, str(error)) from error
 
@@ -280,7 +281,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             message = f"job {row.id} ({row.name}) is {row.status} already; nothing was changed"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
         who = principal()
-        if who.role == "data-scientist" and row.submitter != who.name:
-            message = f"job {row.id} is {row.submitter}'s; a data scientist changes jobs of their own only"
+        if who.role == "data-scientist" and not row.is_of(*who.party):
+            message = f"job {row.id} is another's ({row.submitter}); a data scientist changes their own only"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
         return self._job(await self._jobs.change(row, event))

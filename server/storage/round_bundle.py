@@ -62,7 +62,7 @@ def write_bundle(config: ServerConfig, wanted: str, folder: Path) -> Written:
     try:
         make_folders(folder, folder / ROUNDS)
         with database.snapshot() as connection:
-            row = find_job(connection, wanted, who="")
+            row = find_job(connection, wanted, ("", ""))
             records = [json.loads(record) for record in history(connection, row.id)]
             why_not = why_not_repeatable(job_from_json(row.config))
             _write_lines(folder / LOG, _log(connection, identity))

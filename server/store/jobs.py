@@ -17,6 +17,7 @@ from roundtable.server.store.audit import append_rounds
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.ledger import settle
 from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, UpdateRow, to_json
+from roundtable.server.store.trust_rows import Party
 
 FINAL = ("finished", "cancelled", "failed")
 HISTORY_PAGE = 100
@@ -163,7 +164,7 @@ def stored_job(connection: Connection, identifier: str) -> JobRow:
     return JobRow.of(row)
 
 
-def find_job(connection: Connection, wanted: str, who: str, *, own: bool = False) -> JobRow:
+def find_job(connection: Connection, wanted: str, who: Party, *, own: bool = False) -> JobRow:
     """Finds the one job that a caller means by an identifier, the beginning of one, or a name.
 
     An identifier is always that job's. Anybody may call a job anything, so a name is first looked for among
@@ -180,8 +181,10 @@ def find_job(connection: Connection, wanted: str, who: str, *, own: bool = False
     fitting = {row.id: JobRow.of(row) for row in connection.execute(begun)}
     if wanted in fitting:
         return fitting[wanted]
-    named = _named(connection, wanted, table.submitter == who)
-    others = [] if named else _named(connection, wanted, table.submitter != who)
+    role, name = who
+    mine = sa.and_(table.submitter == name, table.submitter_role.in_((role, "")))
+    named = _named(connection, wanted, mine)
+    others = [] if named else _named(connection, wanted, sa.not_(mine))
     fitting |= {row.id: row for row in (named if own else named or others)}
     if len(fitting) == 1:
         return next(iter(fitting.values()))
@@ -201,13 +204,16 @@ def _named(connection: Connection, name: str, whose: sa.ColumnElement[bool]) -> 
     """Jobs of this name that could be meant: of each submitter those not over, or else the newest."""
     table = tables.jobs.c
     called = sa.and_(table.name == name, whose)
-    newest = sa.select(sa.func.max(table.submitted)).where(called).group_by(table.submitter)
+    newest = (
+        sa.select(sa.func.max(table.submitted)).where(called).group_by(table.submitter, table.submitter_role)
+    )
     meant = sa.select(tables.jobs).where(
         called, sa.or_(table.status.not_in(FINAL), table.submitted.in_(newest))
     )
     rows = [JobRow.of(row) for row in connection.execute(meant.order_by(table.submitted.desc(), table.id))]
-    busy = {row.submitter for row in rows if row.status not in FINAL}
-    return [row for row in rows if row.status not in FINAL or row.submitter not in busy]
+    busy = {(row.submitter_role, row.submitter) for row in rows if row.status not in FINAL}
+    over = [row for row in rows if (row.submitter_role, row.submitter) not in busy]
+    return [row for row in rows if row.status not in FINAL] + over
 
 
 def _listed(rows: Iterable[JobRow]) -> str:

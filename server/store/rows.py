@@ -32,6 +32,11 @@ class JobRow:
     writer: str
     submitted: float
     updated: float
+    submitter_role: str = ""
+
+    def is_of(self, role: str, name: str) -> bool:
+        """Whether this party submitted the job; jobs of before roles were noted go by the name alone."""
+        return self.submitter == name and self.submitter_role in (role, "")
 
     @classmethod
     def of(cls, row: Row[Any]) -> JobRow:

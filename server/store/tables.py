@@ -77,6 +77,8 @@ jobs = Table(
     Column("name", NAME, nullable=False, index=True),
     Column("request_id", String(200), nullable=False, unique=True),
     Column("submitter", NAME, nullable=False),
+    # Empty for jobs of before roles were noted.
+    Column("submitter_role", String(20), nullable=False, server_default=""),
     Column("config", Text, nullable=False),
     Column("initial_model", DIGEST, nullable=False),
     Column("model", DIGEST, nullable=False),

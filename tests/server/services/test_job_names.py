@@ -120,3 +120,20 @@ async def test_a_beginning_that_two_jobs_share(coordinator: Coordinator, calls: 
     assert job in said
     assert known[job[0]] in said
     assert "no job is named" in await problem(olga.stub.CancelJob(operator_pb2.JobRequest(job="")))
+
+
+async def test_another_role_of_the_same_name_is_another_party(
+    coordinator: Coordinator, calls: dict[str, Operator], people: Path
+) -> None:
+    bob = calls["bob"]
+    issue(people / "ca", "bob", "admin", people / "the other bob")
+    async with Operator(coordinator.port, people / "the other bob") as admin:
+        job = await submit(admin, "trial", "r1")
+        assert "another's is changed by its identifier alone" in await problem(changes(bob, "trial")[0])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bob.stub.CancelJob(operator_pb2.JobRequest(job=job))
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(grpc.aio.AioRpcError, match="taken by another operator's job"):
+            await submit(bob, "trial", "r1")
+        mine = await submit(bob, "trial", "r2")
+        assert (await seen(bob, "trial"), await seen(admin, "trial")) == (mine, job)

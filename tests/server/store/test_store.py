@@ -109,6 +109,9 @@ async def write(database: Database, work: Callable[..., Any], *values: Any) -> A
     return await database.write(lambda connection: work(connection, *values))
 
 
+OLGA = ("operator", "olga")
+
+
 async def with_job(database: Database, **changes: Any) -> JobRow:
     row = job_row(**changes)
     first = EventRow(1, 1.0, "job_submitted", "here")
@@ -200,7 +203,7 @@ async def test_jobs_are_found(opened: Database) -> None:
     await with_job(opened, name="ab", id="ab" * 6, request_id="2", submitted=2.0)
 
     async def find(wanted: str) -> str:
-        return (await opened.read(lambda connection: store.find_job(connection, wanted, "olga"))).id
+        return (await opened.read(lambda connection: store.find_job(connection, wanted, OLGA))).id
 
     assert await find("aa") == "a" * 12
     with pytest.raises(store.UnknownJob, match="several"):
