@@ -32,6 +32,7 @@ from roundtable.client.training.optimizer_state import restore_state, state_tens
 from roundtable.client.training.private_training import add_own_noise, fit_privately, only_parameters
 from roundtable.client.training.silo_account import Protection
 from roundtable.client.training.training_loop import TrainingLoop, watched
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
@@ -81,8 +82,7 @@ def train(
         if isinstance(task, ArrayTask):
             update = _train_arrays(in_context(task, context), model, data, work, execution, seed)
         else:
-            mine = in_context(task, context)
-            update = _train_module(mine, module_of(model), data, work, execution)
+            update = _train_module(task, module_of(model), data, work, execution, context)
     return _protected(update, work.job, execution.protection)
 
 
@@ -98,9 +98,10 @@ def _check_divisible(task: AnyTask, by_example: bool, execution: Execution) -> N
 
 
 def _train_module(
-    task: Task, module: nn.Module, data: Any, work: LocalWork, execution: Execution
+    task: Task, module: nn.Module, data: Any, work: LocalWork, execution: Execution, context: Context
 ) -> LocalUpdate:
-    job, layout, device = work.job, work.layout.model, torch.device(execution.device)
+    task, device = in_context(task, context), context.device
+    job, layout = work.job, work.layout.model
     by_example = isinstance(job.privacy, ExampleLevel)
     module = module.to(device)
     vector = work.vector[: layout.size]
@@ -109,7 +110,7 @@ def _train_module(
         parameters = [p for p in module.parameters() if p.requires_grad]
         measure = partial(_measure, task, module, data, layout, job.algorithm.batch_size, device)
         trained = trained_slices(module, layout)
-        rules = AlgorithmRound(work, work.context(count_examples(data), device), trained, measure)
+        rules = AlgorithmRound(work, context, trained, measure)
         correct = make_correction(rules.step, parameters, rules.constants(module, parameters))
         loop = TrainingLoop(task, module, parameters, work, rules, execution)
         keep = job.algorithm.optimizer_state == "keep"
