@@ -48,7 +48,7 @@ class ReadyTrainer:
     """Answers at once with an update that was written beforehand."""
 
     def __init__(self, folder: Path, elements: int) -> None:
-        self._ready = folder / "ready"
+        self._ready = folder / f"ready-{elements}"
         delta = torch.full((elements,), 1e-3)
         self._digest, self._size = write_update(self._ready, delta, "float32")
 
@@ -90,8 +90,9 @@ def coordinator(folder: Path) -> Iterator[tuple[int, int]]:
 
 def run_agent(folder: Path, port: int, name: str, elements: int) -> None:
     """An agent's process."""
-    state = folder / f"state-{name}-{elements}"
-    state.mkdir()
+    # One installation has one state folder, whatever it trains.
+    state = folder / f"state-{name}"
+    state.mkdir(exist_ok=True)
     config = AgentConfig(f"localhost:{port}", folder / name, state, {"ready": "ready.py:Ready"})
     asyncio.run(Agent(config, ReadyTrainer(state, elements)).run())
 
