@@ -282,6 +282,6 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
         who = principal()
         if who.role == "data-scientist" and not row.is_of(*who.party):
-            message = f"job {row.id} is another's ({row.submitter}); a data scientist changes their own only"
+            message = f"job {row.id} is not yours; a data scientist changes jobs of their own only"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
         return self._job(await self._jobs.change(row, event))
