@@ -46,8 +46,8 @@ LEVELS = {
     "dp_ftrl": FIGURES + 'level = "dp_ftrl"\nseparation = 1',
     "client_local": FIGURES + 'level = "client_local"',
 }
-EXAMPLES, LOSS, WORDS = 48611, 7.654321, "KeyError in patients.py, line 7"
-"""What a silo might tell of its data."""
+EXAMPLES, LOSS, WORDS = 486_115_293_771, 7.6543210987, "KeyError in patients.py, line 7"
+"""What a silo might tell of its data, in digits that no time, digest or signature holds by chance."""
 
 
 async def take_part(agent: ScriptedAgent, change: torch.Tensor, fails: bool) -> None:
