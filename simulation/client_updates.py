@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix
 from roundtable.aggregation.weighting import capped
-from roundtable.client.training.metrics import Metrics, summable
+from roundtable.client.training.metrics import Metrics, left_out_or_cut, summable
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import PrivacyError, TaskError
 from roundtable.engine import Mean, Received, Rows
@@ -38,6 +39,7 @@ class ClientUpdates:
         self._dense = get_encoding(world.job.transfer.encoding).dense_dtype
         self._secure = SecureAggregation.of(world.job, world.layout.size)
         self._before: dict[str, Metrics] = {}
+        self._warned: set[str] = set()
         self._rows: Tensor | None = None
         self._capacity = 0
 
@@ -130,10 +132,18 @@ class ClientUpdates:
                 if isinstance(answer, Failed):
                     failed[answer.client] = answer
                 else:
-                    self._before[answer.client] = summable(dict(answer.metrics), bounds)
+                    metrics = dict(answer.metrics)
+                    self._before[answer.client] = summable(metrics, bounds)
+                    self._warn(answer.client, left_out_or_cut(metrics, bounds))
             except TaskError as error:
                 failed[answer.client] = Failed(answer.client, "task_error", str(error))
         return failed
+
+    def _warn(self, client: str, told: dict[str, str]) -> None:
+        """Says it of a metric's first client: the sum shows nothing of what it does not hold."""
+        for name in told.keys() - self._warned:
+            warnings.warn(f"{client}: {told[name]} (said once for this metric)", stacklevel=2)
+        self._warned |= told.keys()
 
     def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
         """The clients whose own accounts do not hold a round; the others have paid for it."""

@@ -33,7 +33,7 @@ from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
-from roundtable.client.training.metrics import Metrics, loss_of, summable
+from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
 from roundtable.core.errors import ResourceError
 from roundtable.core.failpoints import failpoint
 
@@ -138,15 +138,9 @@ class StepWorker:
         step, report = work.step, partial(self._report, work.step, "evaluating")
         report(0, 0)
         metrics = await self._trainer.evaluate(work, partial(report, quiet=True))
-        found = summable(metrics, bounds)
-        for name in sorted(bounds.keys() - found.keys()):
-            why = "is over no example, or not finite" if metrics else "is missing, for want of test data"
-            _log.warning("%s: %s %s: left out of the sum", step, name, why)
-        for name, (total, count) in found.items():
-            if abs(total / count) > bounds[name]:
-                words = "%s: %s is %.4g, and counts for no more than evaluation.bounds says: %g"
-                _log.warning(words, step, name, total / count, bounds[name])
-        return self._gate.summed(found)
+        for words in left_out_or_cut(metrics, bounds).values():
+            _log.warning("%s: %s", step, words)
+        return self._gate.summed(summable(metrics, bounds))
 
     def advertise(self, step: StepKey) -> None:
         """Sends this silo's first message of a secure aggregation, again if it may have been lost."""

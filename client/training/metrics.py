@@ -50,6 +50,23 @@ def summable(metrics: Metrics, bounds: Mapping[str, float]) -> Metrics:
     }
 
 
+def left_out_or_cut(metrics: Metrics, bounds: Mapping[str, float]) -> dict[str, str]:
+    """What a secure sum does not hold as it was measured, by the metric's name, in words."""
+    summed, told = summable(metrics, bounds), {}
+    for name in sorted(bounds):
+        if name not in summed:
+            why = "is over no example, or not finite" if metrics else "is missing, for want of test data"
+            told[name] = f"{name} {why}: left out of the sum"
+            continue
+        total, count = summed[name]
+        if abs(total / count) > bounds[name]:
+            told[name] = (
+                f"{name} is {total / count:.4g}, and counts for no more than evaluation.bounds says: "
+                f"{bounds[name]:g}"
+            )
+    return told
+
+
 def loss_of(metrics: Mapping[str, tuple[float, int]]) -> str:
     """The mean loss behind a comma, for log lines; empty if there is none."""
     total, count = metrics.get("loss", (math.nan, 0))

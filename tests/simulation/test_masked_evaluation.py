@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from roundtable.client.training.metrics import left_out_or_cut, summable
 from roundtable.simulation.reporting.plots import curves
 
 SUMMED = {
@@ -73,3 +74,19 @@ def test_a_client_that_cannot_measure_drops_out(run):
     unknown = run(**{**SUMMED, "evaluation__bounds": {"recall": 1.0}, "cohort__retries": 0})
     assert unknown.status == "paused"
     assert "evaluation.bounds names recall, and the task measures accuracy, loss" in unknown.reason
+
+
+def test_what_the_sum_does_not_hold_as_measured_is_said_once(run):
+    with pytest.warns(UserWarning, match="evaluation.bounds") as told:
+        cut = run(**{**SUMMED, "evaluation__bounds": {"loss": 0.01}})
+    assert len([each for each in told if "counts for no more than" in str(each.message)]) == 1
+    total, count = before(cut)[0]["loss"]
+    assert total / count == pytest.approx(0.01, rel=1e-2)
+
+
+def test_a_metric_that_is_not_finite_is_left_out_in_words():
+    measured = {"accuracy": (float("nan"), 4), "loss": (1.0, 4)}
+    bounds = {"accuracy": 1.0, "loss": 20.0}
+    assert summable(measured, bounds) == {"loss": (1.0, 4)}
+    (words,) = left_out_or_cut(measured, bounds).values()
+    assert words.startswith("accuracy is over no example, or not finite")
