@@ -36,7 +36,9 @@ def test_trajectories_match_the_reference(reference_dir: Path) -> None:
         optimizer = make_optimizer(NAMES[case["kind"]], options)
         model = torch.tensor(case["x0"], dtype=torch.float64)
         state = optimizer.init(len(model))
-        state = OptimizerState({name: vector.double() for name, vector in state.vectors.items()})
+        state = OptimizerState(
+            {name: vector.double() for name, vector in state.vectors.items()}, dict(state.scalars)
+        )
         for step, delta in enumerate(case["deltas"]):
             state, model = optimizer.apply(state, model, torch.tensor(delta, dtype=torch.float64), step)
             expected = torch.tensor(case["expected_trajectory"][step], dtype=torch.float64)
