@@ -64,7 +64,8 @@ async def test_honest_noise_bears_out_what_is_stated_and_a_part_of_it_does_not(
     assert refuted(honest) == []
     assert not honest.refuted
     assert refuted(weak) == ["noise multiplier"]
-    assert weak.findings[0].seen == pytest.approx(share * honest.findings[0].seen, rel=0.04)
+    # Two estimates from 4096 draws each: their ratio deviates by 1.6 %.
+    assert weak.findings[0].seen == pytest.approx(share * honest.findings[0].seen, rel=0.1)
     if level != "example":
         # Few draws leave the sampling rate open, and with it the bound on epsilon.
         assert 0.85 * honest.stated < honest.bound < honest.stated < weak.bound
