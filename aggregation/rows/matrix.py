@@ -130,17 +130,10 @@ class TensorMatrix:
         return SelectedRows(self, indices)
 
 
-class SelectedRows:
-    """Some rows of another matrix, in a given order."""
+class DerivedRows:
+    """Rows made of those of another matrix, `base`: as long, of the same type, in the same place."""
 
-    def __init__(self, base: UpdateMatrix, indices: Sequence[int]) -> None:
-        self.base = base
-        self.indices = tuple(int(index) for index in indices)
-        self._index = torch.tensor(self.indices, dtype=torch.int64, device=base.device)
-
-    @property
-    def rows(self) -> int:
-        return len(self.indices)
+    base: UpdateMatrix
 
     @property
     def columns(self) -> int:
@@ -153,6 +146,19 @@ class SelectedRows:
     @property
     def device(self) -> torch.device:
         return self.base.device
+
+
+class SelectedRows(DerivedRows):
+    """Some rows of another matrix, in a given order."""
+
+    def __init__(self, base: UpdateMatrix, indices: Sequence[int]) -> None:
+        self.base = base
+        self.indices = tuple(int(index) for index in indices)
+        self._index = torch.tensor(self.indices, dtype=torch.int64, device=base.device)
+
+    @property
+    def rows(self) -> int:
+        return len(self.indices)
 
     def block(self, start: int, stop: int) -> torch.Tensor:
         return self.base.block(start, stop).index_select(0, self._index)
@@ -182,7 +188,7 @@ def _piece_bytes(device: torch.device, budget_bytes: int) -> int:
     return budget_bytes if accelerated(device) else min(budget_bytes, MIX_BYTES)
 
 
-class MixedRows:
+class MixedRows(DerivedRows):
     """Linear combinations of the rows of another matrix, computed a block at a time.
 
     Row i is Σ_j `mixing[i, j]` · row j of `base`; mixing is [m, n] in float64. Norm clipping, ARC,
@@ -194,24 +200,12 @@ class MixedRows:
         self.mixing: np.ndarray = np.ascontiguousarray(mixing, dtype=np.float64)
         if isinstance(base, MixedRows):
             self.mixing = self.mixing @ base.mixing
-        self.base: UpdateMatrix = base.base if isinstance(base, MixedRows) else base
+        self.base = base.base if isinstance(base, MixedRows) else base
         self._factors = torch.from_numpy(self.mixing).to(base.device)
 
     @property
     def rows(self) -> int:
         return len(self.mixing)
-
-    @property
-    def columns(self) -> int:
-        return self.base.columns
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.base.device
 
     def block(self, start: int, stop: int) -> torch.Tensor:
         return self._mix(self.base.block(start, stop))

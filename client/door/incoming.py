@@ -7,29 +7,20 @@ numbers are finite and within bounds, and texts can be logged.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from roundtable.client.step_key import StepKey
+from roundtable.core import bounds
 from roundtable.core.errors import ProtocolError
 from roundtable.core.foreign_text import printable
 from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
 
-# Parts of a key become names of files: nothing that could lead out of a folder or be a pattern.
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_MOST_ROUNDS = 1 << 31
-_MOST_BYTES = 1 << 50
 _MOST_SECONDS = 10 * 366 * 86400.0
-_LATEST = 1e11
 _BEAT_SECONDS = (0.05, 3600.0)
 _NAME_CHARACTERS = 500
 _CONFIG_CHARACTERS = 1 << 20
-_CERTIFICATE_BYTES = 1 << 16
-_SIGNATURE_BYTES = 1 << 10
 _NONCE_BYTES = 64
 _MOST_IDENTITIES = 100_000
 _SHOWN_STEP = 128
@@ -42,7 +33,6 @@ STATUSES: dict[agent_pb2.UploadReceipt.Status.ValueType, Status] = {
     agent_pb2.UploadReceipt.STALE: "stale",
     agent_pb2.UploadReceipt.REJECTED: "rejected",
 }
-_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -192,12 +182,12 @@ def receipt_of(message: agent_pb2.UploadReceipt) -> Receipt:
     status = STATUSES.get(message.status)
     if status is None:
         raise ProtocolError(f"the coordinator's receipt has the unknown status {message.status}")
-    sealed_hash = message.sealed_hash and _digest(message.sealed_hash, "a receipt's audit entry")
+    sealed_hash = message.sealed_hash and bounds.digest(message.sealed_hash, "a receipt's audit entry")
     return Receipt(
         status,
         printable(message.reason),
-        _time(message.time, "a receipt's time"),
-        _bounded(message.signature, _SIGNATURE_BYTES, "a receipt's signature"),
+        bounds.within(message.time, 0.0, bounds.LATEST, "a receipt's time"),
+        bounds.bounded(message.signature, bounds.SIGNATURE_BYTES, "a receipt's signature"),
         message.sealed,
         sealed_hash,
     )
@@ -207,24 +197,24 @@ def upload_state_of(message: agent_pb2.UploadState, size: int) -> UploadState:
     """Decodes how much of an upload of `size` bytes has arrived; ProtocolError for more than that."""
     if not message.wanted:
         return UploadState(0, receipt_of(message.receipt))
-    return UploadState(_within(message.offset, 0, size, "the offset of an upload"), None)
+    return UploadState(bounds.within(message.offset, 0, size, "the offset of an upload"), None)
 
 
 def step_of(step: common_pb2.Step) -> StepKey:
     """Decodes a step's key; ProtocolError for words that are no identifiers and rounds below 1."""
-    job, phase = _word(step.job, "a job"), _word(step.phase, "a phase")
-    round = _within(step.round, 1, _MOST_ROUNDS, "a round")
-    return StepKey(job, round, _within(step.attempt, 1, _MOST_ROUNDS, "an attempt"), phase)
+    job, phase = bounds.word(step.job, "a job"), bounds.word(step.phase, "a phase")
+    round = bounds.within(step.round, 1, bounds.MOST_ROUNDS, "a round")
+    return StepKey(job, round, bounds.within(step.attempt, 1, bounds.MOST_ROUNDS, "an attempt"), phase)
 
 
 def _welcome(message: agent_pb2.ToAgent) -> Welcome:
     welcome = message.welcome
     return Welcome(
-        _word(welcome.coordinator, "the coordinator's database"),
-        _within(welcome.heartbeat_seconds, *_BEAT_SECONDS, "the seconds between heartbeats"),
-        _time(welcome.clock, "the coordinator's clock"),
-        _bounded(welcome.identity, _CERTIFICATE_BYTES, "the coordinator's certificate"),
-        _bounded(welcome.revocations, MAX_MESSAGE_BYTES, "the revocation list"),
+        bounds.word(welcome.coordinator, "the coordinator's database"),
+        bounds.within(welcome.heartbeat_seconds, *_BEAT_SECONDS, "the seconds between heartbeats"),
+        bounds.within(welcome.clock, 0.0, bounds.LATEST, "the coordinator's clock"),
+        bounds.bounded(welcome.identity, bounds.CERTIFICATE_BYTES, "the coordinator's certificate"),
+        bounds.bounded(welcome.revocations, MAX_MESSAGE_BYTES, "the revocation list"),
     )
 
 
@@ -235,20 +225,25 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
     match asked.WhichOneof("work"):
         case "train":
             identities = tuple(asked.train.identities)
-            _within(len(identities), 0, _MOST_IDENTITIES, "the number of peers")
+            bounds.within(len(identities), 0, _MOST_IDENTITIES, "the number of peers")
             for each in identities:
-                _bounded(each, _CERTIFICATE_BYTES, "a peer's certificate")
-            work = ModelWork("train", _artifact(asked.train.model), _layout(asked.train.layout), identities)
+                bounds.bounded(each, bounds.CERTIFICATE_BYTES, "a peer's certificate")
+            work = ModelWork(
+                "train",
+                _artifact(asked.train.model),
+                _layout(asked.train.layout),
+                identities,
+            )
         case "evaluate":
             work = ModelWork("evaluate", _artifact(asked.evaluate.model), _layout(asked.evaluate.layout))
         case "exchange":
-            work = ExchangeWork(_bounded(asked.exchange.payload, MAX_MESSAGE_BYTES, "an exchange"))
+            work = ExchangeWork(bounds.bounded(asked.exchange.payload, MAX_MESSAGE_BYTES, "an exchange"))
         case _:
             raise ProtocolError("the coordinator's instruction asks for no work that this agent knows")
     return StepInstruction(
         step,
-        _within(asked.deadline_seconds, 0.0, _MOST_SECONDS, "the seconds until a deadline"),
-        _text(asked.job_config, _CONFIG_CHARACTERS, "a job's configuration"),
+        bounds.within(asked.deadline_seconds, 0.0, _MOST_SECONDS, "the seconds until a deadline"),
+        bounds.text(asked.job_config, _CONFIG_CHARACTERS, "a job's configuration"),
         work,
         _submission(asked.submission),
     )
@@ -257,32 +252,32 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
 def _submission(message: common_pb2.Submission) -> SubmissionProof:
     model = message.initial_model
     return SubmissionProof(
-        _text(message.submitter, _NAME_CHARACTERS, "a submitter's name"),
-        _text(message.request_id, _NAME_CHARACTERS, "a request's identifier"),
-        _bounded(message.signature, _SIGNATURE_BYTES, "a submitter's signature"),
-        _bounded(message.certificate, _CERTIFICATE_BYTES, "a submitter's certificate"),
-        model and _digest(model, "a job's initial model"),
-        _time(message.time, "the time of a signature"),
-        _text(message.coordinator, _NAME_CHARACTERS, "a coordinator's name"),
+        bounds.text(message.submitter, _NAME_CHARACTERS, "a submitter's name"),
+        bounds.text(message.request_id, _NAME_CHARACTERS, "a request's identifier"),
+        bounds.bounded(message.signature, bounds.SIGNATURE_BYTES, "a submitter's signature"),
+        bounds.bounded(message.certificate, bounds.CERTIFICATE_BYTES, "a submitter's certificate"),
+        model and bounds.digest(model, "a job's initial model"),
+        bounds.within(message.time, 0.0, bounds.LATEST, "the time of a signature"),
+        bounds.text(message.coordinator, _NAME_CHARACTERS, "a coordinator's name"),
     )
 
 
 def _withdrawal(message: agent_pb2.ToAgent) -> Withdrawal:
     step, reason = message.withdraw.step, printable(message.withdraw.reason)
     if step.round == 0:
-        return Withdrawal(_word(step.job, "a job"), None, reason)
+        return Withdrawal(bounds.word(step.job, "a job"), None, reason)
     return Withdrawal(step.job, step_of(step), reason)
 
 
 _DECODERS: dict[str, Callable[[agent_pb2.ToAgent], Message]] = {
     "welcome": _welcome,
-    "challenge": lambda message: Challenge(_bounded(message.challenge, _NONCE_BYTES, "a challenge")),
+    "challenge": lambda message: Challenge(bounds.bounded(message.challenge, _NONCE_BYTES, "a challenge")),
     "instruction": _instruction,
     "withdraw": _withdrawal,
     "refused": lambda message: Dismissal(printable(message.refused.reason)),
     "heartbeat": lambda message: Alive(),
     "revocations": lambda message: RevocationNews(
-        _bounded(message.revocations, MAX_MESSAGE_BYTES, "the revocation list")
+        bounds.bounded(message.revocations, MAX_MESSAGE_BYTES, "the revocation list")
     ),
 }
 
@@ -292,49 +287,10 @@ def _as_named(step: common_pb2.Step) -> StepKey:
     return StepKey(step.job[:_SHOWN_STEP], step.round, step.attempt, step.phase[:_SHOWN_STEP])
 
 
-def _word(word: str, what: str) -> str:
-    if not _WORD.fullmatch(word):
-        raise ProtocolError(f"the coordinator named {what} {word[:200]!r}, which is no valid identifier")
-    return word
-
-
-def _digest(text: str, what: str) -> str:
-    if not _DIGEST.fullmatch(text):
-        raise ProtocolError(f"the coordinator named {what} {text[:80]!r}, which is no BLAKE3 digest")
-    return text
-
-
-def _layout(text: str) -> str:
-    return _digest(text, "a layout")
-
-
 def _artifact(message: common_pb2.Artifact) -> ArtifactName:
-    size = _within(message.size, 0, _MOST_BYTES, "the bytes of a model")
-    return ArtifactName(_digest(message.digest, "a model"), size)
+    size = bounds.within(message.size, 0, bounds.MOST_BYTES, "the bytes of a model")
+    return ArtifactName(bounds.digest(message.digest, "a model"), size)
 
 
-def _within(value: _Number, least: _Number, most: _Number, what: str) -> _Number:
-    # NaN is within nothing.
-    if not least <= value <= most:
-        raise ProtocolError(
-            f"the coordinator says {value!r} for {what}; between {least:g} and {most:g} can be"
-        )
-    return value
-
-
-def _time(value: float, what: str) -> float:
-    if not math.isfinite(value):
-        raise ProtocolError(f"the coordinator says {value!r} for {what}")
-    return _within(value, 0.0, _LATEST, what)
-
-
-def _bounded(data: bytes, most: int, what: str) -> bytes:
-    if len(data) > most:
-        raise ProtocolError(f"the coordinator sent {what} of {len(data)} bytes; {most} at most can be")
-    return data
-
-
-def _text(text: str, most: int, what: str) -> str:
-    if len(text) > most:
-        raise ProtocolError(f"the coordinator sent {what} of {len(text)} characters; {most} at most can be")
-    return text
+def _layout(digest: str) -> str:
+    return bounds.digest(digest, "a layout")

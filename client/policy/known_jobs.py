@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import getpass
 import json
-import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.durable_files import replace_synced
+from roundtable.core.bounds import is_word
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError
 
 _ASKED = 200
-_IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,8 @@ class KnownJobs:
 
 def _place(folder: Path, job: str) -> Path:
     """The file of a job whose identifier the coordinator has sent."""
-    if not _IDENTIFIER.fullmatch(job):
-        raise IdentityError(f"{job[:80]!r} names no job: letters, digits, '_' and '-' do")
+    if not is_word(job):
+        raise IdentityError(f"{job[:80]!r} names no job: letters, digits and the signs _.:- do")
     return folder / f"{job}.json"
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from roundtable.core.bounds import DIGEST
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
@@ -22,7 +23,7 @@ class TaskTable(Table):
     use: str = Field(description="file.py:Class, module:Class or an entry point")
     blake3: str | None = Field(
         None,
-        pattern=r"^[0-9a-f]{64}$",
+        pattern=rf"^{DIGEST}$",
         description="hash of the code that was read and allowed (`roundtable client hash`); no other runs",
     )
     data: dict[str, Any] | None = Field(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from roundtable.aggregation import UpdateMatrix
-from roundtable.aggregation.rows.matrix import BLOCK_BYTES, Block
+from roundtable.aggregation.rows.matrix import BLOCK_BYTES, Block, DerivedRows
 from roundtable.engine.combining.received import Rows
 
 
@@ -24,7 +24,7 @@ def discounted(rows: Rows, round: int, exponent: float) -> Rows:
     return Rows(ScaledRows(rows.matrix, factors), rows.updates)
 
 
-class ScaledRows:
+class ScaledRows(DerivedRows):
     """Rows of another matrix, each with a factor of its own: no row touches another, not even a NaN."""
 
     def __init__(self, base: UpdateMatrix, factors: Sequence[float]) -> None:
@@ -35,18 +35,6 @@ class ScaledRows:
     @property
     def rows(self) -> int:
         return self.base.rows
-
-    @property
-    def columns(self) -> int:
-        return self.base.columns
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.base.device
 
     def block(self, start: int, stop: int) -> torch.Tensor:
         return self.base.block(start, stop) * self._column

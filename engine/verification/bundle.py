@@ -16,11 +16,12 @@ from typing import Annotated, Any, TypeVar
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from roundtable.core.bounds import DIGEST
 from roundtable.core.errors import AuditError
 
 LOG, JOB, ROUNDS, OBJECTS = "log.jsonl", "job.json", "rounds", "objects"
 _MOST_BYTES = 1 << 26
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Digest = Annotated[str, Field(pattern=rf"^{DIGEST}$")]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Number = Annotated[int, Field(ge=1, le=1 << 31)]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roundtable.core.bounds import is_digest
 from roundtable.core.errors import AuditError
 from roundtable.core.evidence.audit_log import AuditEntry, Log
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,6 @@ def _round(entry: AuditEntry, base: str, state: str) -> CommittedRound:
 
 
 def _digest(value: Any) -> str:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+    if not isinstance(value, str) or not is_digest(value):
         raise ValueError(f"{str(value)[:80]!r} is no BLAKE3 digest")
     return value

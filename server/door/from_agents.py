@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+from roundtable.core import bounds
 from roundtable.core.errors import FAILURE_KINDS, ProtocolError
 from roundtable.core.foreign_text import printable
 from roundtable.engine import messages as m
 from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
 from roundtable.proto.receipts import update_values
-from roundtable.server.door import bounds
 from roundtable.server.door.agent_messages import (
     AgentMessage,
     Beat,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roundtable.core import bounds
 from roundtable.core.foreign_text import printable
 from roundtable.core.identity.credentials import check_name
 from roundtable.core.identity.invitation import Secret
 from roundtable.privacy import Budget
 from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import common_pb2, operator_pb2
-from roundtable.server.door import bounds
 from roundtable.server.door.agent_messages import KeyRequests
 from roundtable.server.door.from_agents import requests_of
 

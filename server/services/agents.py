@@ -12,6 +12,7 @@ from contextlib import suppress
 import grpc
 from typing_extensions import override
 
+from roundtable.core.bounds import is_digest
 from roundtable.core.errors import IdentityError, SiteFailure
 from roundtable.core.identity.credentials import verify_identity
 from roundtable.core.identity.signing import sign
@@ -25,7 +26,6 @@ from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.door import agent_messages as said
 from roundtable.server.door import from_agents as door
 from roundtable.server.door import to_agents
-from roundtable.server.door.bounds import is_digest
 from roundtable.server.door.from_operators import download_of
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices

@@ -13,6 +13,7 @@ import grpc
 import sqlalchemy as sa
 from typing_extensions import override
 
+from roundtable.core.bounds import is_digest
 from roundtable.core.errors import StorageError
 from roundtable.core.identity.credentials import SiloIdentity, identity_of
 from roundtable.core.identity.signing import VOUCHED_FOR, check_submission, job_identifier, job_values, vouch
@@ -22,7 +23,6 @@ from roundtable.server.auth.access import Context, Refusal, caller, principal
 from roundtable.server.auth.quotas import Quotas
 from roundtable.server.door import from_operators as door
 from roundtable.server.door import to_operators
-from roundtable.server.door.bounds import is_digest
 from roundtable.server.jobs import privacy_report as reports
 from roundtable.server.jobs.job_driver import stored_plan
 from roundtable.server.jobs.job_registry import JobRegistry, Submission

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ from threading import Lock
 
 from blake3 import blake3
 
+from roundtable.core.bounds import is_digest
 from roundtable.core.errors import ResourceError, StorageError
 from roundtable.core.failpoints import failpoint
 from roundtable.server.storage.blobs import BlobWriter, os_error, sync_folder
@@ -32,7 +32,6 @@ from roundtable.server.storage.bucket import Bucket
 
 log = logging.getLogger("roundtable.server.storage.artifact_store")
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
 READ_BYTES = 4 << 20
 
 
@@ -174,7 +173,7 @@ class ArtifactStore:
         """Every blob, here or in the bucket. Unreachable if that is away."""
         in_bucket = [] if self.bucket is None else self.bucket.digests()
         here = (path.name for path in self._objects.glob("*/*"))
-        return sorted(name for name in {*here, *in_bucket} if DIGEST.fullmatch(name))
+        return sorted(name for name in {*here, *in_bucket} if is_digest(name))
 
     def unpin(self, digests: Iterable[str]) -> None:
         """Lets these be deleted again: the database mentions them now, or nobody will."""
@@ -191,7 +190,7 @@ class ArtifactStore:
         return shutil.disk_usage(self.folder).total
 
     def _place(self, digest: str) -> Path:
-        if not DIGEST.fullmatch(digest):
+        if not is_digest(digest):
             raise StorageError(f"{digest[:80]!r} is no BLAKE3 digest: 64 hexadecimal digits are one")
         return self._objects / digest[:2] / digest
 
@@ -326,6 +325,6 @@ def _compare(folder: Path, found: str, identity: str) -> None:
 
 
 def _partial_name(owner: str, digest: str) -> str:
-    if not DIGEST.fullmatch(digest) or "/" in owner or owner.startswith("own."):
+    if not is_digest(digest) or "/" in owner or owner.startswith("own."):
         raise StorageError(f"{owner!r} with {digest[:80]!r} cannot name an upload")
     return f"{owner}.{digest}"

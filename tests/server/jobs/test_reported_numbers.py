@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from scripted_agent import ScriptedAgent, header_for
 from service import Operator
 
+from roundtable.core.bounds import MOST_COUNT
 from roundtable.core.errors import ProtocolError
 from roundtable.engine import add_up
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import Coordinator
-from roundtable.server.door.bounds import MOST_COUNT
 from roundtable.server.door.from_agents import metrics_of
 
 ONE = torch.ones(4)

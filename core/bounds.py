@@ -13,19 +13,25 @@ MOST_BYTES = 1 << 50
 MOST_COUNT = 1 << 53
 LATEST = 1e11
 """Unix time, in seconds."""
+DIGEST = r"[0-9a-f]{64}"
+"""BLAKE3, as a regular expression."""
 CERTIFICATE_BYTES = 1 << 16
 SIGNATURE_BYTES = 1 << 10
 # Such words become parts of names of files.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _Number = TypeVar("_Number", int, float)
 
 
 def word(text: str, what: str) -> str:
     """An identifier: up to 128 letters, digits and "_.:-", beginning with a letter or digit."""
-    if not _WORD.fullmatch(text):
+    if not is_word(text):
         raise ProtocolError(f"{what} {printable(text, 80)!r} is no valid identifier")
     return text
+
+
+def is_word(text: str) -> bool:
+    """Whether the text is an identifier."""
+    return _WORD.fullmatch(text) is not None
 
 
 def digest(text: str, what: str) -> str:
@@ -37,7 +43,7 @@ def digest(text: str, what: str) -> str:
 
 def is_digest(text: str) -> bool:
     """Whether the text is 64 hexadecimal digits."""
-    return _DIGEST.fullmatch(text) is not None
+    return re.fullmatch(DIGEST, text) is not None
 
 
 def within(value: _Number, least: _Number, most: _Number, what: str) -> _Number:
