@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,7 +24,9 @@ class Anatomy:
     """A model's parts.
 
     `blocks` are the names of its repeated parts in order, `units` those and its other top-level parts in the
-    order of definition: where a pipeline may be cut. `tied` lists names that share a parameter.
+    order of definition: where a pipeline may be cut. `tied` lists names that share a parameter, `alone` the
+    blocks that share none with what is outside of them, `loose` the parameters and saved buffers that lie in
+    no unit, but on the model itself.
     """
 
     weights: tuple[Weight, ...]
@@ -31,6 +34,8 @@ class Anatomy:
     blocks: tuple[str, ...]
     units: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
+    alone: tuple[str, ...]
+    loose: tuple[str, ...]
 
     @property
     def elements(self) -> int:
@@ -76,7 +81,19 @@ def dissect(model: nn.Module) -> Anatomy:
         blocks=blocks,
         units=_units(model, blocks),
         tied=tuple(tied),
+        alone=standing_alone(model, blocks),
+        loose=tuple(name for name in model.state_dict(keep_vars=True) if "." not in name),
     )
+
+
+def standing_alone(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
+    """The blocks that share no parameter with another part of the model."""
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        owners.setdefault(id(parameter), set()).add(owner)
+    bound = {owner for several in owners.values() if len(several) > 1 for owner in several}
+    return tuple(block for block in blocks if block not in bound)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:

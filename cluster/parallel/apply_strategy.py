@@ -22,13 +22,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from roundtable.cluster.parallel.anatomy import find_blocks
+from roundtable.cluster.parallel.anatomy import find_blocks, standing_alone
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
 from roundtable.cluster.parallel.experts import Experts, share_experts
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.parallel.meta_init import allocate
+from roundtable.cluster.parallel.meta_init import allocate, tie, tied_names
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.core.errors import TaskError
 
 
 def apply_strategy(
@@ -74,16 +75,26 @@ def split_tensors(
             }[style]
     if sequence:
         styles.update({name: SequenceParallel() for name in plan.norms if name in present})
-    ties = _ties(model)
+    ties = tied_names(model)
     parallelize_module(model, mesh, styles)
+    _check_ties(model, ties)
     if sequence:
         _spread_sequence(model, blocks, plan, mesh)
     for name, attribute in plan.heads:
         if name in present:
             setattr(present[name], attribute, getattr(present[name], attribute) // mesh.size())
+    tie(model, ties)
+
+
+def _check_ties(model: nn.Module, ties: Sequence[tuple[str, str]]) -> None:
+    """Raises TaskError for one parameter that two layers would split in different ways."""
     for first, second in ties:
-        module, _, key = second.rpartition(".")
-        setattr(model.get_submodule(module), key, model.get_parameter(first))
+        places = [getattr(model.get_parameter(name), "placements", None) for name in (first, second)]
+        if places[0] != places[1]:
+            raise TaskError(
+                f"{first} and {second} are one parameter, and tensor parallelism would split it in two ways "
+                f"({places[0]}, {places[1]}); use zero3 without tp, or untie them"
+            )
 
 
 def _spread_sequence(model: nn.Module, blocks: Sequence[str], plan: TensorParallel, mesh: DeviceMesh) -> None:
@@ -107,7 +118,10 @@ def _spread_sequence(model: nn.Module, blocks: Sequence[str], plan: TensorParall
 
 
 def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: Meshes) -> None:
-    """Shards for ZeRO-2 or ZeRO-3: each block is a group of its own, the rest belongs to the root."""
+    """Shards for ZeRO-2 or ZeRO-3: each block is a group of its own, the rest belongs to the root.
+
+    So do blocks that share parameters with others: a parameter can be gathered by one group only.
+    """
     half = strategy.precision == "bfloat16"
     options: dict[str, Any] = {
         "mesh": meshes.fsdp if strategy.local_steps or strategy.mesh.dp == 1 else meshes.hybrid,
@@ -124,7 +138,7 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
                 alone = strategy.local_steps or strategy.mesh.dp == 1
                 outer = meshes.one("outer") if alone else meshes.root["dp", "outer"]
                 fully_shard(module, **{**options, "mesh": outer})
-    for name in blocks:
+    for name in standing_alone(model, blocks):
         fully_shard(model.get_submodule(name), **options)
     fully_shard(model, **options)
 
@@ -149,13 +163,3 @@ def present_blocks(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
     names = {name for name, _ in model.named_modules()}
     present = tuple(name for name in blocks if name in names)
     return present or find_blocks(model)
-
-
-def _ties(model: nn.Module) -> list[tuple[str, str]]:
-    first: dict[int, str] = {}
-    ties = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            ties.append((first[id(parameter)], name))
-        first.setdefault(id(parameter), name)
-    return ties

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from roundtable.cluster.parallel.checkpointing import COSTLY
-from roundtable.cluster.parallel.meta_init import without_weights
+from roundtable.cluster.parallel.meta_init import model_on_meta
+from roundtable.cluster.parallel.unsaved_constants import constants
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
 
@@ -72,10 +73,12 @@ def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensor
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with without_weights():
-        model = task.model()
+    model = model_on_meta(task)
     made: dict[int, nn.Parameter] = {}
     with mode:
+        for each in constants(model):
+            if each.value.is_meta:
+                each.holder[each.key] = torch.empty(each.value.shape, dtype=kind(each.value))
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -84,7 +87,7 @@ def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensor
                         made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
                     module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and not isinstance(buffer, FakeTensor):
                     module._buffers[name] = mode.from_tensor(buffer.to(kind(buffer)))
     return mode, model
 

@@ -1,4 +1,4 @@
-"""Makes models whose parameters take no memory, and gives them memory later."""
+"""Makes models whose parameters take no memory, and gives them memory later, tied as they were made."""
 
 from __future__ import annotations
 
@@ -9,31 +9,101 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from roundtable.core.errors import TaskError
+from roundtable.core.layout import Layout
+from roundtable.core.seeds import derive_seed
+from roundtable.core.task import Task
 
 
 @contextmanager
-def without_weights() -> Iterator[None]:
+def without_weights(seed: int = 0) -> Iterator[None]:
     """Modules made inside have their parameters on the meta device, and real buffers.
 
-    Buffers that are not saved (rotary tables, masks) come from the code alone and could not be restored.
+    One parameter under two names stays one. `seed` is torch's, for buffers that are drawn.
     """
     register = nn.Module.register_parameter
+    known = WeakIdKeyDictionary()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            moved = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            moved.__dict__.update(parameter.__dict__)
-            parameter = moved
+            if parameter not in known:
+                known[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                known[parameter].__dict__.update(parameter.__dict__)
+            parameter = known[parameter]
         register(module, name, parameter)
 
     with patch.object(nn.Module, "register_parameter", on_meta), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         yield
 
 
+def model_on_meta(task: Task, seed: int = 0) -> nn.Module:
+    """The task's model under the job's seed, without memory for its parameters.
+
+    Raises TaskError for parameters that share their memory without being one: only the names of one parameter
+    can be kept together when each gets memory of its own.
+    """
+    with without_weights(derive_seed(seed, "model")):
+        model = task.model()
+    seen: dict[tuple[int, int], str] = {}
+    for name, parameter in model.named_parameters():
+        place = parameter.untyped_storage()._cdata, int(parameter.storage_offset())
+        first = seen.setdefault(place, name) if parameter.numel() else name
+        if first != name:
+            raise shared_memory(first, name)
+    return model
+
+
+def check_shared_memory(model: nn.Module, layout: Layout) -> None:
+    """Raises TaskError where the real model, whose layout this is, has two parameters in one memory."""
+    tied = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for spec in layout.tensors:
+        first, second = names.get(spec.alias_of or ""), names.get(spec.name)
+        if first is not None and second is not None and tied[id(first)] != tied[id(second)]:
+            raise shared_memory(tied[id(first)], spec.name)
+
+
+def shared_memory(first: str, second: str) -> TaskError:
+    """The error of a model with two parameters in one memory."""
+    return TaskError(
+        f"{first} and {second} share their memory but are two parameters, which a cluster cannot keep "
+        "together; make them one: set the same nn.Parameter in both modules"
+    )
+
+
+def tied_names(model: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of names under which a model has one parameter: (the first, another)."""
+    first: dict[int, str] = {}
+    ties = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties.append((first[id(parameter)], name))
+    return ties
+
+
+def tie(model: nn.Module, ties: list[tuple[str, str]]) -> None:
+    """Makes the names of each pair one parameter again: the first's."""
+    for first, second in ties:
+        module, _, key = second.rpartition(".")
+        setattr(model.get_submodule(module), key, model.get_parameter(first))
+
+
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Gives every parameter on the meta device memory, and moves buffers; values come from elsewhere."""
+    """Gives every parameter on the meta device memory, and moves buffers; values come from elsewhere.
+
+    What was one tensor under several names still is.
+    """
+    ties = tied_names(module)
+    placed: dict[int, tuple[Tensor, Tensor]] = {}
 
     def place(tensor: Tensor) -> Any:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        if id(tensor) not in placed:
+            moved = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            placed[id(tensor)] = tensor, moved
+        return placed[id(tensor)][1]
 
     module._apply(place)  # type: ignore[no-untyped-call]
+    tie(module, ties)

@@ -55,6 +55,20 @@ def partition(anatomy: Anatomy, stages: int) -> list[list[str]]:
     return parts[::-1]
 
 
+def refuse_cut(anatomy: Anatomy, stages: int) -> str:
+    """Why the model cannot be cut into so many stages; empty where it can."""
+    if len(anatomy.units) < stages:
+        return f"the model has {len(anatomy.units)} parts for {stages} stages"
+    if anatomy.loose:
+        return f"{anatomy.loose[0]} lies in none of the model's parts, and each stage would have its own"
+    stage_of = {unit: stage for stage, units in enumerate(partition(anatomy, stages)) for unit in units}
+    for first, second in anatomy.tied:
+        one, two = anatomy.unit_of(first), anatomy.unit_of(second)
+        if one is not None and two is not None and stage_of[one] != stage_of[two]:
+            return f"{first} and {second} are one parameter and would lie on different stages"
+    return ""
+
+
 def keep_only(model: nn.Module, anatomy: Anatomy, units: Sequence[str]) -> nn.Module:
     """Takes every other unit out of the model: entries of containers go, attributes become None."""
     containers = {block.rpartition(".")[0] for block in anatomy.blocks}

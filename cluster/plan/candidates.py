@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
+from roundtable.cluster.parallel.pipeline_stages import refuse_cut
 from roundtable.cluster.parallel.strategy import Checkpointing, DataParallel, Mesh, Reduction, Strategy
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.resources import Resources
@@ -62,11 +63,8 @@ def _split_refusal(probe: ModelProbe, tp: int, pp: int, virtual_stages: int) -> 
     """Why the model cannot be split so; empty where it can."""
     if tp > 1 and (reason := probe.cannot_split.get(tp, f"tp = {tp} is not a power of two up to 16")):
         return f"no tensor parallelism over {tp}: {reason}"
-    if pp > 1:
-        stages, units = pp * virtual_stages, len(probe.anatomy.units)
-        too_few = f"the model has {units} parts for {stages} stages" if units < stages else ""
-        if reason := probe.cannot_pipeline or too_few:
-            return f"no pipeline: {reason}"
+    if pp > 1 and (reason := probe.cannot_pipeline or refuse_cut(probe.anatomy, pp * virtual_stages)):
+        return f"no pipeline: {reason}"
     return ""
 
 

@@ -164,9 +164,10 @@ def _part(probe: ModelProbe, strategy: Strategy, weight: Weight, shards: int) ->
 def _groups(probe: ModelProbe, strategy: Strategy, here: Sequence[Weight]) -> dict[str, float]:
     """Bytes of the weights that are gathered together: each block, and under "" the rest."""
     groups: dict[str, float] = {"": 0.0}
+    apart = probe.anatomy.alone if shards_weights(strategy) else probe.anatomy.blocks
     for weight in here:
         unit = probe.anatomy.unit_of(weight.name)
-        key = unit if unit in probe.anatomy.blocks else None
+        key = unit if unit in apart else None
         size = _split(probe, strategy, weight) * weight.itemsize
         groups[key or ""] = groups.get(key or "", 0.0) + size
     return groups

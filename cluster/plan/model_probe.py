@@ -13,7 +13,13 @@ from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.experts import Experts
 from roundtable.cluster.parallel.forward_trace import Trace, fake_model, trace
-from roundtable.cluster.parallel.pipeline_stages import FixedOutput, inputs_of, keep_only, partition
+from roundtable.cluster.parallel.pipeline_stages import (
+    FixedOutput,
+    inputs_of,
+    keep_only,
+    partition,
+    refuse_cut,
+)
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.memory_estimate import ModelProbe
@@ -103,12 +109,9 @@ def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:
     """Why the model cannot be cut into stages: two halves are run one after the other on fake tensors."""
     if len(anatomy.units) < 2:
         return "the model has no parts in a row to cut between"
+    if reason := refuse_cut(anatomy, 2):
+        return reason
     cuts = partition(anatomy, 2)
-    owners = [set(units) for units in cuts]
-    for first, second in anatomy.tied:
-        one, two = anatomy.unit_of(first), anatomy.unit_of(second)
-        if any((one in units) != (two in units) for units in owners):
-            return f"{first} and {second} are one parameter and would lie on different stages"
     try:
         values: Any = None
         for units in cuts:

@@ -108,10 +108,12 @@ class RankTrainer:
     def __post_init__(self) -> None:
         self.replica = Replica(
             self.task,
+            self.layout,
             self.strategy,
             self.meshes,
             self.device,
             self.tensor_parallel,
+            seed=self.job.seed,
             plain=is_example_level(self.job),
         )
         self.places = Places(self.layout)

@@ -13,13 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.apply_strategy import apply_strategy, present_blocks, replicate
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.parallel.meta_init import without_weights
-from roundtable.cluster.parallel.pipeline_stages import FixedOutput, Pipeline, keep_only, partition
+from roundtable.cluster.parallel.meta_init import check_shared_memory, model_on_meta
+from roundtable.cluster.parallel.pipeline_stages import (
+    FixedOutput,
+    Pipeline,
+    keep_only,
+    partition,
+    refuse_cut,
+)
 from roundtable.cluster.parallel.shards import Places, named_tensors, read_shards
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.parallel.unsaved_constants import set_constants, shared_constants
 from roundtable.cluster.train.gradient_hooks import install
-from roundtable.core.errors import LayoutError
+from roundtable.core.errors import LayoutError, TaskError
+from roundtable.core.layout import Layout
 from roundtable.core.task import Task
 
 
@@ -29,16 +37,23 @@ class Replica:
     def __init__(
         self,
         task: Task,
+        layout: Layout,
         strategy: Strategy,
         meshes: Meshes,
         device: torch.device,
         tensor_parallel: TensorParallel | None = None,
         *,
+        seed: int = 0,
         plain: bool = False,
     ) -> None:
-        """`plain`: the model is not wrapped in DDP, as the caller reduces its gradients."""
+        """`seed` is the job's; `plain`: the model is not wrapped in DDP, as the caller reduces its gradients.
+
+        Raises TaskError for a model that cannot be spread so. Collective.
+        """
         self._plain = plain
         self._task = task
+        self._layout = layout
+        self._seed = seed
         self.strategy = strategy
         self.meshes = meshes
         self.device = device
@@ -54,11 +69,15 @@ class Replica:
         """The whole model, or the stages of it that this rank runs."""
         mesh = self.strategy.mesh
         stages = mesh.pp * self.strategy.virtual_stages
-        for index in range(self.strategy.virtual_stages):
-            with without_weights():
-                model = self._task.model()
+        made = [model_on_meta(self._task, self._seed) for _ in range(self.strategy.virtual_stages)]
+        values = shared_constants(self._task, made[0], self._seed, self.device)
+        for index, model in enumerate(made):
+            set_constants(model, values)
+            check_shared_memory(model, self._layout)
             anatomy: Anatomy = dissect(model)
             if mesh.pp > 1:
+                if reason := refuse_cut(anatomy, stages):
+                    raise TaskError(f"no pipeline: {reason}")
                 units = partition(anatomy, stages)[self.meshes.place("pp") + index * mesh.pp]
                 keep_only(model, anatomy, units)
             yield model, anatomy.blocks

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_models import Language, Mixture
+from cluster_models import Language, Mixture, Transformer
 from torch import Tensor, nn
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
@@ -43,6 +43,22 @@ class Odd(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         out: Tensor = model(batch[0]).square().mean()
         return out
+
+
+class Paired(Transformer):
+    """The first two of its blocks share a layer."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.blocks[1].feed_forward = self.blocks[0].feed_forward
+
+
+class Scaled(Transformer):
+    """With a parameter that belongs to no part."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.scale = nn.Parameter(torch.ones(1))
 
 
 def looked_over(task: Task) -> Any:
@@ -145,8 +161,13 @@ def test_a_model_that_cannot_be_split_says_why() -> None:
         planned(2, "2GiB", found=found, pp=2)
 
 
-def test_tied_weights_stay_on_one_stage() -> None:
+def test_what_is_one_tensor_stays_on_one_stage() -> None:
     assert "are one parameter" in looked_over(Small(tied=True)).cannot_pipeline
+    halves = looked_over(Small(kind=Paired))
+    assert (halves.cannot_pipeline, planned(2, "2GiB", found=halves, pp=2).strategy.mesh.pp) == ("", 2)
+    with pytest.raises(ConfigError, match=r"no pipeline: blocks\.0\..* and blocks\.1\..* are one parameter"):
+        planned(4, "2GiB", found=halves, pp=4)
+    assert "scale lies in none of the model's parts" in looked_over(Small(kind=Scaled)).cannot_pipeline
 
 
 def test_head_counts_decide_how_far_layers_split() -> None:

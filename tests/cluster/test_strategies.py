@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from cluster_cases import Case, experts, run_cases
+from cluster_models import Drawn, Knotted
 from cluster_plans import STEPS, case, plan
 from ranks import run_ranks
 
@@ -16,6 +17,14 @@ TWO = [
     case("zero2", plan("zero2", fsdp=2)),
     case("zero3", plan("zero3", fsdp=2)),
     case("zero3 tied", plan("zero3", fsdp=2), tied=True),
+    case("ddp tied", plan("ddp", dp=2), tied=True),
+    case("zero1 knotted", plan("zero1", dp=2), kind=Knotted),
+    case("zero2 knotted", plan("zero2", fsdp=2), kind=Knotted),
+    case("zero3 knotted", plan("zero3", fsdp=2, checkpointing="every"), kind=Knotted),
+    case("zero3 knotted sqrt", plan("zero3", fsdp=2, checkpointing="sqrt"), kind=Knotted),
+    case("tp knotted", plan(tp=2, sequence_parallel=True), kind=Knotted),
+    case("1f1b drawn", plan(pp=2), kind=Drawn),
+    case("interleaved drawn", plan(pp=2, schedule="interleaved", virtual_stages=2), kind=Drawn),
     case("ddp ragged", plan("ddp", dp=2), {"batch_size": 7, "steps": 10}),
     case("zero3 fedprox", plan("zero3", fsdp=2), {"name": "fedprox", "mu": 0.1}),
     case("zero3 checkpointed", plan("zero3", fsdp=2, checkpointing="every")),
@@ -44,6 +53,9 @@ FOUR = [
     case("zero2 of four", plan("zero2", fsdp=4, micro=1)),
     case("dp tp", plan("zero2", dp=2, tp=2, sequence_parallel=True)),
     case("fsdp tp", plan("zero3", fsdp=2, tp=2, sequence_parallel=True)),
+    case("fsdp tp knotted", plan("zero3", fsdp=2, tp=2, sequence_parallel=True), kind=Knotted),
+    case("hsdp knotted", plan("zero3", dp=2, fsdp=2), kind=Knotted),
+    case("pp tp drawn", plan(pp=2, tp=2), kind=Drawn),
     case("pp fsdp", plan("zero2", pp=2, fsdp=2)),
     case("pp tp", plan(pp=2, tp=2, sequence_parallel=True)),
     case("gpipe of four", plan(pp=4, schedule="gpipe", micro=1)),
@@ -53,6 +65,10 @@ FOUR = [
 ]
 # What every run checks; the whole lists are slow.
 FAST = [
+    "ddp tied",
+    "zero3 knotted",
+    "tp knotted",
+    "interleaved drawn",
     "ddp ragged",
     "zero1",
     "zero3",
@@ -62,7 +78,7 @@ FAST = [
     "1f1b ragged",
     "interleaved",
 ]
-FAST += ["hsdp", "fsdp tp", "pp fsdp", "ep"]
+FAST += ["hsdp", "fsdp tp knotted", "fsdp tp", "pp fsdp", "ep"]
 SHORT = {"steps": 2}
 EIGHT = [
     case("3d", plan("zero2", pp=2, fsdp=2, tp=2, sequence_parallel=True), SHORT),

@@ -127,6 +127,38 @@ class Layer(nn.Module):
         return x + self.down(F.relu(self.up(x))) * 0.1
 
 
+class Drawn(Transformer):
+    """With tensors that no state dict holds: drawn at random, or computed from weights."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        width = self.embed.weight.shape[1]
+        self.register_buffer("drawn", torch.randn(width) * 0.1, persistent=False)
+        self.register_buffer("lengths", self.embed.weight.detach().norm(dim=1) * 0.1, persistent=False)
+        self.offset = torch.rand(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden states → logits or hidden states."""
+        if self.embed is not None:
+            x = self.embed(x) + self.positions[: x.shape[1]] + self.drawn + self.lengths[x].unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x + self.offset))
+
+
+class Knotted(Drawn):
+    """Whose embedding and head, and parts of whose blocks, are the same."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        first, second, *_, last = self.blocks
+        both = nn.Parameter(torch.randn_like(first.feed_forward.w1.weight) * 0.1)
+        first.feed_forward.w1.weight = both
+        second.feed_forward.w1.weight = both
+        last.ffn_norm = first.ffn_norm
+        self.head.weight = self.embed.weight
+
+
 class Wide(Task):
     """Much weight, little work: 24 layers of 8 MiB."""
 
@@ -145,15 +177,21 @@ class Language(Task):
     """Next-token prediction on random tokens."""
 
     def __init__(
-        self, examples: int = 64, length: int = 16, dtype: torch.dtype = torch.float32, **model: Any
+        self,
+        examples: int = 64,
+        length: int = 16,
+        dtype: torch.dtype = torch.float32,
+        kind: type[nn.Module] = Transformer,
+        **model: Any,
     ):
         self._examples = examples
         self._length = length
         self._dtype = dtype
+        self._kind = kind
         self._model = model
 
     def model(self) -> nn.Module:
-        model = Transformer(length=self._length, **self._model)
+        model = self._kind(length=self._length, **self._model)
         return model if self._dtype == torch.float32 else model.to(self._dtype)
 
     def data(self, site: Any) -> Any:

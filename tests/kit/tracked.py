@@ -18,7 +18,8 @@ from roundtable.cluster.parallel import apply_strategy as apply
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.memory_estimate import ModelProbe
-from roundtable.cluster.train.replica import Replica
+from roundtable.cluster.train import replica as held
+from roundtable.core.layout import Layout
 from roundtable.core.task import Site, Task
 
 
@@ -40,8 +41,12 @@ def allocated(task: Task, strategy: Strategy, probe: ModelProbe, micro_batches: 
         data, _ = task.data(Site("silo"))
         sharded = strategy.data_parallel in ("zero2", "zero3")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            with nullcontext() if sharded else patch.object(apply, "allocate", _allocate):
-                replica = Replica(task, strategy, meshes, device, probe.tensor_parallel)
+            # What a model's constants are is not seen in fake tensors.
+            with (
+                nullcontext() if sharded else patch.object(apply, "allocate", _allocate),
+                patch.object(held, "shared_constants", lambda *given: {}),
+            ):
+                replica = held.Replica(task, Layout(()), strategy, meshes, device, probe.tensor_parallel)
             optimizer = torch.optim.AdamW(replica.parameters(), foreach=False)
             batch = tuple(mode.from_tensor(part[: strategy.micro_batch]) for part in data)
 
