@@ -203,7 +203,7 @@ class ControlStream:
             case incoming.Welcome():
                 return answer
             case incoming.BadMessage(reason):
-                raise ProtocolError(f"the coordinator's welcome is refused: {reason}")
+                raise ProtocolError(reason)
             case _:
                 raise ProtocolError(f"the coordinator began with {type(answer).__name__}, not with a welcome")
 

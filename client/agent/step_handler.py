@@ -112,7 +112,7 @@ class StepHandler:
             case incoming.Withdrawal():
                 self._withdraw(message)
             case incoming.BadMessage(reason, step):
-                _log.error("a message of the coordinator is refused: %s", reason)
+                _log.error("a message is refused: %s", reason)
                 if step is not None:
                     self._link.send(outgoing.failure(step, "protocol_violation", reason))
 

@@ -170,11 +170,11 @@ def message_of(message: object) -> Message:
     decode = _DECODERS.get(kind or "")
     try:
         if decode is None:
-            raise ProtocolError("the coordinator sent a message that this agent does not know")
+            raise ProtocolError("a message of a kind that this agent does not know")
         return decode(message)
     except ProtocolError as error:
         step = _as_named(message.instruction.step) if kind == "instruction" else None
-        return BadMessage(str(error), step)
+        return BadMessage(f"the coordinator's word is refused: {error}", step)
 
 
 def receipt_of(message: agent_pb2.UploadReceipt) -> Receipt:
@@ -239,7 +239,7 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
         case "exchange":
             work = ExchangeWork(bounds.bounded(asked.exchange.payload, MAX_MESSAGE_BYTES, "an exchange"))
         case _:
-            raise ProtocolError("the coordinator's instruction asks for no work that this agent knows")
+            raise ProtocolError("an instruction asks for no work that this agent knows")
     return StepInstruction(
         step,
         bounds.within(asked.deadline_seconds, 0.0, _MOST_SECONDS, "the seconds until a deadline"),
