@@ -39,11 +39,13 @@ def apply_strategy(
     meshes: Meshes,
     device: torch.device,
     tensor_parallel: TensorParallel | None = None,
+    *,
+    last: bool = True,
 ) -> nn.Module:
     """The model, or a pipeline stage of it, as this rank runs it, with memory but without values.
 
-    `blocks` are the names of the repeated parts that it has. DDP, which wraps, is applied by `replicate`
-    after the values are in place.
+    `blocks` are the names of the repeated parts that it has; `last`: its output is the model's. DDP, which
+    wraps, is applied by `replicate` after the values are in place.
     """
     if strategy.mesh.tp > 1:
         assert tensor_parallel is not None
@@ -52,7 +54,7 @@ def apply_strategy(
         share_experts(model, meshes.one("ep"))
     checkpoint_blocks(model, blocks, strategy)
     if strategy.data_parallel in ("zero2", "zero3"):
-        shard(model, blocks, strategy, meshes)
+        shard(model, blocks, strategy, meshes, last=last)
     offloaded = strategy.offload and device.type != "cpu"
     allocate(model, torch.device("cpu") if offloaded else device)
     return model
@@ -117,10 +119,11 @@ def _spread_sequence(model: nn.Module, blocks: Sequence[str], plan: TensorParall
         parallelize_module(model, mesh, {blocks[-1]: gathered})
 
 
-def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: Meshes) -> None:
+def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: Meshes, *, last: bool) -> None:
     """Shards for ZeRO-2 or ZeRO-3: each block is a group of its own, the rest belongs to the root.
 
-    So do blocks that share parameters with others: a parameter can be gathered by one group only.
+    So do blocks that share parameters with others: a parameter can be gathered by one group only. What the
+    `last` part gives to the loss is float32.
     """
     half = strategy.precision == "bfloat16"
     options: dict[str, Any] = {
@@ -140,6 +143,9 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
                 fully_shard(module, **{**options, "mesh": outer})
     for name in standing_alone(model, blocks):
         fully_shard(model.get_submodule(name), **options)
+    if half and last:
+        # Logits too: a loss computed in bfloat16 has three digits, and so has every gradient after it.
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     fully_shard(model, **options)
 
 

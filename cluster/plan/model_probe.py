@@ -56,13 +56,18 @@ def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool 
 
 
 def in_half(task: Task, batch: Any) -> Trace | None:
-    """Traces the model in bfloat16; None where its own code mixes precisions."""
+    """Traces the model in bfloat16, with a float32 output; None where its own code mixes precisions."""
     mode, model = fake_model(task, torch.bfloat16)
+    model.register_forward_hook(lambda module, inputs, output: tree_map_only(Tensor, _widened, output))
     halves = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
     try:
         return trace(task, mode, model, halves)
     except RuntimeError:
         return None
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def example_batch(data: Any, examples: int = 1) -> Any:

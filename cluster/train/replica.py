@@ -58,15 +58,17 @@ class Replica:
         self.meshes = meshes
         self.device = device
         self.parts = [
-            apply_strategy(part, present_blocks(part, blocks), strategy, meshes, device, tensor_parallel)
-            for part, blocks in self._cut()
+            apply_strategy(
+                part, present_blocks(part, blocks), strategy, meshes, device, tensor_parallel, last=last
+            )
+            for part, blocks, last in self._cut()
         ]
         self.model: nn.Module = self.parts[0]
         self._ddp: DistributedDataParallel | None = None
         self.pipeline = Pipeline(self.parts, strategy, meshes, device) if strategy.mesh.pp > 1 else None
 
-    def _cut(self) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-        """The whole model, or the stages of it that this rank runs."""
+    def _cut(self) -> Iterator[tuple[nn.Module, tuple[str, ...], bool]]:
+        """The whole model, or the stages of it that this rank runs: (part, blocks, is it the last)."""
         mesh = self.strategy.mesh
         stages = mesh.pp * self.strategy.virtual_stages
         made = [model_on_meta(self._task, self._seed) for _ in range(self.strategy.virtual_stages)]
@@ -75,12 +77,12 @@ class Replica:
             set_constants(model, values)
             check_shared_memory(model, self._layout)
             anatomy: Anatomy = dissect(model)
+            stage = self.meshes.place("pp") + index * mesh.pp
             if mesh.pp > 1:
                 if reason := refuse_cut(anatomy, stages):
                     raise TaskError(f"no pipeline: {reason}")
-                units = partition(anatomy, stages)[self.meshes.place("pp") + index * mesh.pp]
-                keep_only(model, anatomy, units)
-            yield model, anatomy.blocks
+                keep_only(model, anatomy, partition(anatomy, stages)[stage])
+            yield model, anatomy.blocks, stage == stages - 1
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and saved buffers of this rank by their names in the whole model."""

@@ -50,6 +50,7 @@ TWO: dict[str, Case] = {
     "words zero1": ("many words", two("zero1"), 1),
     "words zero3": ("many words", two("zero3"), 1),
     "words bfloat16": ("many words", two("ddp", **HALF), 1),
+    "words zero3 bfloat16": ("many words", two("zero3", **HALF), 1),
     "words 1f1b": ("many words", plan("none", 2, pp=2), 4),
     "words tp": ("many words", two("none", tp=2), 1),
     # Blocks of 16 MiB: what collectives hold and copy is most of it.

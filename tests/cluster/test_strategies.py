@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cluster_cases import Case, experts, run_cases
-from cluster_models import Drawn, Knotted
+from cluster_models import Drawn, Knotted, Language
 from cluster_plans import STEPS, case, plan
 from ranks import run_ranks
 
@@ -80,6 +80,20 @@ FAST = [
 ]
 FAST += ["hsdp", "fsdp tp knotted", "fsdp tp", "pp fsdp", "ep"]
 SHORT = {"steps": 2}
+HALF = [
+    Case(name, strategy, Language(vocabulary=512), {**SHORT, "batch_size": 8, "learning_rate": 0.01})
+    for name, strategy in [
+        ("ddp", plan("ddp", dp=2, precision="bfloat16")),
+        ("zero2", plan("zero2", fsdp=2, precision="bfloat16")),
+        ("zero3", plan("zero3", fsdp=2, precision="bfloat16")),
+        ("tp", plan(tp=2, precision="bfloat16")),
+        ("1f1b", plan(pp=2, precision="bfloat16")),
+        (
+            "interleaved zero2",
+            plan("zero2", pp=2, schedule="interleaved", virtual_stages=2, precision="bfloat16"),
+        ),
+    ]
+]
 EIGHT = [
     case("3d", plan("zero2", pp=2, fsdp=2, tp=2, sequence_parallel=True), SHORT),
     case("3d interleaved", plan("zero2", pp=2, dp=2, tp=2, schedule="interleaved", virtual_stages=2)),
@@ -100,6 +114,13 @@ def check(found: list[dict[str, Any]], cases: list[Case]) -> None:
 def test_strategies_equal_one_process(cases: list[Case], tmp_path: Path) -> None:
     few = [each for each in cases if each.name in FAST]
     check(run_ranks(run_cases, few[0].strategy.mesh.world, few, tmp_path), few)
+
+
+def test_the_loss_of_a_model_in_bfloat16_is_not_in_bfloat16(tmp_path: Path) -> None:
+    for results in run_ranks(run_cases, 2, HALF, tmp_path):
+        # In bfloat16 a loss of 6 has steps of 0.03.
+        assert {name: result["loss"] for name, result in results.items() if result["loss"] > 1e-3} == {}
+        assert all(result["weights"] < 0.05 for result in results.values())
 
 
 @pytest.mark.slow
