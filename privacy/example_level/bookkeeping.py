@@ -2,7 +2,8 @@
 
 Forward hooks keep every layer's input and put an identity after its output whose backward keeps the
 output's gradient. With the parameters frozen for the pass, autograd computes those gradients and
-nothing else; `layers` turns them into norms and one weighted sum (Bu et al. 2023, Algorithm 1).
+nothing else; `layers` turns them into norms and one weighted sum (Bu et al. 2023, Algorithm 1). What is
+frozen anyway, as the base under low-rank adapters is, has no hook, no norm and no gradient.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,30 +19,24 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from roundtable.privacy.example_level import layers
+from roundtable.privacy.example_level.attention import attend, objection_to, without_fast_path
+from roundtable.privacy.example_level.layers import POSITIONS_MAY_LEAD, RULES, Use
+from roundtable.privacy.example_level.parameter_gradients import ParameterGradient, joined
 from roundtable.privacy.example_level.per_example_clipping import (
     LossFunction,
+    Sums,
     UnsupportedModel,
     clip_factors,
     sum_loss,
 )
 
-Handler = Callable[[Any, Tensor, Tensor], layers.LayerGradient]
-
-HANDLERS: dict[type[nn.Module], Handler] = {
-    nn.Linear: layers.linear,
-    nn.Conv1d: layers.convolution,
-    nn.Conv2d: layers.convolution,
-    nn.Embedding: layers.embedding,
-    nn.GroupNorm: layers.group_norm,
-    nn.LayerNorm: layers.layer_norm,
-    nn.RMSNorm: layers.rms_norm,
-}
-
 
 @dataclass
 class _Record:
-    module: nn.Module
+    """What went into a layer, whose gradients it will have, and how they come from both."""
+
+    owner: nn.Module
+    rule: Callable[[Tensor, Tensor], Iterator[Use]]
     inputs: Tensor
     gradient: Tensor | None = None
 
@@ -64,34 +60,44 @@ class _Tap(torch.autograd.Function):
 
 
 class BookKeeping:
-    """Our own way to clipped sums, for models made of the layers in `HANDLERS`.
+    """Our own way to clipped sums, for models made of the layers in `RULES` and `nn.MultiheadAttention`.
 
-    Raises `UnsupportedModel` at construction for trainable parameters elsewhere, or shared by two layers.
+    A parameter may be used more than once, by one layer or by two: the norm is that of the sum. Raises
+    `UnsupportedModel` at construction for trainable parameters elsewhere.
     """
 
     name = "bookkeeping"
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, clip_norm: float) -> None:
+        _check(model)
         self._model = model
         self._loss_fn = loss_fn
         self._clip_norm = clip_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._modules = _check(model)
         self._anchor = torch.zeros((), requires_grad=True)
         self._records: list[_Record] = []
+        self._axes: dict[nn.Module, int] = {}
         self._listening = False
-        self._handles: list[RemovableHandle] = [m.register_forward_hook(self._keep) for m in self._modules]
+        self._attentions = list(_attentions(model))
+        for module in self._attentions:
+            self._axes[module] = 0
+            module.forward = partial(self._attend, module)  # type: ignore[method-assign]
+        ruled = [m for m in model.modules() if type(m) in RULES and _own_trainable(m)]
+        self._handles: list[RemovableHandle] = [m.register_forward_hook(self._after) for m in ruled]
 
     def close(self) -> None:
         """Takes the hooks off the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module in self._attentions:
+            del module.forward
+        self._attentions.clear()
 
-    def accumulate(self, batch: Any, size: int, sums: dict[nn.Parameter, Tensor]) -> None:
+    def accumulate(self, batch: Any, size: int, sums: Sums) -> None:
         """Adds Σ min(1, C/‖gᵢ‖) gᵢ over the `size` examples of a batch to `sums`."""
         self._records.clear()
-        with self._pass():
+        with self._pass(), without_fast_path():
             loss = sum_loss(self._loss_fn(self._model, batch), size)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -103,28 +109,43 @@ class BookKeeping:
             gradients = self._gradients(size, without=bad)
             _norms(gradients)
         self._records.clear()
-        for gradient in gradients:
-            gradient.add_to(sums, factors)
+        for use in gradients:
+            total = sums[use.parameter]
+            use.gradient.add_to(total if use.rows is None else total[slice(*use.rows)], factors)
 
-    def _gradients(self, size: int, without: Tensor | None = None) -> list[layers.LayerGradient]:
-        seen: set[int] = set()
-        result = []
+    def _gradients(self, size: int, without: Tensor | None = None) -> list[Use]:
+        """One for each parameter, or part of it, that the loss depends on."""
+        uses: list[Use] = []
         for record in self._records:
             if record.gradient is None:
                 continue
-            if id(record.module) in seen:
-                raise UnsupportedModel("a layer is used twice in one forward pass")
-            seen.add(id(record.module))
-            if record.inputs.shape[0] != size or record.gradient.shape[0] != size:
-                raise UnsupportedModel(
-                    f"{type(record.module).__name__} has an input of shape {tuple(record.inputs.shape)} "
-                    f"for a batch of {size}: its first dimension is not the batch"
-                )
             inputs, gradient = record.inputs, record.gradient
+            if self._axis(record, gradient, size):
+                inputs, gradient = inputs.transpose(0, 1), gradient.transpose(0, 1)
             if without is not None:
                 inputs, gradient = _zeroed(inputs, without), _zeroed(gradient, without)
-            result.append(HANDLERS[type(record.module)](record.module, inputs, gradient))
-        return result
+            uses += record.rule(inputs, gradient)
+        return _joined(uses)
+
+    def _axis(self, record: _Record, gradient: Tensor, size: int) -> int:
+        """Which dimension is the batch: the first, or the second of a layer over positions.
+
+        A layer keeps the one that its first batch showed, since a batch may be as large as a sequence is
+        long. Whoever attaches this compares that first batch's sums with those of single examples.
+        """
+        module = record.owner
+        shape, second = tuple(gradient.shape), isinstance(module, POSITIONS_MAY_LEAD)
+        if module not in self._axes:
+            self._axes[module] = int(
+                shape[0] != size and second and len(shape) > 2 and shape[1] == size == record.inputs.shape[1]
+            )
+        axis = self._axes[module]
+        if record.inputs.shape[axis] != size or shape[axis] != size:
+            raise UnsupportedModel(
+                f"{type(module).__name__} has an input of shape {tuple(record.inputs.shape)} for a batch of "
+                f"{size}: " + ("its first dimension is not the batch" if axis == 0 else "the batch has moved")
+            )
+        return axis
 
     @contextmanager
     def _pass(self) -> Iterator[None]:
@@ -138,17 +159,66 @@ class BookKeeping:
             for parameter in self._parameters:
                 parameter.requires_grad_(True)
 
-    def _keep(self, module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor | None:
+    def _after(self, module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor | None:
         if not self._listening:
             return None
-        record = _Record(module, inputs[0].detach())
+        return self._keep(module, inputs[0], output, partial(RULES[type(module)], module))
+
+    def _attend(self, module: nn.MultiheadAttention, *inputs: Any, **options: Any) -> Any:
+        if not self._listening:
+            return nn.MultiheadAttention.forward(module, *inputs, **options)
+        return attend(module, partial(self._keep, module), *inputs, **options)
+
+    def _keep(
+        self,
+        owner: nn.Module,
+        inputs: Tensor,
+        output: Tensor,
+        rule: Callable[[Tensor, Tensor], Iterator[Use]],
+    ) -> Tensor:
+        record = _Record(owner, rule, inputs.detach())
         self._records.append(record)
         tapped: Tensor = _Tap.apply(output, self._anchor, record)  # type: ignore[no-untyped-call]
         return tapped
 
 
-def _norms(gradients: Sequence[layers.LayerGradient]) -> Tensor:
-    return torch.stack([gradient.squared_norms() for gradient in gradients]).sum(0).sqrt()
+def objection(module: nn.Module) -> str | None:
+    """What book-keeping has against a layer, itself without those inside it; None if it knows what to do."""
+    if not _own_trainable(module):
+        return None
+    if isinstance(module, nn.Embedding) and (module.max_norm or module.sparse or module.scale_grad_by_freq):
+        return "uses max_norm, sparse or scale_grad_by_freq"
+    if type(module) is nn.MultiheadAttention:
+        return objection_to(module)
+    return None if type(module) in RULES else "has parameters that book-keeping knows no rule for"
+
+
+def _check(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if reason := objection(module):
+            place = f"{name or 'the model itself'} ({type(module).__name__})"
+            raise UnsupportedModel(f"{place} {reason}")
+
+
+def _joined(uses: Sequence[Use]) -> list[Use]:
+    """One for each parameter; rows of it that are used apart stay apart, since their norms add up."""
+    groups: dict[tuple[nn.Parameter, tuple[int, int] | None], list[ParameterGradient]] = {}
+    for use in uses:
+        groups.setdefault((use.parameter, use.rows), []).append(use.gradient)
+    for parameter, rows in groups:
+        for other, theirs in groups:
+            if other is parameter and rows != theirs and _overlap(rows, theirs):
+                raise UnsupportedModel("a packed weight is used twice, in parts that overlap")
+    return [Use(parameter, joined(each), rows) for (parameter, rows), each in groups.items()]
+
+
+def _overlap(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
+    return one is None or other is None or max(one[0], other[0]) < min(one[1], other[1])
+
+
+def _norms(gradients: Sequence[Use]) -> Tensor:
+    squares = torch.stack([use.gradient.squared_norms() for use in gradients]).sum(0)
+    return squares.clamp_min(0).sqrt()
 
 
 def _zeroed(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -156,22 +226,11 @@ def _zeroed(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
-def _check(model: nn.Module) -> list[nn.Module]:
-    chosen: list[nn.Module] = []
-    owners: set[int] = set()
-    for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if not own:
-            continue
-        place = f"{name or 'the model itself'} ({type(module).__name__})"
-        if type(module) not in HANDLERS:
-            raise UnsupportedModel(f"{place} has parameters that book-keeping knows no rule for")
-        if isinstance(module, nn.Embedding) and (
-            module.max_norm or module.sparse or module.scale_grad_by_freq
-        ):
-            raise UnsupportedModel(f"{place} uses max_norm, sparse or scale_grad_by_freq")
-        if any(id(p) in owners for p in own):
-            raise UnsupportedModel(f"{place} shares a parameter with another layer")
-        owners.update(id(p) for p in own)
-        chosen.append(module)
-    return chosen
+def _attentions(model: nn.Module) -> Iterator[nn.MultiheadAttention]:
+    for module in model.modules():
+        if type(module) is nn.MultiheadAttention and any(p.requires_grad for p in module.parameters()):
+            yield module
+
+
+def _own_trainable(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy.example_level.bookkeeping import HANDLERS
+from roundtable.privacy.example_level.attention import without_fast_path
+from roundtable.privacy.example_level.bookkeeping import objection
 from roundtable.privacy.example_level.per_example_clipping import (
     ClippedSum,
     LossFunction,
@@ -33,11 +34,13 @@ _ADVICE: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
         "its running statistics would leave without noise; build it with track_running_stats=False, or "
         "use nn.GroupNorm",
     ),
+)
+# Frozen, these are functions of one example like any other.
+_LEARNING_ADVICE: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     (
         (nn.RNN, nn.LSTM, nn.GRU),
         "use DPRNN, DPLSTM or DPGRU from opacus.layers, which have the same parameters",
     ),
-    ((nn.MultiheadAttention,), "use opacus.layers.DPMultiheadAttention, which has the same interface"),
     ((nn.EmbeddingBag,), "use nn.Embedding and average its output over the positions"),
 )
 
@@ -48,14 +51,19 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and not module.track_running_stats:
             continue
-        for kinds, advice in _ADVICE:
+        learns = any(p.requires_grad for p in module.parameters())
+        for kinds, advice in (*_ADVICE, *(_LEARNING_ADVICE if learns else ())):
             if isinstance(module, kinds) and type(module).__module__.startswith("torch."):
                 problems.append(f"{name or 'the model'} is {type(module).__name__}: {advice}")
-    trainable = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-    if not trainable:
+    if not any(p.requires_grad for p in model.parameters()):
         problems.append("the model has no trainable parameter")
-    if not problems and any(type(module) not in HANDLERS for module in trainable):
-        problems += _opacus_objections(model)
+    ours = [
+        f"{name or 'the model'} is {type(module).__name__}, which {reason}"
+        for name, module in model.named_modules()
+        if (reason := objection(module))
+    ]
+    if not problems and ours and (theirs := _opacus_objections(model)):
+        problems += ours + theirs
     if problems:
         raise PrivacyError("this model cannot be trained with example-level privacy: " + "; ".join(problems))
 
@@ -108,10 +116,9 @@ def check_sums(
     if not difference <= 1e-3 * max(scale, 1e-12):
         raise UnsupportedModel(
             f"by {candidate.name} the clipped gradients of {size} examples together differ from those of "
-            "each "
-            f"alone by {difference / max(scale, 1e-30):.2g} of their size: either the loss is not the "
-            "mean over the "
-            "examples (a mean over tokens is not), or a layer mixes the examples of a batch"
+            f"each alone by {difference / max(scale, 1e-30):.2g} of their size: either the loss is not the "
+            "mean over the examples (a mean over tokens is not), or a layer mixes the examples of a batch, "
+            "or a parameter is used outside the layer that it belongs to (call the layer)"
         )
 
 
@@ -119,13 +126,19 @@ def check_sums(
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for modules without parameters of their own: Opacus needs the others in training."""
     off = [m for m in model.modules() if m.training and not any(True for _ in m.parameters(recurse=False))]
+    attentions = {m: m.dropout for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for module in off:
         module.training = False
+    for attention in attentions:
+        attention.dropout = 0.0
     try:
-        yield
+        with without_fast_path():
+            yield
     finally:
         for module in off:
             module.training = True
+        for attention, dropout in attentions.items():
+            attention.dropout = dropout
 
 
 def _add_clipped(

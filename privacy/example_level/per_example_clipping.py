@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from roundtable.core.errors import PrivacyError
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+Sums = dict[nn.Parameter, Tensor]
 
 
 class UnsupportedModel(PrivacyError):
@@ -24,7 +25,7 @@ class ClippedSum(Protocol):
     def name(self) -> str:
         """How a report calls it."""
 
-    def accumulate(self, batch: Any, size: int, sums: dict[nn.Parameter, Tensor]) -> None:
+    def accumulate(self, batch: Any, size: int, sums: Sums) -> None:
         """Adds Σ min(1, C/‖gᵢ‖) gᵢ over the `size` examples of `batch` to `sums`."""
 
     def close(self) -> None:

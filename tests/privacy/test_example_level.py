@@ -19,7 +19,6 @@ from roundtable.privacy.example_level import (
     BookKeeping,
     PrivateTraining,
     SiloAccount,
-    UnsupportedModel,
     check_model,
     make_private,
 )
@@ -140,7 +139,7 @@ def test_bookkeeping_agrees_with_one_backward_pass_for_each_example(name: str, c
         book.accumulate(data(torch.tensor(indices)), 7, found)
         book.close()
         for parameter in expected:
-            torch.testing.assert_close(found[parameter], expected[parameter], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(found[parameter], expected[parameter], rtol=1e-10, atol=1e-10)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -333,7 +332,7 @@ def test_closing_gives_back_an_ordinary_model() -> None:
         (nn.BatchNorm1d(12), "GroupNorm"),
         (nn.LSTM(12, 12), "DPLSTM"),
         (nn.RNN(12, 12), "DPRNN"),
-        (nn.MultiheadAttention(12, 2), "DPMultiheadAttention"),
+        (nn.MultiheadAttention(12, 2, add_zero_attn=True), "DPMultiheadAttention"),
         (nn.EmbeddingBag(5, 12), "nn.Embedding"),
         (nn.InstanceNorm1d(12, affine=True, track_running_stats=True), "track_running_stats=False"),
     ],
@@ -434,26 +433,17 @@ def test_one_loss_for_each_example_is_compared_one_by_one() -> None:
         training.step(torch.arange(30))
 
 
-def test_a_batch_in_another_dimension_is_refused() -> None:
-    class Turned(nn.Module):
+def test_a_batch_without_a_dimension_of_its_own_is_refused() -> None:
+    class Flattened(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(12, 3)
+            self.layer = nn.Linear(3, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.unsqueeze(0).expand(4, -1, -1)).mean(0)  # type: ignore[no-any-return]
+            return self.layer(x.view(-1, 3)).view(len(x), 4, 3).sum(1)  # type: ignore[no-any-return]
 
     with pytest.raises(PrivacyError, match="first dimension is not the batch"):
-        private(Turned(), Data(VECTORS))
-
-
-def test_shared_parameters_are_left_to_opacus() -> None:
-    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))
-    model[1].weight = model[0].weight
-    with pytest.raises(UnsupportedModel, match="shares a parameter"):
-        BookKeeping(model, mean_loss, 1.0)
-    with private(model, Data(VECTORS), mode="auto") as training:
-        assert training.mode in ("hooks", "functorch", "expanded_weights")
+        private(Flattened(), Data(VECTORS))
 
 
 @pytest.mark.parametrize(
