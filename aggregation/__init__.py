@@ -28,9 +28,9 @@ from roundtable.aggregation.rows.file_matrix import FileMatrix
 from roundtable.aggregation.rows.gram import combine, gram, squared_distances, squared_norms
 from roundtable.aggregation.rows.matrix import MixedRows, TensorMatrix, UpdateMatrix
 from roundtable.aggregation.rules.mean import StreamingMean
-from roundtable.aggregation.schedules import Schedule
 from roundtable.aggregation.stages import RuleContext
 from roundtable.aggregation.validation import ClientRow, Exclusion, check_update
+from roundtable.core.algorithms.schedules import Schedule
 
 __all__ = [
     "ENTRY_POINT_GROUP",

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from roundtable.aggregation.schedules import Schedule
+from roundtable.core.algorithms.schedules import Schedule
+from roundtable.core.config import SERVER_MOMENTUM
 from roundtable.core.errors import ConfigError, LayoutError
 
 _SLICE = 1 << 18
@@ -98,7 +99,7 @@ class FedAvgM:
     """m ← β m + Δ; x ← x + η m (Hsu et al. 2019, section 4.3)."""
 
     learning_rate: float = 1.0
-    momentum: float = 0.9
+    momentum: float = SERVER_MOMENTUM
     schedule: Schedule = _CONSTANT
 
     def init(self, columns: int) -> OptimizerState:
@@ -246,11 +247,9 @@ def make_optimizer(
             )
         _check_range(name, key, value)
     try:
-        plan = Schedule(**(schedule or {}))  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ConfigError(
-            f"server optimizer {name!r}: schedule: {error}", key=(*TABLE, "schedule")
-        ) from error
+        plan = Schedule.of(schedule)
+    except ConfigError as error:
+        raise ConfigError(f"server optimizer {name!r}: {error}", key=(*TABLE, "schedule")) from error
     return kind(**options, schedule=plan)  # type: ignore[call-arg]
 
 

@@ -123,6 +123,9 @@ class RoundTable(Table):
         return self
 
 
+SERVER_MOMENTUM = 0.9
+
+
 class ServerOptimizerTable(Table):
     """`[aggregation.server_optimizer]`: what is done with the aggregated update (Reddi et al. 2021)."""
 
@@ -136,7 +139,7 @@ class ServerOptimizerTable(Table):
         default_factory=dict, description="of a step that is not built in: all that it takes"
     )
     learning_rate: Finite = Field(1.0, gt=0, description="the server's learning rate")
-    momentum: Finite | None = Field(None, ge=0, lt=1, description="fedavgm")
+    momentum: Finite | None = Field(None, ge=0, lt=1, description=f"fedavgm; default: {SERVER_MOMENTUM}")
     beta_1: Finite | None = Field(None, ge=0, lt=1, description="fedadagrad, fedadam, fedyogi, fedlion")
     beta_2: Finite | None = Field(None, ge=0, lt=1, description="fedadam, fedyogi, fedlion")
     tau: Finite | None = Field(

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from roundtable.core.toml import TomlDocument, validate
-from roundtable.core.toml_tables import Finite, Table
+from roundtable.core.toml_tables import Finite, Table, as_tuple
 
 Accountant = Literal["pld", "rdp", "prv"]
 ACCOUNTANTS: tuple[str, ...] = get_args(Accountant)
@@ -210,16 +210,53 @@ class DistributedLevel(NoisyLevel):
     dropout_tolerance: Share = Field(DROPOUT_TOLERANCE, description=_DROPOUTS)
 
 
+MOST_COEFFICIENTS, MOST_BUFFERS = 1 << 14, 16
+Coefficients = Annotated[
+    tuple[Annotated[Finite, Field(ge=0, le=1)], ...],
+    BeforeValidator(as_tuple),
+    Field(min_length=1, max_length=MOST_COEFFICIENTS),
+]
+
+
 class FtrlLevel(NoisyLevel):
     """A whole silo is hidden by noise correlated over rounds; no trust in the sampling (DP-FTRL)."""
 
     level: Literal["dp_ftrl"] = Field(description="hides a silo by noise correlated over rounds")
-    bands: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
-        16, description="rounds whose noise is correlated: the coordinator keeps one fewer"
+    bands: Annotated[int, Field(ge=1, le=MOST_COEFFICIENTS)] | None = Field(
+        None,
+        description="banded noise: so many rounds are correlated, and the coordinator keeps one noise fewer; "
+        "without bands and buffers the plan takes what has less noise",
+    )
+    buffers: Annotated[int, Field(ge=1, le=MOST_BUFFERS)] | None = Field(
+        None, description="BLT noise: all rounds are correlated by so many sums that the coordinator keeps"
+    )
+    coefficients: Coefficients | None = Field(
+        None,
+        description="of C, instead of optimised ones: its first column from 1 on; with decays, each buffer's "
+        "weight",
+    )
+    decays: Coefficients | None = Field(
+        None, description="BLT noise: of each buffer, beside its weight in coefficients"
     )
     separation: Count | None = Field(
         None, description="rounds from one contribution of a silo to its next; default: population / cohort"
     )
+
+    @model_validator(mode="after")
+    def _one_factorisation(self) -> FtrlLevel:
+        given = [key for key in ("bands", "buffers", "coefficients") if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"{' and '.join(given)} each name how noise is correlated: leave out all but one of them"
+            )
+        if self.decays is not None and len(self.decays) != len(self.coefficients or ()):
+            raise ValueError(
+                f"{len(self.decays)} decays and {len(self.coefficients or ())} coefficients: with decays, "
+                "coefficients hold one weight for each buffer"
+            )
+        if self.decays is not None and len(self.decays) > MOST_BUFFERS:
+            raise ValueError(f"decays: at most {MOST_BUFFERS} buffers are kept")
+        return self
 
 
 Private = ClientLevel | ClientLocalLevel | ExampleLevel | DistributedLevel | FtrlLevel

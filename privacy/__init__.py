@@ -27,7 +27,8 @@ from roundtable.privacy.mechanisms.central_noise import CentralDP, CentralResult
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
 from roundtable.privacy.mechanisms.discrete import discrete_gaussian, skellam
 from roundtable.privacy.mechanisms.distributed import DistributedDP, decode, encode
-from roundtable.privacy.mechanisms.ftrl import BandedFTRL, CorrelatedNoise, best_bands, eligible, prefix_error
+from roundtable.privacy.mechanisms.factorise import Banded, Buffered
+from roundtable.privacy.mechanisms.ftrl import CorrelatedNoise, MatrixMechanism, eligible, prefix_error
 from roundtable.privacy.mechanisms.gaussian_mechanism import NoisyVector, add_gaussian, local_gaussian
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
 from roundtable.privacy.mechanisms.tree import TreeFTRL
@@ -37,8 +38,9 @@ from roundtable.privacy.statement import account_statement, statement
 
 __all__ = [
     "AdaptiveClip",
-    "BandedFTRL",
+    "Banded",
     "Budget",
+    "Buffered",
     "CentralDP",
     "CentralResult",
     "Charge",
@@ -46,6 +48,7 @@ __all__ = [
     "CorrelatedNoise",
     "DistributedDP",
     "Entry",
+    "MatrixMechanism",
     "NoiseSource",
     "NoisyVector",
     "PrivacyPlan",
@@ -60,7 +63,6 @@ __all__ = [
     "account_statement",
     "accountant_for",
     "add_gaussian",
-    "best_bands",
     "central_noise",
     "charges",
     "check",

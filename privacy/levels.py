@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
-from roundtable.core.config import JobConfig
+from roundtable.core.algorithms.schedules import Schedule
+from roundtable.core.config import SERVER_MOMENTUM, JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import (
     ClientLevel,
@@ -30,7 +32,9 @@ from roundtable.privacy.collusion import colluding_silos
 from roundtable.privacy.mechanisms.central_noise import CentralDP
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip
 from roundtable.privacy.mechanisms.distributed import DistributedDP
-from roundtable.privacy.mechanisms.ftrl import BandedFTRL
+from roundtable.privacy.mechanisms.factorise import Banded, Buffered, Factorisation, best_factorisation
+from roundtable.privacy.mechanisms.ftrl import MatrixMechanism
+from roundtable.privacy.mechanisms.toeplitz import Workload
 
 _STEP = 1.002
 
@@ -131,8 +135,10 @@ def central_noise(
     return CentralDP(privacy.clip_norm, noise_multiplier, sampling.cohort, layers, adaptive)
 
 
-def correlated_noise(job: JobConfig, noise_multiplier: float, population: int) -> BandedFTRL:
+def correlated_noise(job: JobConfig, noise_multiplier: float, population: int) -> MatrixMechanism:
     """The noise of a `dp_ftrl` job; without `separation` a silo waits until all others could have come.
+
+    How noise is correlated is optimised for the job's rounds, its separation and its `workload`.
 
     Raises `PrivacyError` for a separation that the population cannot give.
     """
@@ -146,7 +152,33 @@ def correlated_noise(job: JobConfig, noise_multiplier: float, population: int) -
             "Lower separation or cohort.size"
         )
     rounds = max(1, job.rounds)
-    return BandedFTRL(privacy.clip_norm, noise_multiplier, rounds, separation, min(privacy.bands, rounds))
+    factorisation = _factorisation(privacy, workload(job), separation)
+    return MatrixMechanism(privacy.clip_norm, noise_multiplier, rounds, separation, factorisation)
+
+
+def workload(job: JobConfig) -> Workload:
+    """What a model of the job is of the rounds' sums: with the server's momentum and its schedule.
+
+    Steps of other server optimizers than fedavg and fedavgm are no sums; for them it is the prefix sums,
+    which costs accuracy only.
+    """
+    rounds, server = max(1, job.rounds), job.aggregation.server_optimizer
+    if server.name not in ("fedavg", "fedavgm"):
+        return Workload.prefix_sums(rounds)
+    schedule = Schedule.of(server.schedule)
+    momentum = 0.0
+    if server.name == "fedavgm":
+        momentum = SERVER_MOMENTUM if server.momentum is None else server.momentum
+    return Workload(tuple(schedule.factor(step) for step in range(rounds)), momentum)
+
+
+@lru_cache(maxsize=64)
+def _factorisation(privacy: FtrlLevel, workload: Workload, separation: int) -> Factorisation:
+    if privacy.coefficients is None:
+        return best_factorisation(workload, separation, privacy.bands, privacy.buffers)
+    if privacy.decays is None:
+        return Banded(privacy.coefficients)
+    return Buffered(privacy.coefficients, privacy.decays)
 
 
 def shared_noise(job: JobConfig, noise_multiplier: float, dimension: int) -> DistributedDP:

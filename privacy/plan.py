@@ -25,6 +25,7 @@ from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import gaussian_charge
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
+from roundtable.privacy.correlation import MOST_BANDS, correlation, memory
 from roundtable.privacy.levels import (
     charges,
     correlated_noise,
@@ -33,7 +34,9 @@ from roundtable.privacy.levels import (
     noise_for,
     sampling_of,
 )
-from roundtable.privacy.mechanisms.ftrl import BandedFTRL, best_bands, prefix_error
+from roundtable.privacy.mechanisms.factorise import BUFFERS, Factorisation, optimal_banded, optimal_buffered
+from roundtable.privacy.mechanisms.ftrl import MatrixMechanism, prefix_error
+from roundtable.privacy.mechanisms.toeplitz import Workload
 
 _POINTS = 12
 _WEAK, _HOPELESS = 10.0, 1.0
@@ -62,13 +65,14 @@ class Alternative:
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """The table, the comparison and the warnings of one job."""
+    """The table, the comparison and the warnings of one job; `correlation` says how noise is correlated."""
 
     noise_multiplier: float
     noise_std: float
     epsilon: float
     delta: float
     sampling: str
+    correlation: str
     rows: tuple[Row, ...]
     alternatives: tuple[Alternative, ...]
     warnings: tuple[str, ...]
@@ -151,7 +155,12 @@ def privacy_plan(job: JobConfig, population: int, dimension: int) -> PrivacyPlan
     if _TINY <= epsilon <= _MEANINGLESS:
         alternatives = _alternatives(privacy, epsilon, sampling, rounds, dimension)
     sentence = _sentence(privacy, sampling)
-    plan = PrivacyPlan(forecast.noise, std, epsilon, privacy.delta, sentence, rows, alternatives, ())
+    correlated = ""
+    if isinstance(privacy, FtrlLevel):
+        correlated = correlation(job, correlated_noise(job, forecast.noise, population), dimension)
+    plan = PrivacyPlan(
+        forecast.noise, std, epsilon, privacy.delta, sentence, correlated, rows, alternatives, ()
+    )
     return replace(plan, warnings=_warnings(plan, privacy, sampling))
 
 
@@ -205,7 +214,18 @@ def _alternatives(
     poisson = solve_noise(gaussian_charge("client", sampled.fields(), 1.0, steps=rounds), *spend)
     plain = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds), *spend)
     whole = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0), *spend).noise_multiplier
-    banded: BandedFTRL = best_bands(1.0, whole, rounds, max(1, int(population // cohort)))
+    separation, sums = max(1, int(population // cohort)), Workload.prefix_sums(rounds)
+
+    def correlated(name: str, factorisation: Factorisation, key: str) -> Alternative:
+        ftrl = MatrixMechanism(1.0, whole, rounds, separation, factorisation)
+        kept = memory(factorisation, dimension)
+        remark = (
+            f"level = dp_ftrl, separation = {separation}, {key}: keeps {factorisation.kept} vectors ({kept})"
+        )
+        return alternative(name, whole, prefix_error(ftrl, rounds), remark)
+
+    banded = optimal_banded(sums, min(separation, MOST_BANDS), separation)
+    buffered = optimal_buffered(sums, BUFFERS, separation)
     return (
         alternative(
             "DP-FedAvg, Poisson sampling",
@@ -219,14 +239,8 @@ def _alternatives(
             plain.noise_multiplier * math.sqrt(rounds),
             "any selection",
         ),
-        alternative(
-            "DP-FTRL, banded",
-            whole,
-            prefix_error(banded, rounds),
-            f"level = dp_ftrl, separation = {banded.separation}, bands = {banded.bands}: keeps "
-            f"{banded.bands - 1} "
-            f"past noises ({4 * (banded.bands - 1) * dimension / 2**20:,.0f} MiB)",
-        ),
+        correlated("DP-FTRL, banded", banded, f"bands = {banded.bands}"),
+        correlated("DP-FTRL, BLT", buffered, f"buffers = {buffered.kept}"),
     )
 
 
@@ -260,6 +274,7 @@ def render(plan: PrivacyPlan) -> str:
         f"noise multiplier {plan.noise_multiplier:.4g}, noise on the mean update {plan.noise_std:.4g} a "
         "coordinate",
         plan.sampling,
+        *([plan.correlation] if plan.correlation else []),
         "",
         f"{'round':>8} {'epsilon':>10} {'signal/noise':>13}   (delta = {plan.delta:g})",
     ]

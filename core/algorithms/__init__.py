@@ -1,1 +1,1 @@
-"""Local algorithms: what a client does, what travels beside the model, what the server makes of it."""
+"""Algorithms: what a client does, what travels beside the model, what the server makes of it, its rates."""

@@ -27,11 +27,11 @@ from roundtable.engine.messages import Aggregated, Step
 from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise, SiloNoise
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import (
-    BandedFTRL,
     CentralDP,
     CentralResult,
     Charge,
     CorrelatedNoise,
+    MatrixMechanism,
     NoiseSource,
     SecureNoise,
 )
@@ -289,12 +289,18 @@ def _noisy_account(
     )
 
 
-def _correlated(ftrl: BandedFTRL, state: ServerState, round: int, columns: int) -> CorrelatedNoise:
+def _correlated(ftrl: MatrixMechanism, state: ServerState, round: int, columns: int) -> CorrelatedNoise:
     """The noise that this round's depends on: a copy, since an attempt that fails must leave it alone."""
     if state.drawn is None or state.draws != round - 1:
         raise AggregationError(
             f"the correlated noise of {state.draws} rounds is stored, and round {round} needs that of "
             f"{round - 1}: without it the whole run has no guarantee. Start a new job"
+        )
+    kept = ftrl.factorisation.kept
+    if len(state.drawn) != kept:
+        raise AggregationError(
+            f"the stored state of the correlated noise has {len(state.drawn)} vectors, and the job's noise "
+            f"({ftrl.factorisation}) goes on from {kept}: it is another run's. Start a new job"
         )
     history = state.drawn.clone() if state.drawn.numel() else torch.empty(0, columns)
     return CorrelatedNoise(ftrl, history, state.draws)

@@ -22,8 +22,8 @@ class ServerState:
     """The server optimizer's vectors and counters, and what the job's rule or noise goes on from.
 
     previous: the last aggregate [d], where the rule starts from it. clip_norm: where it adapts. drawn: of
-    noise that is correlated over rounds the last draws, [bands - 1, d], with `draws` the number of rounds
-    that had theirs. past: the sum of each client's updates so far [d], where the rule compares them.
+    noise that is correlated over rounds what later draws depend on, [kept, d], with `draws` the number of
+    rounds that had theirs. past: the sum of each client's updates so far [d], where the rule compares them.
     """
 
     optimizer: OptimizerState = field(default_factory=OptimizerState)

@@ -5,9 +5,11 @@ One class for each way; code that treats them differently matches on the class.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from roundtable.privacy import BandedFTRL, CentralDP, Charge, local_gaussian_charge
+from roundtable.privacy import CentralDP, Charge, MatrixMechanism, local_gaussian_charge
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class FreshNoise:
         """As the job file states it: σ over the clip norm."""
         return self.mechanism.noise_multiplier
 
+    @property
+    def settled(self) -> Mapping[str, Any]:
+        """Keys of `[privacy]` with which the job has the same noise for ever."""
+        return {"noise_multiplier": self.noise_multiplier}
+
     def at(self, clip_norm: float | None) -> CentralDP:
         """The mechanism with the clip norm that adaptive clipping has reached; None for where it starts."""
         adaptive = self.mechanism.adaptive
@@ -47,12 +54,24 @@ class CorrelatedRounds:
     """
 
     mechanism: CentralDP
-    ftrl: BandedFTRL
+    ftrl: MatrixMechanism
 
     @property
     def noise_multiplier(self) -> float:
         """As the job file states it: over the clip norm and the sensitivity of the whole run."""
         return self.ftrl.noise_multiplier
+
+    @property
+    def settled(self) -> Mapping[str, Any]:
+        """Keys of `[privacy]` with which the job has the same noise for ever: an optimiser of another version
+        would end elsewhere, and the rounds before and after would not be those of one C."""
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "separation": self.ftrl.separation,
+            "bands": None,
+            "buffers": None,
+            **self.ftrl.factorisation.keys,
+        }
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from roundtable.privacy.levels import (
     sampling_of,
     shared_noise,
 )
-from roundtable.privacy.mechanisms.ftrl import BandedFTRL
+from roundtable.privacy.mechanisms.ftrl import MatrixMechanism
 
 FAINT = 0.005
 """The noise, over what one unit can change, under which canaries are heard one by one."""
@@ -244,7 +244,7 @@ class CanaryJob:
             case _:
                 return sampling_of(self.job, self.population).cohort
 
-    def _correlated(self, rounds: int) -> BandedFTRL:
+    def _correlated(self, rounds: int) -> MatrixMechanism:
         job = self.job.model_copy(update={"rounds": rounds})
         return correlated_noise(job, self.noise_multiplier, self.population)
 

@@ -104,7 +104,7 @@ class CentralDP:
         `weights` are clamped to [0, 1] (1 each where absent): to weight by example counts divide by a
         public ceiling first. `within` are the silos' own clip bits where they clip before they send;
         where absent they are taken from the norms. `correlated` is a draw of DP-FTRL's noise `[columns]`,
-        used in place of fresh noise (`BandedFTRL.central` makes the mechanism for it). The sum is in
+        used in place of fresh noise (`MatrixMechanism.central` makes the mechanism for it). The sum is in
         float64, so that its rounding stays far below the noise.
         """
         squares = self._squared_norms(matrix)

@@ -1,7 +1,7 @@
 """Tree aggregation (Dwork et al. 2010; Kairouz et al. 2021): the plain ancestor of banded noise.
 
 Every node of a binary tree over the rounds has its own noise, and a prefix sum carries the noise of the
-few nodes that make it up. Kept to compare with: `ftrl.BandedFTRL` has less noise for the same ε.
+few nodes that make it up. Kept to compare with: `ftrl.MatrixMechanism` has less noise for the same ε.
 """
 
 from __future__ import annotations

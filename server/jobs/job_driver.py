@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
-from roundtable.core.privacy_table import NoPrivacy, masking_of
+from roundtable.core.privacy_table import NoPrivacy, masking_of, privacy_from
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.server.door.from_operators import CONFIG_CHARACTERS
@@ -84,8 +85,7 @@ def stored_plan(row: JobRow, services: JobServices) -> tuple[JobConfig, Layout, 
     """A stored job with its layout, and its plan as its ledger has it. Blocks: reads the initial model."""
     job = parse_job(row.config)
     layout = open_model(services.artifacts.path(row.initial_model)).layout
-    noise = row.snapshot.get("noise_multiplier")
-    return job, layout, plan_of(_with_noise(job, noise), layout, int(row.snapshot["population"]))
+    return job, layout, plan_of(_settled(job, row.snapshot["noise"]), layout, int(row.snapshot["population"]))
 
 
 def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Lock) -> JobRunner:
@@ -118,11 +118,13 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     return JobRunner(row, job, layout, engine, parts, actions, services, stored.sequence)
 
 
-def _with_noise(job: JobConfig, noise: float | None) -> JobConfig:
-    """The job with the noise that was solved for it at its submission: its own charges do not change it."""
-    if noise is None:
+def _settled(job: JobConfig, noise: Mapping[str, Any]) -> JobConfig:
+    """The job with the noise that was settled at its submission: nothing that is spent later, and no other
+    version of the optimiser, changes it."""
+    if not noise:
         return job
-    return job.model_copy(update={"privacy": job.privacy.model_copy(update={"noise_multiplier": noise})})
+    privacy = privacy_from({**job.privacy.model_dump(), **noise}, "the stored job")
+    return job.model_copy(update={"privacy": privacy})
 
 
 def _submission(row: JobRow) -> SignedSubmission:

@@ -254,7 +254,7 @@ class JobRegistry:
             separation=plan.separation,
             strategy=plan.strategy,
         )
-        noise = plan.noise.noise_multiplier if isinstance(plan.noise, CentralNoise) else None
+        noise = dict(plan.noise.settled) if isinstance(plan.noise, CentralNoise) else {}
         now = self._services.clock()
         row = JobRow(
             id=submission.job,
@@ -273,7 +273,7 @@ class JobRegistry:
             snapshot={
                 "engine": engine.snapshot(),
                 "population": population,
-                "noise_multiplier": noise,
+                "noise": noise,
                 "signature": submission.signature.hex(),
                 "certificate": submission.certificate.decode(),
                 "signed": {"time": submission.time, "coordinator": submission.coordinator},

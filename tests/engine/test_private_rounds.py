@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from engine_driver import Driver, job
 from roundtable.aggregation import TensorMatrix
 from roundtable.core.errors import AggregationError, ConfigError, PrivacyError
 from roundtable.core.models import open_model, save_model
+from roundtable.core.privacy_table import privacy_from
 from roundtable.engine import Plan, Rows, ServerState, combine, initial_server_state, make_plan
 from roundtable.engine import messages as m
 from roundtable.engine.validation.round_noise import CorrelatedRounds
-from roundtable.privacy import SeededNoise, compose
+from roundtable.privacy import SeededNoise, compose, levels
 
 FTRL = """
 [cohort]
@@ -28,15 +30,15 @@ every = 0
 level = "dp_ftrl"
 clip_norm = 1.0
 delta = 1e-3
-bands = {bands}
+{keys}
 {more}
 """
 
 
 def plan_of(
-    more: str = "noise_multiplier = 1.0", bands: int = 3, rounds: int = 6, population: int = 6
+    more: str = "noise_multiplier = 1.0", keys: str = "bands = 3", rounds: int = 6, population: int = 6
 ) -> Plan:
-    return make_plan(job(FTRL.format(strategy="uniform", bands=bands, more=more), rounds), population)
+    return make_plan(job(FTRL.format(strategy="uniform", keys=keys, more=more), rounds), population)
 
 
 def noise_of(plan: Plan, state: ServerState, round: int) -> tuple[torch.Tensor, ServerState]:
@@ -53,9 +55,9 @@ def noise_of(plan: Plan, state: ServerState, round: int) -> tuple[torch.Tensor, 
     return result.vector, result.state
 
 
-@pytest.mark.parametrize("bands", [1, 3])
-def test_correlated_noise_goes_on_from_what_was_stored(tmp_path: Path, bands: int) -> None:
-    plan = plan_of(bands=bands)
+@pytest.mark.parametrize("keys", ["bands = 1", "bands = 3", "buffers = 2", ""])
+def test_correlated_noise_goes_on_from_what_was_stored(tmp_path: Path, keys: str) -> None:
+    plan = plan_of(keys=keys)
     state = stored = initial_server_state(plan, 50)
     for round in range(1, 7):
         noise, state = noise_of(plan, state, round)
@@ -71,7 +73,31 @@ def test_later_noise_takes_earlier_noise_back() -> None:
     first, state = noise_of(plan, initial_server_state(plan, 50), 1)
     second, _ = noise_of(plan, state, 2)
     alone, _ = noise_of(plan, ServerState(state.optimizer, drawn=torch.zeros(1, 50), draws=1), 2)
-    assert torch.allclose(second - alone, -0.5 * first, atol=1e-5)
+    assert isinstance(plan.noise, CorrelatedRounds)
+    taken = plan.noise.ftrl.factorisation.column(2)[1]
+    assert 0.3 < taken < 0.7
+    assert torch.allclose(second - alone, -taken * first, atol=1e-5)
+
+
+def test_the_state_of_other_noise_is_not_gone_on_from() -> None:
+    _, state = noise_of(plan_of(keys="bands = 3"), initial_server_state(plan_of(), 50), 1)
+    with pytest.raises(AggregationError, match=r"has 2 vectors, .* \(BLT, 3 buffers\) goes on"):
+        noise_of(plan_of(keys="buffers = 3"), state, 2)
+
+
+def test_a_job_with_its_noise_settled_never_has_another() -> None:
+    """Optimisers end elsewhere in other versions: the coefficients themselves are what a job goes on with."""
+    for keys in ("bands = 3", "buffers = 2", ""):
+        made = plan_of("epsilon = 3.0", keys)
+        assert isinstance(made.noise, CorrelatedRounds)
+        settled = json.loads(json.dumps(made.noise.settled))
+        table = job(FTRL.format(strategy="uniform", keys=keys, more="epsilon = 3.0"), 6).privacy.model_dump()
+        again = job(FTRL.format(strategy="uniform", keys=keys, more="epsilon = 3.0"), 6)
+        again = again.model_copy(update={"privacy": privacy_from({**table, **settled})})
+        with pytest.MonkeyPatch.context() as nothing:
+            nothing.delattr(levels, "best_factorisation")
+            found = make_plan(again, 40, spent=[made.noise.ftrl.charge(1)])
+        assert found.noise == made.noise
 
 
 def test_an_attempt_that_fails_leaves_the_noise_as_it_was() -> None:
@@ -111,7 +137,7 @@ def test_what_separation_cannot_give_is_refused(more: str, message: str) -> None
 @pytest.mark.parametrize("strategy", ["uniform", "round_robin", "reliability"])
 def test_nobody_contributes_twice_within_the_separation(strategy: str) -> None:
     driver = Driver(
-        job(FTRL.format(strategy=strategy, bands=3, more="noise_multiplier = 1.0"), 9), separation=3
+        job(FTRL.format(strategy=strategy, keys="bands = 3", more="noise_multiplier = 1.0"), 9), separation=3
     )
     driver.join(*"abcdef")
     driver.send(m.Start())
@@ -134,7 +160,7 @@ def test_nobody_contributes_twice_within_the_separation(strategy: str) -> None:
 
 def test_it_says_who_rests() -> None:
     driver = Driver(
-        job(FTRL.format(strategy="uniform", bands=1, more="noise_multiplier = 1.0"), 9), separation=3
+        job(FTRL.format(strategy="uniform", keys="bands = 1", more="noise_multiplier = 1.0"), 9), separation=3
     )
     driver.join(*"abcd")
     driver.send(m.Start())
@@ -148,7 +174,7 @@ def test_it_says_who_rests() -> None:
 
 
 def test_training_metrics_are_not_passed_on() -> None:
-    driver = Driver(job(FTRL.format(strategy="uniform", bands=1, more="noise_multiplier = 1.0"), 1))
+    driver = Driver(job(FTRL.format(strategy="uniform", keys="bands = 1", more="noise_multiplier = 1.0"), 1))
     driver.join(*"ab")
     driver.send(m.Start())
     for client in "ab":
@@ -160,7 +186,9 @@ def test_training_metrics_are_not_passed_on() -> None:
 @pytest.mark.parametrize("level", ["client", "dp_ftrl", "client_local"])
 def test_pauses_in_evaluation_release_one_model_a_round(level: str) -> None:
     """Each model made anew from a round would have noise of its own: their mean has less than was charged."""
-    text = FTRL.format(strategy="uniform", bands=1, more="noise_multiplier = 1.0\npublic_evaluation = true")
+    text = FTRL.format(
+        strategy="uniform", keys="bands = 1", more="noise_multiplier = 1.0\npublic_evaluation = true"
+    )
     text = text.replace("every = 0", "every = 1").replace("dp_ftrl", level)
     driver = Driver(job(text if level == "dp_ftrl" else text.replace("bands = 1", ""), rounds=2))
     driver.join("a", "b")

@@ -12,17 +12,22 @@ import torch
 
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy import (
-    BandedFTRL,
+    Banded,
+    Buffered,
+    MatrixMechanism,
+    NoiseSource,
     SecureNoise,
+    SeededNoise,
     TreeFTRL,
-    best_bands,
     compose,
     eligible,
     gaussian_charge,
     prefix_error,
     solve_noise,
 )
-from roundtable.privacy.mechanisms.ftrl import square_root_coefficients, toeplitz_sensitivity
+from roundtable.privacy.mechanisms.factorise import Factorisation, optimal_banded, optimal_buffered
+from roundtable.privacy.mechanisms.gaussian import standard_normal
+from roundtable.privacy.mechanisms.toeplitz import Workload, square_root
 
 
 @dataclass
@@ -50,84 +55,101 @@ def matrix(coefficients: np.ndarray, rounds: int) -> np.ndarray:
     )
 
 
-def test_the_square_of_the_root_is_the_matrix_of_prefix_sums() -> None:
-    root = matrix(square_root_coefficients(12), 12)
-    np.testing.assert_allclose(root @ root, np.tril(np.ones((12, 12))))
+FACTORISATIONS = {
+    "independent": Banded((1.0,)),
+    "banded": Banded(tuple(square_root(3))),
+    "more bands than rounds apart": Banded(tuple(square_root(9))),
+    "BLT": Buffered((0.3, 0.25), (0.95, 0.6)),
+}
 
 
-@pytest.mark.parametrize("bands", [1, 2, 3, 8])
-@pytest.mark.parametrize("separation", [1, 2, 3, 9])
-def test_the_sensitivity_is_the_worst_over_all_ways_to_take_part(bands: int, separation: int) -> None:
-    rounds = 8
-    c = square_root_coefficients(bands)
-    columns = matrix(c, rounds)
-    worst = 0.0
-    for size in range(1, rounds + 1):
-        for chosen in itertools.combinations(range(rounds), size):
-            if all(b - a >= separation for a, b in itertools.pairwise(chosen)):
-                worst = max(worst, float(np.linalg.norm(columns[:, chosen].sum(1))))
-    assert toeplitz_sensitivity(tuple(c), rounds, separation) == pytest.approx(worst)
-
-
-@pytest.mark.parametrize("bands", [1, 3, 5])
-def test_the_noise_of_all_rounds_becomes_independent_under_c(bands: int) -> None:
-    """C w must be white noise of the claimed size: that is what the guarantee rests on."""
-    rounds, dimension = 9, 20_000
-    plan = BandedFTRL(clip_norm=0.5, noise_multiplier=2.0, rounds=rounds, separation=5, bands=bands)
-    state, source, published = plan.init(dimension), SecureNoise(), []
-    for _ in range(rounds):
+def noises(plan: MatrixMechanism, dimension: int, source: NoiseSource) -> list[torch.Tensor]:
+    """What each round publishes; every second draw is of an attempt that publishes nothing."""
+    state, published = plan.init(dimension), []
+    for _ in range(plan.rounds):
         state.draw(source)
         noise = state.draw(source)
         published.append(noise.double().clone())
         state = state.after(noise)
-    white = matrix(plan.coefficients, rounds) @ torch.stack(published).numpy()
+    with pytest.raises(PrivacyError, match=f"all {plan.rounds} rounds"):
+        state.draw(source)
+    return published
+
+
+@pytest.mark.parametrize("kind", FACTORISATIONS)
+def test_the_noise_of_all_rounds_becomes_independent_under_c(kind: str) -> None:
+    """C w must be white noise of the claimed size: that is what the guarantee rests on."""
+    rounds, dimension = 9, 20_000
+    plan = MatrixMechanism(0.5, 2.0, rounds, 5, FACTORISATIONS[kind])
+    published = torch.stack(noises(plan, dimension, SecureNoise())).numpy()
+    c = matrix(plan.column, rounds)
+    white = c @ published
     covariance = white @ white.T / dimension / plan.standard_deviation**2
     np.testing.assert_allclose(covariance, np.eye(rounds), atol=0.06)
+    inverse = np.linalg.inv(c)
+    drawn = published @ published.T / dimension / plan.standard_deviation**2
+    np.testing.assert_allclose(drawn, inverse @ inverse.T, atol=0.1)
     assert plan.standard_deviation == pytest.approx(2.0 * 0.5 * plan.sensitivity(rounds))
-    with pytest.raises(PrivacyError, match="all 9 rounds"):
-        state.draw(source)
 
 
-def test_the_memory_is_bands_times_the_vector() -> None:
-    state = BandedFTRL(1.0, 1.0, rounds=100, separation=50, bands=4).init(1000)
-    assert state.history.shape == (3, 1000)
+def test_a_long_run_of_buffers_strays_from_its_matrix_by_rounding_only() -> None:
+    """C w against the very noise beneath it: 300 roundings of the buffers to float32 do not add up."""
+    rounds, dimension = 300, 64
+    plan = MatrixMechanism(1.0, 1.0, rounds, 50, Buffered((0.3, 0.2), (0.998, 0.7)))
+    published = torch.stack(noises(plan, dimension, SeededNoise(1))).numpy()
+    white = matrix(plan.column, rounds) @ published
+    source, beneath = SeededNoise(1), []
+    for _ in range(rounds):
+        standard_normal(source, dimension)
+        beneath.append(standard_normal(source, dimension).numpy() * plan.standard_deviation)
+    assert np.abs(white - np.stack(beneath)).max() < 2e-5 * plan.standard_deviation
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("banded", 2), ("BLT", 2), ("independent", 0)])
+def test_the_memory_is_as_small_as_said(kind: str, kept: int) -> None:
+    state = MatrixMechanism(1.0, 1.0, 100, 50, FACTORISATIONS[kind]).init(1000)
+    assert state.history.shape == (kept, 1000)
     assert state.history.dtype == torch.float32
 
 
 def test_an_attempt_that_published_nothing_draws_fresh_noise() -> None:
     """The same noise for two attempts would let their difference through in the clear."""
-    state = BandedFTRL(1.0, 1.0, rounds=5, separation=5, bands=3).init(50)
+    state = MatrixMechanism(1.0, 1.0, 5, 5, FACTORISATIONS["banded"]).init(50)
     first, second = state.draw(SecureNoise()), state.draw(SecureNoise())
     assert not torch.equal(first, second)
 
 
-def test_the_charges_of_all_rounds_are_one_gaussian() -> None:
-    for bands, separation in ((3, 5), (8, 3), (1, 4)):
-        plan = BandedFTRL(1.0, 2.0, rounds=12, separation=separation, bands=bands)
-        epsilons = [compose([plan.charge(t) for t in range(1, n + 1)], 1e-5) for n in range(13)]
-        assert epsilons == sorted(epsilons)
-        assert epsilons[0] == 0.0
-        whole = compose([gaussian_charge("client", {"sampling": "none"}, 2.0)], 1e-5)
-        assert epsilons[12] == pytest.approx(whole, rel=1e-6)
+@pytest.mark.parametrize("kind", FACTORISATIONS)
+@pytest.mark.parametrize("separation", [1, 3, 5])
+def test_the_charges_of_all_rounds_are_one_gaussian(kind: str, separation: int) -> None:
+    plan = MatrixMechanism(1.0, 2.0, 12, separation, FACTORISATIONS[kind])
+    epsilons = [compose([plan.charge(t) for t in range(1, n + 1)], 1e-5) for n in range(13)]
+    assert epsilons == sorted(epsilons)
+    for n in range(13):
+        z = 2.0 * plan.sensitivity(12) / plan.sensitivity(n) if n else 0.0
+        whole = compose([gaussian_charge("client", {"sampling": "none"}, z)], 1e-5) if n else 0.0
+        assert epsilons[n] == pytest.approx(whole, rel=1e-6)
     with pytest.raises(PrivacyError, match="round 13"):
         plan.charge(13)
 
 
-def test_banded_noise_beats_the_tree_the_full_root_and_amplified_sampling() -> None:
+def test_correlated_noise_beats_the_tree_and_amplified_sampling() -> None:
     """1,000 rounds, ten participations 100 apart, ε = 4 at δ = 1e-6: figures of independent prototypes."""
     z = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0), 4.0, 1e-6).noise_multiplier
-    banded = prefix_error(BandedFTRL(1.0, z, 1000, 100, 100))
-    assert banded == pytest.approx(14.5, abs=0.1)
-    assert prefix_error(BandedFTRL(1.0, z, 1000, 100, 1000)) == pytest.approx(18.8, abs=0.1)
-    assert prefix_error(BandedFTRL(1.0, z, 1000, 100, 1)) == pytest.approx(84, abs=1.0)
-    tree = TreeFTRL(1.0, z, 1000, 100).prefix_error()
-    assert banded < 18.8 < tree < 40
-    best = best_bands(1.0, z, 1000, 100)
-    assert prefix_error(best) <= banded
+
+    def error(factorisation: Factorisation) -> float:
+        return prefix_error(MatrixMechanism(1.0, z, 1000, 100, factorisation))
+
+    assert error(Banded(tuple(square_root(100)))) == pytest.approx(14.5, abs=0.1)
+    assert error(Banded(tuple(square_root(1000)))) == pytest.approx(18.8, abs=0.1)
+    assert error(Banded((1.0,))) == pytest.approx(84, abs=1.0)
+    assert 18.8 < TreeFTRL(1.0, z, 1000, 100).prefix_error() < 40
     amplified = solve_noise(
         gaussian_charge("client", {"sampling": "poisson", "rate": 0.01}, 1.0, steps=1000), 4.0, 1e-6, "rdp"
     )
-    assert banded < amplified.noise_multiplier * math.sqrt(500.5)
+    sums = Workload.prefix_sums(1000)
+    banded, buffered = error(optimal_banded(sums, 100, 100)), error(optimal_buffered(sums, 3, 100))
+    assert banded < 14.0 < buffered < 15.0 < amplified.noise_multiplier * math.sqrt(500.5)
 
 
 def test_the_tree_has_its_claimed_noise_on_every_prefix() -> None:
@@ -165,13 +187,13 @@ def test_nobody_takes_part_too_soon() -> None:
 def test_plans_without_a_guarantee_are_refused(bad: dict[str, float]) -> None:
     good = {"clip_norm": 1.0, "noise_multiplier": 1.0, "rounds": 5, "separation": 2}
     with pytest.raises(PrivacyError):
-        BandedFTRL(**good | {"bands": 2} | bad)  # type: ignore[arg-type]
+        MatrixMechanism(**good | {"factorisation": Banded((1.0,))} | bad)  # type: ignore[arg-type]
     with pytest.raises(PrivacyError):
         TreeFTRL(**good | bad)  # type: ignore[arg-type]
 
 
 def test_a_round_publishes_the_bounded_mean_with_the_draw_and_nothing_else() -> None:
-    plan = BandedFTRL(clip_norm=1.0, noise_multiplier=1.0, rounds=4, separation=2, bands=2)
+    plan = MatrixMechanism(1.0, 1.0, rounds=4, separation=2, factorisation=Banded((1.0, 0.5)))
     state, data = plan.init(2000), torch.zeros(3, 2000)
     data[0, 0] = 50.0
     noise = state.draw(SecureNoise())

@@ -20,6 +20,7 @@ from roundtable.server.jobs.privacy_budget import Account
 LEVELS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "client": (3, {"size": 3}, {}),
     "dp_ftrl": (3, {"size": 1}, {"bands": 3, "separation": 3}),
+    "blt": (3, {"size": 1}, {"level": "dp_ftrl", "buffers": 2, "separation": 3}),
     "distributed": (3, {"size": 3}, {"dropout_tolerance": 0.0}),
     "client_local": (1, {"size": 1}, {}),
     "example": (1, {"size": 1}, {"population": 60, "batch_size": 12, "local_steps": 2}),

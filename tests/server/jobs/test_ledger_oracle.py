@@ -70,6 +70,7 @@ LEVELS = {
     "client": (2, 'level = "client"'),
     "known": (2, 'level = "client"\ncohorts = "known"'),
     "dp_ftrl": (1, 'level = "dp_ftrl"\nseparation = 2\nbands = 2'),
+    "blt": (1, 'level = "dp_ftrl"\nseparation = 2\nbuffers = 2'),
     "distributed": (5, 'level = "distributed"'),
     "client_local": (2, 'level = "client_local"'),
 }

@@ -16,7 +16,7 @@ from service import Operator, running
 
 from roundtable.core import parse_job
 from roundtable.core.models import open_model
-from roundtable.privacy import Budget, Charge, compose
+from roundtable.privacy import Banded, Budget, Charge, compose, levels
 from roundtable.proto import operator_pb2
 from roundtable.server import ServerConfig
 from roundtable.server.operations.populations import Populations
@@ -184,11 +184,13 @@ def test_every_spelling_of_a_task_spends_from_one_account(task: str) -> None:
         Populations({"ward": ["t"], "home": [task]})
 
 
+@pytest.mark.parametrize("keys", ["bands = 3", "buffers = 2"])
 async def test_correlated_noise_survives_a_restart(
-    settings: Callable[..., ServerConfig], certificates: Path
+    settings: Callable[..., ServerConfig], certificates: Path, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the coefficients that it began with, wherever an optimiser would end by now."""
     config = settings()
-    table = TABLE.replace('"client"', '"dp_ftrl"') + "noise_multiplier = 1.0\nbands = 3\nseparation = 1"
+    table = TABLE.replace('"client"', '"dp_ftrl"') + f"noise_multiplier = 1.0\n{keys}\nseparation = 1"
     async with (
         running(config) as coordinator,
         Operator(coordinator.port, certificates / "olga") as operator,
@@ -198,6 +200,7 @@ async def test_correlated_noise_survives_a_restart(
         job = await operator.submit(table, rounds=4)
         await operator.watch_for(job.id, "round_committed")
         work.cancel()
+    monkeypatch.setattr(levels, "best_factorisation", lambda *given: Banded((1.0, 0.9)))
     async with (
         running(config) as coordinator,
         Operator(coordinator.port, certificates / "olga") as operator,

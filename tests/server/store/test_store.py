@@ -119,6 +119,32 @@ async def with_job(database: Database, **changes: Any) -> JobRow:
     return row
 
 
+@pytest.mark.parametrize(
+    ("privacy", "before", "after"),
+    [
+        ({"level": "none"}, None, {}),
+        ({"level": "client"}, 2.5, {"noise_multiplier": 2.5}),
+        (
+            {"level": "dp_ftrl", "bands": 3},
+            1.5,
+            {"noise_multiplier": 1.5, "bands": None, "coefficients": [1.0, 0.5, 0.375]},
+        ),
+    ],
+)
+async def test_jobs_of_older_versions_keep_their_noise(
+    database: str, privacy: dict[str, Any], before: float | None, after: dict[str, Any]
+) -> None:
+    found = Database.open(database)
+    config, snapshot = {"rounds": 5, "privacy": privacy}, {"engine": {}, "noise_multiplier": before}
+    await with_job(found, config=json.dumps(config), snapshot=snapshot)
+    await found.write(lambda c: c.execute(sa.text("UPDATE alembic_version SET version_num = '0009'")))
+    found.close()
+    again = Database.open(database)
+    row = await again.read(lambda c: store.stored_job(c, "a" * 12))
+    again.close()
+    assert row.snapshot == {"engine": {}, "noise": after}
+
+
 async def test_the_migrations_make_the_tables(opened: Database) -> None:
     def differences(connection: sa.Connection) -> list[Any]:
         context = MigrationContext.configure(connection, opts={"compare_type": True})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from roundtable.core.errors import ConfigError
 
@@ -40,6 +41,14 @@ class Schedule:
             raise ConfigError(
                 "schedule cosine needs rounds, more than the warm-up has, and a floor in [0, 1]"
             )
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any] | None) -> Schedule:
+        """The schedule that a table of a job describes; a constant one without. Raises ConfigError."""
+        try:
+            return cls(**(table or {}))
+        except TypeError as error:
+            raise ConfigError(f"schedule: {error}") from error
 
     def factor(self, step: int) -> float:
         """The factor in round `step`, counted from 0."""
