@@ -1,17 +1,14 @@
-"""Writes the tables of what leaves into docs/privacy.md, from core/observability/released.py."""
+"""Writes the tables of docs/privacy.md and docs/secure-aggregation.md: what leaves, and what is promised."""
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
+
+from promises import PRIVACY, SECURE_AGGREGATION
 
 from roundtable.core.observability.released import EVENTS, FIELDS, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy, Private, privacy_from
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "privacy.md"
 
 
 def _level(**values: Any) -> NoPrivacy | Private:
@@ -32,9 +29,9 @@ LEVELS: Mapping[str, NoPrivacy | Private] = {
 """One of each kind of job: whatever is decided by level can be tried on all."""
 
 
-def markdown() -> str:
+def markdown() -> tuple[str, str]:
     """Both tables as docs/privacy.md shows them: what is withheld where, and what each field tells."""
-    return f"{_levels()}\n\n{_fields()}"
+    return _levels(), _fields()
 
 
 def _levels() -> str:
@@ -63,13 +60,7 @@ def _by_kind(items: Iterable[tuple[str, Tells]]) -> str:
     return "; ".join(f"*{kind.name.lower()}*: {', '.join(names[kind])}" for kind in ordered)
 
 
-def main() -> int:
-    """Replaces the tables that are there."""
-    text = PAGE.read_text(encoding="utf-8")
-    tables = r"\| what is sent tells of \|(?:.*\n\|)*.*\n\n\| what leaves \|(?:.*\n\|)*.*"
-    PAGE.write_text(re.sub(tables, lambda _: markdown(), text, count=1), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    levels, fields = markdown()
+    PRIVACY.write({"| what is sent tells of |": levels, "| what leaves |": fields})
+    SECURE_AGGREGATION.write({})

@@ -241,6 +241,17 @@ def test_who_fails_makes_nobody_likelier_to_be_in_a_model(cohort: str) -> None:
     assert share == pytest.approx(0.25, abs=4 * 0.25 * (0.75 / (rounds * len(answering) / 4)) ** 0.5)
 
 
+def test_nobody_is_drawn_before_as_many_are_online_as_the_job_says() -> None:
+    coin = 'strategy = "poisson"\nprobability = 1.0\nminimum = 3'
+    driver = Driver(job(SAMPLED.format(cohort=coin), 1))
+    driver.join("a", "b")
+    driver.send(m.Start())
+    assert driver.kinds()[-1] == "waiting_for_clients"
+    assert not driver.instructions
+    driver.join("c")
+    assert {each.client for each in driver.instructions} == {"a", "b", "c"}
+
+
 def test_an_attempt_that_is_made_again_asks_the_same_cohort() -> None:
     driver = Driver(job(SAMPLED.format(cohort="size = 4"), 3), automatic=False)
     driver.join(*"abcdefghijklmnop")

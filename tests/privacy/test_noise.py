@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -135,6 +136,15 @@ def test_nobody_can_seed_the_noise_of_production() -> None:
     assert list(inspect.signature(SecureNoise).parameters) == []
     with pytest.raises(TypeError):
         SecureNoise(42)  # type: ignore[call-arg]
+
+
+def test_words_are_the_key_stream_of_aes() -> None:
+    """FIPS 197 in counter mode (NIST SP 800-38A, 6.5): each block of zeros becomes its encrypted counter."""
+    key = bytes(range(32))
+    counters = b"".join(count.to_bytes(16, "big") for count in range(3))
+    blocks = Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(counters)
+    stream = KeyStream(key)
+    assert stream.words(2).tobytes() + stream.words(4).tobytes() == blocks
 
 
 @pytest.mark.parametrize("key", [b"", b"\x01\x02\x03\x04", bytes(16), bytes(33)])
