@@ -23,8 +23,9 @@ from roundtable.privacy import (
     solve_noise,
     solve_steps,
 )
-from roundtable.privacy.accounting.accountants import _loss_distribution
+from roundtable.privacy.accounting.accountants import _loss_distribution, gaussian_epsilon
 from roundtable.privacy.accounting.fixed_size import hockey_stick
+from roundtable.privacy.mechanisms.distributed import DistributedDP
 
 NONE = {"sampling": "none"}
 SLOW = pytest.mark.slow
@@ -119,6 +120,13 @@ def test_replace_one_of_a_poisson_sample_agrees_with_the_reference(reference_dir
         assert epsilon == pytest.approx(case["poisson_replaceone_pld"], rel=2e-3)
 
 
+def test_one_replacement_doubles_how_far_all_else_may_move() -> None:
+    faint = Charge("gaussian", "client", "none", (("update", 1e6),), relation="replace_one")
+    rounds = gaussian_charge("client", NONE, 8.0, steps=4)
+    assert compose([rounds], 1e-5) == pytest.approx(gaussian_epsilon(4.0, 1e-5), rel=1e-3)
+    assert compose([rounds, faint], 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1e-5), rel=1e-3)
+
+
 def test_order_and_grouping_do_not_matter() -> None:
     a, b, c = poisson(0.1, 2.0, 10), poisson(0.05, 1.5, 7), gaussian_charge("client", NONE, 8.0, steps=3)
     whole = compose([a, b, c], 1e-5)
@@ -154,6 +162,13 @@ def test_mixed_kinds_give_a_valid_bound() -> None:
         both = compose([fixed, *others], 1e-5)
         assert both > compose([fixed], 1e-5)
         assert both > compose(others, 1e-5)
+
+
+def test_bounds_of_two_kinds_share_delta() -> None:
+    """Each holds but for a chance of its own: at the whole δ both together would fail twice as often."""
+    shares = DistributedDP(1.0, 1e4, 4, 3, 3, 0, 32).charge
+    plain = gaussian_charge("client", NONE, 2.0)
+    assert compose([shares, plain], 1e-5) > gaussian_epsilon(2.0, 0.5e-5)
 
 
 def test_local_noise_hides_a_silo_against_any_other_update() -> None:
