@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from roundtable.aggregation import (
     AggregationConfig,
@@ -33,8 +34,8 @@ from roundtable.aggregation import (
     StreamingMean,
     TensorMatrix,
     aggregate,
-    kernels,
 )
+from roundtable.aggregation.rows import kernels
 
 Work = Callable[[], object]
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -244,8 +245,13 @@ def out_of_core(folder: Path, clients: int, columns: int, warm: bool) -> None:
         f"{clients} files of {columns} parameters, {size:.1f} GB, {'cached' if warm else 'not cached'}, "
         f"{torch.get_num_threads()} threads of {os.cpu_count()} processors"
     )
-    print(f"{'rule':20}{'reading, s':>12}{'rule, s':>9}{'passes':>8}{'GB/s':>7}{'of reading':>12}{'MB':>6}")
+    digests = [blake3().update_mmap(path).hexdigest() for path in paths]
+    print(
+        f"{'rule':20}{'reading, s':>12}{'rule, s':>9}{'hashed, s':>11}{'passes':>8}{'GB/s':>7}"
+        f"{'of reading':>12}{'MB':>6}"
+    )
     for rule, parameters, read in (
+        ("mean", {}, 1.0),
         ("median", {}, 1.0),
         ("trimmed_mean", {"f": f}, 1.0),
         ("multi_krum", {"f": f}, 2 - f / clients),
@@ -254,16 +260,19 @@ def out_of_core(folder: Path, clients: int, columns: int, warm: bool) -> None:
         if not warm:
             forget(paths)
         seconds = read_all(paths)
-        if not warm:
-            forget(paths)
-        start = time.perf_counter()
-        aggregate(FileMatrix(paths, columns), names, AggregationConfig(rule, parameters))
-        taken = time.perf_counter() - start
+        config, times = AggregationConfig(rule, parameters), []
+        for known in ((), digests):
+            if not warm:
+                forget(paths)
+            start = time.perf_counter()
+            aggregate(FileMatrix(paths, columns, digests=known), names, config)
+            times.append(time.perf_counter() - start)
+        taken, hashed = times
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         speed = read * size / taken
         print(
-            f"{rule:20}{seconds:12.1f}{taken:9.1f}{read:8.1f}{speed:7.2f}{speed * seconds / size:12.2f}"
-            f"{peak:6.0f}",
+            f"{rule:20}{seconds:12.1f}{taken:9.1f}{hashed:11.1f}{read:8.1f}{speed:7.2f}"
+            f"{speed * seconds / size:12.2f}{peak:6.0f}",
             flush=True,
         )
 

@@ -3,7 +3,8 @@
 Rows are read with positioned reads into two buffers that take turns: while a rule works on one block, a
 thread fills the other. What stays in memory is two blocks, however large the files are; the pages that the
 system caches belong to nobody and go when memory is needed. A file that is cut short while it is being read
-raises an error, where a mapping of it would end the process with SIGBUS.
+raises an error, where a mapping of it would end the process with SIGBUS. Rows that come with a digest are
+hashed as they are read (`row_digests.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from roundtable.aggregation.rows.matrix import (
     block_ranges,
     block_width,
 )
+from roundtable.aggregation.rows.row_digests import RowDigests
 from roundtable.core.errors import InvalidUpdate
 from roundtable.core.paths import AnyPath
 
@@ -35,7 +37,9 @@ _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class FileMatrix:
     """Rows of little-endian values in files: row i is `columns` values from byte `offset` of file i.
 
-    Raises InvalidUpdate (`layout`) where a file is missing or shorter than its row.
+    `digests` are the BLAKE3 of each row's bytes; where they are given, every pass over the rows ends with
+    DamagedRows unless it has read these. Raises InvalidUpdate (`layout`) where a file is missing or shorter
+    than its row.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class FileMatrix:
         columns: int,
         dtype: Literal["float32", "bfloat16"] = "float32",
         offset: int = 0,
+        digests: Sequence[str] = (),
     ) -> None:
         if dtype not in _STORED:
             raise InvalidUpdate("layout", f"rows are stored as float32 or bfloat16, not {dtype!r}")
@@ -51,6 +56,10 @@ class FileMatrix:
         self._columns = columns
         self._stored = _STORED[dtype]
         self._offset = offset
+        if digests and len(digests) != len(paths):
+            raise InvalidUpdate("layout", f"{len(digests)} digests for {len(paths)} rows")
+        self._digests = tuple(digests)
+        self._here = self._pass()
         needed = offset + columns * self._stored.itemsize
         for path in self._paths:
             size = path.stat().st_size if path.is_file() else -1
@@ -79,7 +88,8 @@ class FileMatrix:
     def block(self, start: int, stop: int) -> torch.Tensor:
         with ExitStack() as stack:
             files = self._open(stack)
-            return self._read(files, torch.empty(self.rows, stop - start, dtype=self._stored), start, stop)
+            buffer = torch.empty(self.rows, stop - start, dtype=self._stored)
+            return self._read(files, buffer, start, stop, self._here)
 
     def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         width = min(block_width(self.rows, 4, budget_bytes // 2), max(self.columns, 1))
@@ -88,11 +98,13 @@ class FileMatrix:
         with ExitStack() as stack:
             files = self._open(stack)
             reader = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="updates"))
+            own = self._pass()
             ahead: Future[torch.Tensor] | None = None
             for index, (start, stop) in enumerate(ranges):
-                values = ahead.result() if ahead else self._read(files, buffers[0], start, stop)
+                values = ahead.result() if ahead else self._read(files, buffers[0], start, stop, own)
                 if index + 1 < len(ranges):
-                    ahead = reader.submit(self._read, files, buffers[(index + 1) % 2], *ranges[index + 1])
+                    following = buffers[(index + 1) % 2]
+                    ahead = reader.submit(self._read, files, following, *ranges[index + 1], own)
                 yield start, stop, values.float()
 
     def select(self, indices: Sequence[int]) -> UpdateMatrix:
@@ -103,7 +115,14 @@ class FileMatrix:
         chosen = object.__new__(FileMatrix)
         chosen._paths = [self._paths[index] for index in indices]
         chosen._columns, chosen._stored, chosen._offset = self._columns, self._stored, self._offset
+        chosen._digests = tuple(self._digests[index] for index in indices) if self._digests else ()
+        chosen._here = chosen._pass()
         return chosen
+
+    def _pass(self) -> RowDigests | None:
+        """What hashes one pass over the rows; None where nothing says what they should be."""
+        size = self._columns * self._stored.itemsize
+        return RowDigests(self._digests, size) if self._digests else None
 
     def _open(self, stack: ExitStack) -> list[int]:
         files = []
@@ -113,18 +132,22 @@ class FileMatrix:
             files.append(file)
         return files
 
-    def _read(self, files: list[int], buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _read(
+        self, files: list[int], buffer: torch.Tensor, start: int, stop: int, hashed: RowDigests | None
+    ) -> torch.Tensor:
         values = buffer[:, : stop - start]
-        bytes_each = self._stored.itemsize
-        position = self._offset + start * bytes_each
-        for file, path, row in zip(files, self._paths, values.view(torch.uint8).numpy(), strict=True):
-            view = memoryview(row)
+        begin = start * self._stored.itemsize
+        position = self._offset + begin
+        pieces = [memoryview(row) for row in values.view(torch.uint8).numpy()]
+        for file, path, view in zip(files, self._paths, pieces, strict=True):
             done = 0
             while done < len(view):
                 count = os.preadv(file, [view[done:]], position + done)
                 if count == 0:
                     raise InvalidUpdate("layout", f"update {path} was cut short while it was read")
                 done += count
+        if hashed is not None:
+            hashed.take(begin, pieces)
         return values
 
 

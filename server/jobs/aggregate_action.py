@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
+from roundtable.aggregation.rows.row_digests import DamagedRows
 from roundtable.core.errors import ResourceError, RoundtableError, StorageError
 from roundtable.core.failpoints import failpoint
 from roundtable.engine import messages as m
@@ -25,6 +26,7 @@ log = logging.getLogger("roundtable.server.jobs.aggregate_action")
 
 FULL_DISK_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+MENDED_AT_MOST = 2
 LEDGER_PAUSE = 2.0
 Result = TypeVar("Result")
 
@@ -69,7 +71,7 @@ class AggregateAction:
         """
         for pause in (*FULL_DISK_PAUSES, None):
             try:
-                made = await self._patiently(action)
+                made = await self._of_sound_files(action)
             except ResourceError as error:
                 log.error("round %d: %s", action.step.round, error, extra={"job": self._job})
                 if pause is None:
@@ -84,6 +86,42 @@ class AggregateAction:
                 await self._inbox.tell(made.event, made.artifacts)
                 self._services.artifacts.unpin(row.digest for row in made.artifacts)
                 return
+
+    async def _of_sound_files(self, action: m.Aggregate) -> NewModel:
+        """Makes the new model of files that were read as they should be; damaged ones are mended first.
+
+        Raises DamagedUpdates for updates that are whole nowhere or are spoiled time and again, for anything
+        else DamagedArtifact or DamagedRows.
+        """
+        clients = {update.digest: update.client for update in action.updates}
+        for left in range(MENDED_AT_MOST, -1, -1):
+            try:
+                return await self._patiently(action)
+            except (DamagedRows, DamagedArtifact) as error:
+                log.error("round %d: %s", action.step.round, error, extra={"job": self._job})
+                digests = error.digests if isinstance(error, DamagedRows) else (error.digest,)
+                updates = {clients[digest]: str(error) for digest in digests if digest in clients}
+                if left == 0 and updates:
+                    raise DamagedUpdates(updates) from error
+                if left == 0:
+                    raise
+                stored = {*clients, action.model, action.optimizer}
+                await self._mend([digest for digest in digests if digest in stored], clients)
+        raise AssertionError("the last try returns or raises")
+
+    async def _mend(self, digests: Sequence[str], clients: Mapping[str, str]) -> None:
+        """Has damaged artifacts fetched; `clients` are those of the updates' digests."""
+        artifacts, loop = self._services.artifacts, asyncio.get_running_loop()
+        lost: dict[str, str] = {}
+        for digest in digests:
+            try:
+                await loop.run_in_executor(artifacts.threads(self._services.compute), artifacts.mend, digest)
+            except DamagedArtifact as error:
+                if digest not in clients:
+                    raise
+                lost[clients[digest]] = str(error)
+        if lost:
+            raise DamagedUpdates(lost)
 
     async def _patiently(self, action: m.Aggregate) -> NewModel:
         """Makes the new model; while a bucket is away, waits and alerts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -45,31 +46,50 @@ class Combiner:
     def combine(self, action: m.Aggregate, received: Received, guarantee: Guarantee, now: float) -> NewModel:
         """The new model, which carries the guarantee. `received` is used up, whatever happens.
 
-        Raises AggregationError or InvalidUpdate where there is no sound answer.
+        Raises AggregationError or InvalidUpdate where there is no sound answer; DamagedRows, DamagedArtifact
+        where what was read of an update, the old model or the optimizer's state is not what it should be.
         """
         # The transfers before have left buffers behind, and this is where the most memory is needed.
         give_back_free_memory()
-        old = open_model(self._artifacts.path(action.model))
+        made: list[ArtifactRow] = []
+        try:
+            with ExitStack() as reading:
+                event = self._combine(action, received, guarantee, now, reading, made)
+        except BaseException:
+            # Nobody will mention what was made, of damaged files or in part.
+            self._artifacts.unpin(row.digest for row in made)
+            raise
+        return NewModel(event, tuple(made))
+
+    def _combine(
+        self,
+        action: m.Aggregate,
+        received: Received,
+        guarantee: Guarantee,
+        now: float,
+        reading: ExitStack,
+        made: list[ArtifactRow],
+    ) -> m.Aggregated:
+        """Stores what `made` then lists; it counts only if `reading` ends without an error."""
+        old = open_model(reading.enter_context(self._artifacts.using(action.model)))
         combined = combine(
             self._plan,
             received,
             old.vector,
-            self._state(action.optimizer, old.layout.size),
+            self._state(action.optimizer, old.layout.size, reading),
             round=action.step.round,
             seed=self._job.seed,
             noise=SecureNoise(),
             diagnose=self._job.aggregation.diagnosis,
             root_update=self._root_update(action, old),
         )
-        made = new_model(self._job, old, combined.vector, action.step.round, guarantee.statement)
-        model = self._store(made, "model", now)
-        artifacts = [model]
+        model = new_model(self._job, old, combined.vector, action.step.round, guarantee.statement)
+        made.append(self._store(model, "model", now))
         optimizer = ""
         if combined.state.worth_keeping:
-            artifacts.append(self._store(combined.state.to_model(), "optimizer", now))
-            optimizer = artifacts[-1].digest
-        event = combined.event(action.step, model.digest, optimizer, guarantee.figures)
-        return NewModel(event, tuple(artifacts))
+            made.append(self._store(combined.state.to_model(), "optimizer", now))
+            optimizer = made[-1].digest
+        return combined.event(action.step, made[0].digest, optimizer, guarantee.figures)
 
     def _root_update(self, action: m.Aggregate, old: Model) -> Tensor | None:
         """The coordinator's own training from the same model, for rules that compare with it."""
@@ -77,10 +97,10 @@ class Combiner:
             return None
         return self._trusted.update(self._job, old.layout, old.vector, action.step.round)
 
-    def _state(self, optimizer: str, columns: int) -> ServerState:
+    def _state(self, optimizer: str, columns: int, reading: ExitStack) -> ServerState:
         if not optimizer:
             return initial_server_state(self._plan, columns)
-        return ServerState.from_model(open_model(self._artifacts.path(optimizer)))
+        return ServerState.from_model(open_model(reading.enter_context(self._artifacts.using(optimizer))))
 
     def _store(self, model: Model, kind: str, now: float) -> ArtifactRow:
         digest, size = self._artifacts.create(model_blocks(model))

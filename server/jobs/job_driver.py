@@ -32,6 +32,7 @@ from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
 from roundtable.server.jobs.step_instructions import StepInstructions
+from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import AgentRow, JobRow
 from roundtable.server.store.ledger import Total
 
@@ -81,10 +82,21 @@ def client_info(agent: AgentRow) -> m.ClientInfo:
     return m.ClientInfo(agent.name, agent.metadata, agent.examples)
 
 
+def layout_of(model: str, services: JobServices) -> Layout:
+    """The layout of a stored model. Blocks. EncodingError, LayoutError where it is none of ours."""
+    try:
+        with services.artifacts.using(model) as path:
+            return open_model(path).layout
+    except DamagedArtifact:
+        services.artifacts.mend(model)
+    with services.artifacts.using(model) as path:
+        return open_model(path).layout
+
+
 def stored_plan(row: JobRow, services: JobServices) -> tuple[JobConfig, Layout, Plan]:
     """A stored job with its layout, and its plan as its ledger has it. Blocks: reads the initial model."""
     job = parse_job(row.config)
-    layout = open_model(services.artifacts.path(row.initial_model)).layout
+    layout = layout_of(row.initial_model, services)
     return job, layout, plan_of(_settled(job, row.snapshot["noise"]), layout, int(row.snapshot["population"]))
 
 

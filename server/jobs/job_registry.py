@@ -21,13 +21,19 @@ from roundtable.core.errors import (
     StorageError,
 )
 from roundtable.core.failpoints import failpoint
-from roundtable.core.models import open_model
 from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import CentralNoise, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.server.door import to_agents
-from roundtable.server.jobs.job_driver import StoredJob, client_info, make_driver, parse_job, plan_of
+from roundtable.server.jobs.job_driver import (
+    StoredJob,
+    client_info,
+    layout_of,
+    make_driver,
+    parse_job,
+    plan_of,
+)
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.operations.incidents import driver_incident
@@ -234,7 +240,7 @@ class JobRegistry:
     ) -> tuple[JobRow, ArtifactRow]:
         path = self._services.artifacts.path(submission.model)
         try:
-            layout = open_model(path).layout
+            layout = layout_of(submission.model, self._services)
         except (EncodingError, LayoutError) as error:
             reason = str(error).replace(str(path), f"artifact {submission.model[:12]}")
             raise ConfigError(f"the initial model cannot be used: {reason}") from error

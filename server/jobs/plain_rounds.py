@@ -76,10 +76,11 @@ class PlainRounds:
         return
 
     async def collect(self, action: m.Aggregate, pay: Pay) -> Rows:
-        """The updates as mapped files, in the order of the action."""
+        """The updates as files, in the order of the action, hashed as they will be read."""
         compute = self._services.compute
         paths = await asyncio.get_running_loop().run_in_executor(compute, self._paths, action)
-        return Rows(FileMatrix(paths, self._columns, self._encoding), action.updates)
+        digests = [update.digest for update in action.updates]
+        return Rows(FileMatrix(paths, self._columns, self._encoding, digests=digests), action.updates)
 
     def take_up(self, step: m.Step) -> None:
         return

@@ -115,13 +115,10 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 f"no instruction in force for {client} names the artifact {wish.digest[:12]!r}",
             )
         try:
-            artifacts = self._services.artifacts
-            threads = artifacts.threads(self._threads)
-            path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, wish.digest)
+            await transfer.send_artifact(context, self._services.artifacts, wish, self._threads)
         except DamagedArtifact as error:
             self._jobs.damaged(error)
             raise
-        await transfer.send(context, path, wish.offset, self._threads)
 
     @override
     async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:

@@ -111,10 +111,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
                 "are not kept for ever, updates of silos and states of noise and server optimizers do not "
                 "leave the coordinator",
             )
-        artifacts = self._services.artifacts
-        threads = artifacts.threads(self._threads)
-        path = await asyncio.get_running_loop().run_in_executor(threads, artifacts.path, wish.digest)
-        await transfer.send(context, path, wish.offset, self._threads)
+        await transfer.send_artifact(context, self._services.artifacts, wish, self._threads)
 
     @override
     async def SubmitJob(self, request: operator_pb2.SubmitJobRequest, context: Context) -> operator_pb2.Job:

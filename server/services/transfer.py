@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+from blake3 import blake3
 
 from roundtable.core.errors import StorageError
 from roundtable.core.failpoints import failpoint
 from roundtable.proto import CHUNK_BYTES
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Context, Refusal
+from roundtable.server.door.from_operators import DownloadWish
+from roundtable.server.storage.artifact_store import ArtifactStore, DamagedArtifact
 from roundtable.server.storage.blobs import BlobWriter
 
 Result = TypeVar("Result")
@@ -35,9 +38,32 @@ async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., Result], *a
         raise
 
 
-async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExecutor) -> None:
-    """Writes the file's chunks from `offset` onwards; waits whenever the network does."""
+async def send_artifact(
+    context: Context, artifacts: ArtifactStore, wish: DownloadWish, threads: ThreadPoolExecutor
+) -> None:
+    """Sends an artifact from the wished offset onwards. DamagedArtifact if it is whole nowhere.
+
+    One that was damaged as it was read is mended, and the caller told to ask again.
+    """
+    loop, blocking = asyncio.get_running_loop(), artifacts.threads(threads)
+    path = await loop.run_in_executor(blocking, artifacts.path, wish.digest)
+    try:
+        await send(context, path, wish.digest, wish.offset, threads)
+    except DamagedArtifact as error:
+        await loop.run_in_executor(blocking, artifacts.mend, wish.digest)
+        raise Refusal(
+            grpc.StatusCode.UNAVAILABLE, f"{error}; it is whole again: ask for it from the start"
+        ) from error
+
+
+async def send(context: Context, path: Path, digest: str, offset: int, threads: ThreadPoolExecutor) -> None:
+    """Writes the file's chunks from `offset` onwards; waits whenever the network does.
+
+    What goes out from the first byte on is hashed, and its last chunks are kept back if it is not the
+    artifact: DamagedArtifact. Who goes on from the middle checks the whole, and begins anew if that is wrong.
+    """
     loop = asyncio.get_running_loop()
+    hasher = None if offset else blake3()
     file = os.open(path, os.O_RDONLY)
     ahead: asyncio.Future[list[bytes]] | None = None
     try:
@@ -47,12 +73,14 @@ async def send(context: Context, path: Path, offset: int, threads: ThreadPoolExe
                 grpc.StatusCode.OUT_OF_RANGE, f"offset {offset} is beyond the end: there are {size} bytes"
             )
         while offset < size:
-            ahead = ahead or loop.run_in_executor(threads, _read, file, offset)
+            ahead = ahead or loop.run_in_executor(threads, _read, file, offset, hasher)
             pieces = await asyncio.shield(ahead)
             if not pieces:
                 raise StorageError(f"{path} was cut short while it was read: check the disk")
             after = offset + sum(map(len, pieces))
-            ahead = loop.run_in_executor(threads, _read, file, after) if after < size else None
+            ahead = loop.run_in_executor(threads, _read, file, after, hasher) if after < size else None
+            if ahead is None and hasher is not None and (found := hasher.hexdigest()) != digest:
+                raise DamagedArtifact(digest, f"artifact {digest} was read with the digest {found}")
             for data in pieces:
                 await context.write(Piece(offset, data))
                 offset += len(data)
@@ -105,12 +133,14 @@ async def receive(
             pending.exception()
 
 
-def _read(file: int, offset: int) -> list[bytes]:
+def _read(file: int, offset: int, hasher: blake3 | None) -> list[bytes]:
     pieces = []
     for _ in range(AT_ONCE):
         data = os.pread(file, CHUNK_BYTES, offset)
         if not data:
             break
+        if hasher is not None:
+            hasher.update(data)
         pieces.append(data)
         offset += len(data)
     return pieces

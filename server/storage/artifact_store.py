@@ -8,6 +8,10 @@
 A blob gets its name only after it is whole, its hash is right, it is in the bucket, and it and its folder
 are synced: what the database mentions is there. A new blob is *pinned*, that is not deleted, until it is
 mentioned. All methods but `size` and `unpin` block: call them in a thread.
+
+That a file is whole is known from when it was written; what a disk gives back later can be something else,
+and no time stamp shows it. So `path` is for those who check what they read themselves (rows as they are
+combined, downloads as they are sent); the others read in `using` or with `load`, which hash what was read.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import FileIO
 from math import inf
 from pathlib import Path
 from threading import Lock
@@ -80,6 +86,41 @@ class ArtifactStore:
                 if not self._known(path, digest):
                     self._look(path, digest)
         return path
+
+    def mend(self, digest: str) -> None:
+        """Hashes a blob that was read with other bytes than its own, and fetches it where it is damaged.
+
+        DamagedArtifact, Unreachable as for `path`.
+        """
+        self._verified.pop(digest, None)
+        self.path(digest)
+
+    @contextmanager
+    def using(self, digest: str) -> Iterator[Path]:
+        """A file that may be mapped within the context; it is hashed at the end.
+
+        Hashed afterwards, a bit that flipped at any time before it was used is seen. DamagedArtifact at the
+        end, and in the place of whatever error came of the damage: `mend` it and begin again. Unreachable as
+        for `path`.
+        """
+        path = self.path(digest)
+        with self._open(path, digest) as file:
+            try:
+                yield path
+            except Exception:
+                # A name with another letter is a KeyError.
+                self._require(path, file, digest)
+                raise
+            self._require(path, file, digest)
+
+    def load(self, digest: str) -> bytes:
+        """The blob in memory: the very bytes that were hashed. DamagedArtifact, Unreachable as for `path`."""
+        for _ in range(2):
+            data = self.path(digest).read_bytes()
+            if (found := blake3(data).hexdigest()) == digest:
+                return data
+            self.mend(digest)
+        raise self._damaged(digest, found)
 
     def size(self, digest: str) -> int | None:
         """Bytes of the blob; None if it is not stored, durably."""
@@ -261,23 +302,42 @@ class ArtifactStore:
 
     def _verify(self, path: Path, digest: str) -> None:
         """Hashes a blob that this process has not written itself, once, before anything reads it."""
+        with self._open(path, digest) as file:
+            self._check(path, file, digest)
+
+    def _require(self, path: Path, file: FileIO, digest: str) -> None:
+        """DamagedArtifact unless this file is what has the blob's name, with the blob's bytes."""
+        stamp = _stamp(path)
+        if stamp is None or stamp[-1] != os.fstat(file.fileno()).st_ino:
+            raise DamagedArtifact(digest, f"artifact {digest} was replaced while it was read")
+        self._check(path, file, digest)
+
+    def _check(self, path: Path, file: FileIO, digest: str) -> None:
         hasher = blake3()
         try:
-            with path.open("rb", buffering=0) as file:
-                while data := file.read(READ_BYTES):
-                    hasher.update(data)
+            while data := file.read(READ_BYTES):
+                hasher.update(data)
+        except OSError as error:
+            raise os_error(error, path) from error
+        if hasher.hexdigest() != digest:
+            raise self._damaged(digest, hasher.hexdigest())
+
+    def _open(self, path: Path, digest: str) -> FileIO:
+        try:
+            return FileIO(path)
         except FileNotFoundError:
             raise DamagedArtifact(
                 digest, f"artifact {digest} is missing from {self._where}: restore it from a backup"
             ) from None
         except OSError as error:
             raise os_error(error, path) from error
-        if hasher.hexdigest() != digest:
-            raise DamagedArtifact(
-                digest,
-                f"artifact {digest} in {self._where} is damaged: its bytes have the digest "
-                f"{hasher.hexdigest()}; restore it from a backup and check the disk",
-            )
+
+    def _damaged(self, digest: str, found: str) -> DamagedArtifact:
+        return DamagedArtifact(
+            digest,
+            f"artifact {digest} in {self._where} is damaged: its bytes have the digest {found}; restore it "
+            "from a backup and check the disk",
+        )
 
     def _check_folder(self, identity: str) -> None:
         owner = self.folder / "coordinator"

@@ -76,4 +76,9 @@ class Replicas:
         if not keep:
             location.forget(blob_name(digest))
         elif not location.has(blob_name(digest)) and self._artifacts.size(digest) is not None:
-            location.put(self._artifacts.path(digest), digest)
+            try:
+                location.put(self._artifacts.path(digest), digest)
+            except Unreachable:
+                # What came back wrong may have been wrong here.
+                self._artifacts.mend(digest)
+                raise

@@ -1,27 +1,34 @@
-"""What one attempt of secure aggregation has heard and done, line by line, so that it can be done again."""
+"""What one attempt of secure aggregation has heard and done, line by line, so that it can be done again.
+
+Each line carries a hash over itself and the line before: an attempt is done again as it was, or not at all.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
+from blake3 import blake3
+
+from roundtable.core.errors import StorageError
 from roundtable.server.storage.blobs import os_error, sync_folder
 
 
 class Journal:
-    """An append-only file. What is `add`ed is safe from a crash of the machine after `sync`."""
+    """An append-only file. What is `add`ed is safe from a crash of the machine after `sync`.
+
+    StorageError for one that is damaged; a last line that was cut off by a crash counts as never written.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries: list[tuple[str, bytes]] = list(_read(path)) if path.exists() else []
+        self._hash = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.entries = self._read(path) if path.exists() else []
             self._file = path.open("a", encoding="ascii")
-            # A line that was cut off by a crash stays cut off, and what follows begins a line of its own.
-            self._file.write("\n")
             sync_folder(path.parent)
         except OSError as error:
             raise os_error(error, path) from error
@@ -30,11 +37,13 @@ class Journal:
         """Appends an entry, unless the journal is closed. ResourceError if the disk is full."""
         if self._file.closed:
             return
+        found = _chained(self._hash, kind, data)
         try:
-            self._file.write(json.dumps([kind, base64.b64encode(data).decode()]) + "\n")
+            self._file.write(json.dumps([kind, base64.b64encode(data).decode(), found]) + "\n")
             self._file.flush()
         except OSError as error:
             raise os_error(error, self.path) from error
+        self._hash = found
 
     def sync(self) -> None:
         """Waits until everything is on the disk."""
@@ -51,14 +60,25 @@ class Journal:
         if forget:
             self.path.unlink(missing_ok=True)
 
+    def _read(self, path: Path) -> list[tuple[str, bytes]]:
+        whole = path.read_bytes()
+        end = whole.rfind(b"\n") + 1
+        # Nothing followed from a line that was cut off, or it would have been synced.
+        os.truncate(path, end)
+        entries = []
+        for number, line in enumerate(whole[:end].splitlines(), 1):
+            try:
+                kind, coded, found = json.loads(line)
+                data = base64.b64decode(coded, validate=True)
+                if found != (expected := _chained(self._hash, kind, data)):
+                    raise ValueError(f"its hash is {expected[:12]}")
+            except (ValueError, TypeError, RecursionError) as error:
+                raise StorageError(f"the journal {path.name} is damaged in line {number}: {error}") from error
+            entries.append((kind, data))
+            self._hash = found
+        return entries
 
-def _read(path: Path) -> Iterator[tuple[str, bytes]]:
-    for line in path.read_text(encoding="ascii").splitlines():
-        if not line:
-            continue
-        try:
-            kind, data = json.loads(line)
-            yield kind, base64.b64decode(data, validate=True)
-        except ValueError:
-            # Cut off in the middle: nothing followed from it, or it would have been synced.
-            continue
+
+def _chained(before: str, kind: str, data: bytes) -> str:
+    """The hash of an entry that follows the one with the hash `before`."""
+    return blake3(f"{before}\n{kind}\n".encode() + data).hexdigest()

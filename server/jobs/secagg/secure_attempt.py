@@ -25,6 +25,8 @@ from roundtable.privacy.secagg.masks import Ring, ring_dtype
 from roundtable.server.jobs.secagg.journal import Journal
 from roundtable.server.jobs.sessions import Identity
 
+Body = Callable[[str], bytes]
+"""Loads a masked vector by its digest, checked."""
 KEYS = (ServerPhase.ADVERTISE, ServerPhase.REVEAL, ServerPhase.SHARES)
 WORDS = {
     ServerPhase.ADVERTISE: "exchanging keys",
@@ -79,7 +81,7 @@ class SecureAttempt:
 
     @classmethod
     def resume(
-        cls, job_id: str, job: JobConfig, columns: int, step: m.Step, path: Path, body: Callable[[str], Path]
+        cls, job_id: str, job: JobConfig, columns: int, step: m.Step, path: Path, body: Body
     ) -> SecureAttempt:
         """The attempt of a journal, as it was; `body` finds the masked vectors by their digests.
 
@@ -154,10 +156,13 @@ class SecureAttempt:
         if self.server.lose(client, reason):
             self.journal.add("lost", json.dumps([client, reason]).encode())
 
-    def fold(self, bodies: Mapping[str, Path]) -> None:
-        """Adds up the masked vectors of exactly these silos. Blocks. ProtocolError for a false one."""
-        for client in sorted(bodies):
-            self.server.fold(self._announced[client], np.memmap(bodies[client], dtype=np.uint8, mode="r"))
+    def fold(self, digests: Mapping[str, str], body: Body) -> None:
+        """Adds up the masked vectors of exactly these silos. Blocks. ProtocolError for a false one.
+
+        One at a time is in memory: what is added are the very bytes that were hashed.
+        """
+        for client in sorted(digests):
+            self.server.fold(self._announced[client], body(digests[client]))
             self.journal.add("fold", self._announced[client])
 
     def advance(self) -> dict[str, str]:
@@ -191,7 +196,8 @@ class SecureAttempt:
     def _decode_groups(self, server: GroupedServer, delivered: Collection[str]) -> GroupMeans:
         """Decodes each group's mean into a file of its own: all together may be larger than memory."""
         decoded: list[tuple[tuple[str, ...], SecureMean | str]] = []
-        paths = []
+        paths: list[Path] = []
+        digests: list[str] = []
         for number, group in server.alive.items():
             members = group.cohort.names
             path = self.journal.path.with_name(f"{self.journal.path.name}.row{number}")
@@ -201,11 +207,13 @@ class SecureAttempt:
                 row, outcome = mean.vector, replace(mean, vector=torch.empty(0))
             except AggregationError as error:
                 row, outcome = torch.full((self.round.columns,), torch.nan), str(error)
-            row.numpy().astype("<f4", copy=False).tofile(path)
+            data = row.numpy().astype("<f4", copy=False)
+            data.tofile(path)
             decoded.append((members, outcome))
             paths.append(path)
+            digests.append(blake3(data.data.cast("B")).hexdigest())
         lost = {name: f"its group was lost: {why}" for name in delivered if (why := server.why_lost(name))}
-        return GroupMeans.of(FileMatrix(paths, self.round.columns), decoded, lost)
+        return GroupMeans.of(FileMatrix(paths, self.round.columns, digests=digests), decoded, lost)
 
     def progress(self) -> str:
         """The phase of the protocol and how many have answered, in words."""
@@ -236,7 +244,7 @@ class SecureAttempt:
         why = server.why_lost(client) if isinstance(server, GroupedServer) else ""
         return server.aborted.get(client, "") or (f"its group was lost: {why}" if why else "")
 
-    def _again(self, kind: str, data: bytes, body: Callable[[str], Path]) -> None:
+    def _again(self, kind: str, data: bytes, body: Body) -> None:
         match kind:
             case "message":
                 self._take(data)
@@ -245,8 +253,7 @@ class SecureAttempt:
             case "lost":
                 self.server.lose(*json.loads(data))
             case "fold":
-                path = body(self.server.announced(data)[1])
-                self.server.fold(data, np.memmap(path, dtype=np.uint8, mode="r"))
+                self.server.fold(data, body(self.server.announced(data)[1]))
             case "advance":
                 self._advance()
 

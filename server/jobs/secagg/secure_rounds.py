@@ -173,7 +173,8 @@ class SecureRounds:
             await self._exchange
         try:
             if attempt.phase is ServerPhase.MASKED:
-                await self._blocking(attempt.fold, await self._blocking(self._bodies, action))
+                digests = {update.client: update.digest for update in action.updates}
+                await self._blocking(attempt.fold, digests, self._services.artifacts.load)
                 await self._advance(attempt)
             while attempt.phase is not ServerPhase.DONE:
                 share = SHARE_OF_DEADLINE
@@ -229,7 +230,7 @@ class SecureRounds:
         try:
             if path.exists():
                 self._attempt = SecureAttempt.resume(
-                    self._id, self._job, self._columns, step, path, self._services.artifacts.path
+                    self._id, self._job, self._columns, step, path, self._services.artifacts.load
                 )
             elif cohort:
                 identities = {name: identities_shown[name] for name in cohort if name in identities_shown}
@@ -298,9 +299,6 @@ class SecureRounds:
             return await loop.run_in_executor(self._services.compute, work, *arguments)
         finally:
             self._busy = False
-
-    def _bodies(self, action: m.Aggregate) -> dict[str, Path]:
-        return {update.client: self._services.artifacts.path(update.digest) for update in action.updates}
 
     def _tell(self, attempt: SecureAttempt) -> None:
         for client in attempt.outgoing:

@@ -54,8 +54,8 @@ class Silos:
     def body(self, digest: str) -> Path:
         return self.folder / digest
 
-    def mask(self) -> dict[str, Path]:
-        """The masked vectors of those who deliver one."""
+    def mask(self) -> dict[str, str]:
+        """The digests of the masked vectors of those who deliver one."""
         for place, (name, client) in enumerate(self.clients.items()):
             if name not in self.uploads and name != self.lost:
                 value = (0.01 if self.round.grouped else 0.02) * place
@@ -63,7 +63,11 @@ class Silos:
                 data = b"".join(bytes(chunk) for chunk in client.masked_chunks(source))
                 self.uploads[name] = data
                 self.body(blake3(data).hexdigest()).write_bytes(data)
-        return {name: self.body(blake3(data).hexdigest()) for name, data in self.uploads.items()}
+        return {name: blake3(data).hexdigest() for name, data in self.uploads.items()}
+
+    def load(self, digest: str) -> bytes:
+        """Reads a masked upload back."""
+        return self.body(digest).read_bytes()
 
 
 def go_on(attempt: SecureAttempt, silos: Silos) -> bool:
@@ -76,7 +80,7 @@ def go_on(attempt: SecureAttempt, silos: Silos) -> bool:
         bodies = silos.mask()
         for name in bodies:
             attempt.announce(name, silos.clients[name].masked())
-        attempt.fold(bodies)
+        attempt.fold(bodies, silos.load)
     elif attempt.phase is ServerPhase.ADVERTISE:
         for advert in silos.adverts.values():
             attempt.receive(advert)
@@ -94,7 +98,7 @@ def begin(folder: Path, silos: Silos) -> SecureAttempt:
 
 
 def resume(folder: Path, silos: Silos) -> SecureAttempt:
-    return SecureAttempt.resume("job", silos.job, COLUMNS, STEP, folder / "journal", silos.body)
+    return SecureAttempt.resume("job", silos.job, COLUMNS, STEP, folder / "journal", silos.load)
 
 
 @pytest.mark.parametrize("lost", ["", "birch"])
@@ -165,7 +169,7 @@ def test_folding_again_after_a_crash_counts_nobody_twice(tmp_path: Path) -> None
     bodies = silos.mask()
     for name in bodies:
         attempt.announce(name, silos.clients[name].masked())
-    attempt.fold({name: bodies[name] for name in ("alder", "birch")})
+    attempt.fold({name: bodies[name] for name in ("alder", "birch")}, silos.load)
     attempt.journal.close(forget=False)
     attempt = resume(tmp_path, silos)
     while go_on(attempt, silos):
@@ -190,15 +194,30 @@ def test_a_false_upload_is_not_added(tmp_path: Path) -> None:
         silos.clients[name].handle(message)
     bodies = silos.mask()
     announcement = silos.clients["alder"].masked()
-    digest = bodies["alder"].name
+    digest = bodies["alder"]
     assert attempt.problem("alder", digest, announcement) == ""
     assert "not the one that the silo signed" in attempt.problem("alder", "0" * 64, announcement)
     assert "not the one that the silo signed" in attempt.problem("birch", digest, announcement)
     assert "has no part" in attempt.problem("mallory", digest, announcement)
     attempt.announce("alder", announcement)
-    bodies["alder"].write_bytes(bytes(len(bodies["alder"].read_bytes())))
+    silos.body(digest).write_bytes(bytes(len(silos.load(digest))))
     with pytest.raises(ProtocolError, match="not the one that it signed for"):
-        attempt.fold({"alder": bodies["alder"]})
+        attempt.fold({"alder": digest}, silos.load)
+
+
+def test_a_journal_in_which_a_bit_has_flipped_is_not_gone_on_with(tmp_path: Path) -> None:
+    silos = Silos(tmp_path)
+    attempt = begin(tmp_path, silos)
+    while attempt.phase is not ServerPhase.MASKED:
+        go_on(attempt, silos)
+    attempt.close(forget=False)
+    path = tmp_path / "journal"
+    whole = path.read_bytes()
+    assert resume(tmp_path, silos).phase is ServerPhase.MASKED
+    for place in range(0, len(whole), len(whole) // 40):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(StorageError, match=r"is damaged in line \d+|has no beginning"):
+            resume(tmp_path, silos)
 
 
 def test_a_closed_journal_takes_nothing_more(tmp_path: Path) -> None:
