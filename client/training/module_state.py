@@ -52,7 +52,7 @@ def isolated_randomness(seed: int, device: torch.device) -> Iterator[None]:
 
 def seed_all(seed: int, device: torch.device) -> None:
     """Seeds the global generators of torch, NumPy and Python."""
-    _seed_torch(seed, device)
+    seed_torch(seed, device)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
@@ -64,7 +64,7 @@ def _put(module: nn.Module, values: Mapping[str, Tensor]) -> None:
             state[name].copy_(value)
 
 
-def _seed_torch(seed: int, device: torch.device) -> None:
+def seed_torch(seed: int, device: torch.device) -> None:
     """What `torch.manual_seed` does for this device; that one also queues a stack trace for every kind of
     accelerator that is not there, which takes longer than a small client's training and is never freed."""
     torch.default_generator.manual_seed(seed)

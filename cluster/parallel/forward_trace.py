@@ -23,6 +23,8 @@ from roundtable.cluster.parallel.unsaved_constants import constants
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
 
+_ATEN = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class ModuleCall:
@@ -45,17 +47,28 @@ class Kept:
     weight: bool = False
 
 
+@dataclass(frozen=True)
+class RandomDraw:
+    """Random numbers that the innermost module `name` took for a tensor of `shape`, `sharded` by the plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    sharded: bool
+
+
 @dataclass
 class Trace:
     """The record of a forward pass of `examples` examples; `output` is the model's own, in bytes.
 
-    `products` are the results of matrix products and attention: what selective checkpointing keeps.
+    `products` are the results of matrix products and attention: what selective checkpointing keeps. `draws`
+    are in the order of the pass.
     """
 
     examples: int
     calls: list[ModuleCall] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     products: list[Kept] = field(default_factory=list)
+    draws: list[RandomDraw] = field(default_factory=list)
     output: int = 0
 
 
@@ -92,9 +105,17 @@ def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensor
     return mode, model
 
 
-def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat16: bool = False) -> Trace:
+def trace(
+    task: Task,
+    mode: FakeTensorMode,
+    model: nn.Module,
+    batch: Any,
+    bfloat16: bool = False,
+    sharded: Callable[[], bool] = lambda: False,
+) -> Trace:
     """Runs `task.loss(model, batch)` on fake tensors; `batch` is a real one.
 
+    `sharded` says at any point of the pass whether activations are shards there, for the record of draws.
     Raises NotTraceable where the task's code needs values, and whatever else it raises.
     """
     fakes = tree_map_only(Tensor, mode.from_tensor, batch)
@@ -116,7 +137,7 @@ def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat
         return tensor
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
-    with mode, _Products(stack, result), _named(model, stack, result), half:
+    with mode, _CallRecorder(stack, result, sharded), _named(model, stack, result), half:
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = task.loss(model, fakes)
@@ -129,26 +150,45 @@ def trace(task: Task, mode: FakeTensorMode, model: nn.Module, batch: Any, bfloat
     return result
 
 
+def draws(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of an operation takes random numbers from a generator; attention may, with dropout."""
+    if (
+        torch.Tag.nondeterministic_seeded not in operation.tags
+        or operation is _ATEN._fused_sdp_choice.default
+    ):
+        return False
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
+
+
 def _is_weight(module: nn.Module, tensor: Tensor) -> bool:
     """Whether a tensor that is kept is one of the module's own weights, cast."""
     shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
     return tuple(tensor.shape) in shapes or (tensor.dim() == 2 and tuple(tensor.shape)[::-1] in shapes)
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the results of costly operations."""
+class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the results of costly operations, and of those that take random numbers."""
 
-    def __init__(self, stack: list[str], result: Trace) -> None:
+    def __init__(self, stack: list[str], result: Trace, sharded: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stack = stack
         self._found = result
+        self._sharded = sharded
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
         if func in COSTLY:
             size = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
             self._found.products.append(Kept(self._stack[-1], size))
+        if draws(func, args, kwargs):
+            first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+            shape = () if first is None else tuple(first.shape)
+            self._found.draws.append(RandomDraw(self._stack[-1], shape, self._sharded()))
         return output
 
 

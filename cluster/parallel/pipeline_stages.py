@@ -7,6 +7,8 @@ torchtitan's models do, or be a Sequential's. Names of parameters stay those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +22,12 @@ from torch.distributed.pipelining import (
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from roundtable.client.training.module_state import isolated_randomness, seed_all
 from roundtable.cluster.parallel.anatomy import Anatomy
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.core.errors import TaskError
+from roundtable.core.seeds import derive_seed
 from roundtable.core.task import Task
 
 
@@ -101,16 +105,27 @@ class Capture(nn.Module):
 
 
 class FixedOutput(nn.Module):
-    """Stands in for a model whose output was computed before."""
+    """Stands in for a model whose output was computed before, from `inputs` where they are given."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Any, inputs: tuple[Any, ...] | None = None) -> None:
         super().__init__()
         self._output = output
+        self._inputs = inputs
 
     @override
     def forward(self, *inputs: Any) -> Any:
-        """The output."""
+        """The output; TaskError for other inputs than it was computed from."""
+        if self._inputs is not None and not _alike(inputs, self._inputs):
+            raise TaskError(
+                "in a pipeline the loss is called on the first stage and on the last, and it called the "
+                "model with different inputs for one batch: let it draw random numbers from torch's generator"
+            )
         return self._output
+
+
+def _alike(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    same_shape = len(inputs) == len(others)
+    return same_shape and all(torch.equal(one, other) for one, other in zip(inputs, others, strict=True))
 
 
 def inputs_of(task: Task, batch: Any) -> tuple[Any, ...]:
@@ -137,36 +152,56 @@ class Pipeline:
         self._schedules: dict[Any, _Schedule] = {}
         self._micro: list[Any] = []
         self._use: Callable[[Any, Any], Tensor] = lambda output, batch: output
+        self._seed = 0
+        for index, part in enumerate(stages):
+            begin = partial(self._begin, self._rank + index * self._size)
+            part.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         self.last = self._rank == self._size - 1
 
     def backward(self, task: Task, batches: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
         """Gradients of Σ weight · loss over the micro-batches; the losses, where this is the last stage.
 
-        All micro-batches have the same shape; the schedule decides how many it needs, see `padded`.
+        All micro-batches have the same shape; the schedule decides how many it needs, see `padded`. From
+        the seed of the default generator a loss draws the same on all stages, and each stage something else.
         """
+        drawn = torch.initial_seed()
+        inputs: list[tuple[Any, ...]] = []
+
+        def the_same(index: int) -> AbstractContextManager[None]:
+            return isolated_randomness(derive_seed(drawn, "loss", index), self._device)
 
         def weighted(output: Any, index: int) -> Tensor:
-            return task.loss(FixedOutput(output), batches[index]) * weights[index]
+            # Comparing inputs waits for the device, so it is done once a step.
+            model = FixedOutput(output, None if index else inputs[0])
+            with the_same(index):
+                return task.loss(model, batches[index]) * weights[index]
 
+        for index, batch in enumerate(batches):
+            with the_same(index):
+                inputs.append(inputs_of(task, batch))
         losses: list[Tensor] = []
-        self._run(task, batches, weighted, losses, backward=True)
+        self._run(inputs, weighted, losses, drawn)
         if not self.last:
             return None
         pairs = zip(losses, weights, strict=True)
         return torch.stack([loss.detach() / (weight or 1.0) for loss, weight in pairs])
 
-    def outputs(self, task: Task, batches: Sequence[Any]) -> list[Any] | None:
-        """The model's outputs without gradients, on the last stage."""
-        fillers = [batches[-1]] * (self.padded(len(batches)) - len(batches))
-        outputs: list[Any] = [None] * (len(batches) + len(fillers))
+    def outputs(self, task: Task, batch: Any) -> FixedOutput | None:
+        """The model's output without gradients, as a model for this batch's loss, on the last stage.
+
+        The generators are afterwards as they were before, so that the loss may draw the same again.
+        """
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            inputs = inputs_of(task, batch)
+        outputs: list[Any] = [None] * self.padded(1)
 
         def note(output: Any, index: int) -> Tensor:
             outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
             return torch.zeros((), device=self._device)
 
         with torch.no_grad():
-            self._run(task, [*batches, *fillers], note, [], backward=False)
-        return outputs[: len(batches)] if self.last else None
+            self._run([inputs] * len(outputs), note, [])
+        return FixedOutput(outputs[0], inputs) if self.last else None
 
     def padded(self, count: int) -> int:
         """The number of micro-batches that the schedule takes for `count` of them."""
@@ -175,21 +210,28 @@ class Pipeline:
 
     def _run(
         self,
-        task: Task,
-        batches: Sequence[Any],
+        inputs: Sequence[tuple[Any, ...]],
         use: Callable[[Any, int], Tensor],
         losses: list[Tensor],
-        *,
-        backward: bool,
+        seed: int | None = None,
     ) -> None:
-        inputs = [inputs_of(task, batch) for batch in batches]
-        schedule = self._schedule(len(batches), inputs[0], backward)
+        """Runs the schedule; with a backward pass where there is a seed for what the stages draw."""
+        backward, self._seed = seed is not None, seed or 0
+        schedule = self._schedule(len(inputs), inputs[0], backward)
         self._use = use
         joined = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
         arguments = joined if self._rank == 0 else []
-        named = {"target": torch.arange(len(batches)), "losses": losses} if self.last else {}
-        # Joining the outputs of all micro-batches would double the largest tensors that there are.
-        (schedule.step if backward else schedule.eval)(*arguments, **named, return_outputs=False)
+        places = torch.arange(len(inputs))
+        named = {"target": places, "losses": losses} if self.last else {}
+        step = schedule.step if backward else schedule.eval
+        with isolated_randomness(self._seed, self._device):
+            # Joining the outputs of all micro-batches would double the largest tensors that there are.
+            step(*arguments, **named, place=places, return_outputs=False)
+
+    def _begin(self, stage: int, part: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, Any]:
+        """Seeds a stage's pass by its micro-batch: torch runs one more where it does not know the shapes."""
+        seed_all(derive_seed(self._seed, "stage", stage, int(named.pop("place"))), self._device)
+        return inputs, named
 
     def _schedule(self, count: int, inputs: tuple[Any, ...], backward: bool) -> _Schedule:
         """One for each shape of micro-batches: stages remember the shapes that they exchange."""

@@ -31,7 +31,7 @@ class TensorParallel:
     `styles` maps module names; `inner` are the modules made of split pairs, with the number of their
     positional inputs; `norms` run on sequence shards where that is possible, else `no_sequence` says why
     not. `heads` are (module, attribute) counts that each rank has its part of. `whole` says what stays
-    unsplit, with the reason.
+    unsplit, with the reason. `draws`: the model takes random numbers (dropout).
     """
 
     styles: Mapping[str, Style]
@@ -40,6 +40,7 @@ class TensorParallel:
     heads: tuple[tuple[str, str], ...] = ()
     no_sequence: str = ""
     whole: tuple[str, ...] = ()
+    draws: bool = False
 
     def refusal(self, model: nn.Module, degree: int) -> str:
         """Why the model cannot be split over so many ranks; empty if it can."""
@@ -89,10 +90,11 @@ def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> T
         heads=tuple(heads),
         no_sequence=no_sequence,
         whole=tuple(whole),
+        draws=bool(traced.draws),
     )
 
 
-def from_task(task: object, model: nn.Module) -> TensorParallel | None:
+def from_task(task: object, model: nn.Module, traced: Trace) -> TensorParallel | None:
     """The task's own plan: its `tensor_parallel(model)` maps names of layers to column, row or vocabulary."""
     plan: Callable[[nn.Module], Mapping[str, Style]] | None = getattr(task, "tensor_parallel", None)
     if plan is None:
@@ -102,7 +104,9 @@ def from_task(task: object, model: nn.Module) -> TensorParallel | None:
     for name, module in model.named_modules():
         if any(key.rpartition(".")[0] == name for key in styles):
             heads.extend((name, key) for key, value in vars(module).items() if _is_heads(key, value))
-    return TensorParallel(styles, heads=tuple(heads), no_sequence="the task gives its own plan")
+    return TensorParallel(
+        styles, heads=tuple(heads), no_sequence="the task gives its own plan", draws=bool(traced.draws)
+    )
 
 
 def _pair(name: str, module: nn.Module, order: list[str]) -> tuple[dict[str, Style], str]:

@@ -21,6 +21,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
     refuse_cut,
 )
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
+from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.core.errors import TaskError
@@ -37,7 +38,7 @@ def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool 
     mode, model = fake_model(task)
     anatomy = dissect(model)
     traced = trace(task, mode, model, batch, bfloat16)
-    plan = from_task(task, model) or find_tensor_parallel(model, anatomy, traced)
+    plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced)
     factor = state_factor(task)
     return ModelProbe(
         anatomy=anatomy,
@@ -47,7 +48,9 @@ def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool 
         # Multi-tensor kernels, which torch takes on GPUs, work on a copy of all at once.
         optimizer_temporaries=1.0 if factor and device == "cuda" else 0.0,
         experts=tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
-        cannot_split={degree: cannot_split(task, plan, batch, degree) for degree in _DEGREES},
+        cannot_split={
+            degree: cannot_split(task, plan, batch, degree, anatomy, traced) for degree in _DEGREES
+        },
         cannot_pipeline=cannot_pipeline(task, anatomy, batch),
         half=in_half(task, batch) if bfloat16 else None,
         gloo=device == "cpu",
@@ -90,8 +93,13 @@ def state_factor(task: Task) -> float:
     return sum(value.nbytes for value in states if value.numel() > 1) / parameter.nbytes
 
 
-def cannot_split(task: Task, plan: TensorParallel, batch: Any, degree: int) -> str:
-    """Why tensor parallelism of this degree is impossible: one rank's part is run on fake tensors."""
+def cannot_split(
+    task: Task, plan: TensorParallel, batch: Any, degree: int, anatomy: Anatomy, whole: Trace
+) -> str:
+    """Why tensor parallelism of this degree is impossible: one rank's part is run on fake tensors.
+
+    `whole` is the record of the whole model: a draw whose shape is another there is for a shard.
+    """
     mode, model = fake_model(task)
     if reason := plan.refusal(model, degree):
         return reason
@@ -103,10 +111,26 @@ def cannot_split(task: Task, plan: TensorParallel, batch: Any, degree: int) -> s
     for name, attribute in plan.heads:
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // degree)
+    regions = ShardedRegions(plan, sequence=False)
+    regions.follow(model, anatomy.blocks)
     try:
-        trace(task, mode, model, batch)
+        part = trace(task, mode, model, batch, sharded=lambda: regions.sharded)
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         return f"with its part of the heads a rank cannot run the model: {str(error).splitlines()[0][:160]}"
+    return _cannot_draw(whole, part)
+
+
+def _cannot_draw(whole: Trace, part: Trace) -> str:
+    """Why ranks could not agree on their random numbers; empty where layers tell what a shard is."""
+    if [draw.name for draw in whole.draws] != [draw.name for draw in part.draws]:
+        return "two passes draw random numbers in different places, so that ranks could not agree on them"
+    for one, other in zip(whole.draws, part.draws, strict=True):
+        if (one.shape != other.shape) != other.sharded:
+            kind = "whole" if other.sharded else "split"
+            return (
+                f"{other.name or 'the model'} draws random numbers for a tensor that is {kind} there, which "
+                "the order of its layers does not tell; draw right after the layer that makes the tensor"
+            )
     return ""
 
 

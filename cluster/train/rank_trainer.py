@@ -244,13 +244,13 @@ class RankTrainer:
         ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
         with torch.no_grad(), isolated_randomness(derive_seed(0, "evaluation"), self.device):
             for index, batch in enumerate(ordered_batches(data, batch_size, self.device)):
-                models = self.replica.models([batch.data])
+                model = self.replica.model_for(batch.data)
                 # Every rank runs every batch, as shards are gathered together; one of them counts it.
-                if models is None or index % ranks != rank or self.meshes.place("tp"):
-                    if models is not None and self.strategy.mesh.pp == 1:
-                        self._measure(models[0], batch.data, batch.size)
+                if model is None or index % ranks != rank or self.meshes.place("tp"):
+                    if model is not None and self.strategy.mesh.pp == 1:
+                        self._measure(model, batch.data, batch.size)
                     continue
-                add(sums, self._measure(models[0], batch.data, batch.size))
+                add(sums, self._measure(model, batch.data, batch.size))
         return self._summed(sums)
 
     def _measure(self, model: Any, data: Any, size: int) -> Metrics:

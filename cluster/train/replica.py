@@ -15,7 +15,6 @@ from roundtable.cluster.parallel.apply_strategy import apply_strategy, present_b
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.meta_init import check_shared_memory, model_on_meta
 from roundtable.cluster.parallel.pipeline_stages import (
-    FixedOutput,
     Pipeline,
     keep_only,
     partition,
@@ -24,6 +23,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
 from roundtable.cluster.parallel.shards import Places, named_tensors, read_shards
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.parallel.tensor_randomness import ShardedRegions, TensorRandomness
 from roundtable.cluster.parallel.unsaved_constants import set_constants, shared_constants
 from roundtable.cluster.train.gradient_hooks import install
 from roundtable.core.errors import LayoutError, TaskError
@@ -57,12 +57,18 @@ class Replica:
         self.strategy = strategy
         self.meshes = meshes
         self.device = device
+        self._regions: ShardedRegions | None = None
+        if strategy.mesh.tp > 1 and tensor_parallel is not None and tensor_parallel.draws:
+            self._regions = ShardedRegions(tensor_parallel, sequence=strategy.sequence_parallel)
         self.parts = [
             apply_strategy(
                 part, present_blocks(part, blocks), strategy, meshes, device, tensor_parallel, last=last
             )
             for part, blocks, last in self._cut()
         ]
+        self._randomness: TensorRandomness | None = None
+        if self._regions is not None:
+            self._randomness = TensorRandomness(self._regions, meshes.place("tp"), device)
         self.model: nn.Module = self.parts[0]
         self._ddp: DistributedDataParallel | None = None
         self.pipeline = Pipeline(self.parts, strategy, meshes, device) if strategy.mesh.pp > 1 else None
@@ -82,6 +88,8 @@ class Replica:
                 if reason := refuse_cut(anatomy, stages):
                     raise TaskError(f"no pipeline: {reason}")
                 keep_only(model, anatomy, partition(anatomy, stages)[stage])
+            if self._regions is not None:
+                self._regions.follow(model, present_blocks(model, anatomy.blocks))
             yield model, anatomy.blocks, stage == stages - 1
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -117,24 +125,27 @@ class Replica:
 
     def backward(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
         """Gradients of Σ weight · loss over micro-batches; their losses, None off a pipeline's last stage."""
-        with self.precision():
+        with self.precision(), self._randomness or nullcontext():
+            if self._randomness is not None:
+                self._randomness.begin()
             if self.pipeline is not None:
                 return self.pipeline.backward(self._task, batches, weights)
             losses = []
             for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+                if self._randomness is not None:
+                    self._randomness.begin()
                 with self._waiting(index + 1 < len(batches)):
                     loss = self._task.loss(self.model, batch)
                     (loss * weight).backward()  # type: ignore[no-untyped-call]
                     losses.append(loss.detach())
             return torch.stack(losses)
 
-    def models(self, batches: Sequence[Any]) -> list[nn.Module] | None:
-        """A model for each micro-batch's loss and metrics; None off a pipeline's last stage."""
+    def model_for(self, batch: Any) -> nn.Module | None:
+        """The model for a batch's loss and metrics; None off a pipeline's last stage."""
         if self.pipeline is None:
-            return [self.model] * len(batches)
+            return self.model
         with self.precision():
-            outputs = self.pipeline.outputs(self._task, batches)
-        return None if outputs is None else [FixedOutput(output) for output in outputs]
+            return self.pipeline.outputs(self._task, batch)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which losses and metrics are computed."""

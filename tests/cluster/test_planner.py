@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_models import Language, Mixture, Transformer
+from cluster_models import Block, FeedForward, Language, Mixture, Noisy, Transformer
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
@@ -59,6 +60,23 @@ class Scaled(Transformer):
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
         self.scale = nn.Parameter(torch.ones(1))
+
+
+class Late(FeedForward):
+    """Drops of its whole input when its first layer, which is split, has run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] → the same shape."""
+        first = self.w1(x)
+        return self.w2(F.silu(first) * self.w3(F.dropout(x)))
+
+
+class LateBlock(Block):
+    """Draws out of order."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__(dim, heads, hidden)
+        self.feed_forward = Late(dim, hidden)
 
 
 def looked_over(task: Task) -> Any:
@@ -174,6 +192,12 @@ def test_head_counts_decide_how_far_layers_split() -> None:
     found = looked_over(Small())
     assert found.cannot_split[2] == found.cannot_split[4] == ""
     assert "with its part of the heads" in found.cannot_split[8]
+
+
+def test_draws_that_ranks_could_not_agree_on_forbid_to_split() -> None:
+    assert looked_over(Small(kind=Noisy)).cannot_split[2] == ""
+    said = looked_over(Small(block=LateBlock)).cannot_split[2]
+    assert "feed_forward draws random numbers for a tensor that is whole there" in said
 
 
 def test_experts_are_found() -> None:

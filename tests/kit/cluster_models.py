@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from roundtable.cluster.parallel.experts import MixtureOfExperts
@@ -208,3 +209,89 @@ class Language(Task):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
         right = model(batch[0]).argmax(-1) == batch[1]
         return {"accuracy": (right.sum(), right.numel())}
+
+
+class Mask(nn.Module):
+    """Dropout that remembers what it kept, as [examples, ...] of its first pass, and what in later ones."""
+
+    def __init__(self, p: float = 0.3) -> None:
+        super().__init__()
+        self.p = p
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...] → the same shape."""
+        mask = F.dropout(torch.ones_like(x), self.p, self.training)
+        local = mask.detach()
+        self.kept.append((local.to_local() if isinstance(local, DTensor) else local) > 0)
+        return x * mask
+
+
+class NoisyFeedForward(FeedForward):
+    """With dropout of what is split, and of what is not."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__(dim, hidden)
+        self.before, self.inside, self.after = Mask(), Mask(), Mask()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] → the same shape."""
+        x = self.before(x)
+        return self.after(self.w2(self.inside(F.silu(self.w1(x)) * self.w3(x))))
+
+
+class NoisyAttention(Attention):
+    """With dropout of the attention's weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, dim] → the same shape."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class NoisyBlock(Block):
+    """A block with dropout everywhere."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__(dim, heads, hidden)
+        self.attention = NoisyAttention(dim, heads)
+        self.feed_forward = NoisyFeedForward(dim, hidden)
+        self.residual = Mask()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, dim] → the same shape."""
+        x = x + self.residual(self.attention(self.attention_norm(x)))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Noisy(Transformer):
+    """With dropout before the blocks and in them."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**{**sizes, "block": NoisyBlock})
+        parts = dict(self._modules)
+        self._modules.clear()
+        # A pipeline takes parts in the order of their definition.
+        self.early = Mask()
+        self._modules.update(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden states → logits or hidden states."""
+        if self.embed is not None:
+            x = self.early(self.embed(x) + self.positions[: x.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+class Masking(Language):
+    """Whose loss replaces some of the tokens at random, and counts those alone."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        hidden = torch.rand(batch[0].shape) < 0.3
+        logits = model(torch.where(hidden, 0, batch[0]))
+        return (F.cross_entropy(logits.transpose(1, 2), batch[0], reduction="none") * hidden).mean()

@@ -1,0 +1,127 @@
+"""Dropout over ranks: alike where activations are, independent elsewhere, and computed again the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cluster_cases import Case
+from cluster_masks import interrupted, masks, outcomes
+from cluster_models import Language, Masking, Noisy
+from cluster_plans import plan
+from ranks import run_ranks
+
+from roundtable.cluster.parallel.pipeline_stages import FixedOutput
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.core.errors import TaskError
+
+STEPS = {"steps": 1, "batch_size": 8, "learning_rate": 0.1}
+KEPT = 0.7
+# Two independent masks agree where both keep or both drop.
+INDEPENDENT = KEPT**2 + (1 - KEPT) ** 2
+
+
+def noisy(name: str, strategy: Strategy, steps: int = 1) -> Case:
+    return Case(name, strategy, Language(kind=Noisy, dtype=torch.float64), {**STEPS, "steps": steps})
+
+
+def agreement(one: list[bool], other: list[bool]) -> float:
+    assert len(one) == len(other) > 500
+    assert sum(one) / len(one) == pytest.approx(KEPT, abs=0.06)
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def independent(one: list[bool], other: list[bool]) -> bool:
+    return abs(agreement(one, other) - INDEPENDENT) < 0.08
+
+
+def test_masks_are_alike_where_activations_are_and_nowhere_else() -> None:
+    cases = [
+        noisy("tp", plan(tp=2, micro=4)),
+        noisy("sequence", plan(tp=2, micro=4, sequence_parallel=True)),
+        noisy("ddp", plan("ddp", dp=2, micro=2)),
+        noisy("zero3", plan("zero3", fsdp=2, micro=2)),
+        noisy("1f1b", plan(pp=2, micro=4)),
+    ]
+    first, second = run_ranks(masks, 2, cases)
+    block = "blocks.1."
+    whole = {"early", block + "residual", block + "feed_forward.before", block + "feed_forward.after"}
+    for name, alike in [("tp", whole), ("sequence", {"early", block + "feed_forward.before"})]:
+        for place in (*whole, block + "feed_forward.inside"):
+            pairs = zip(first[name][place], second[name][place], strict=True)
+            for one, other in pairs:
+                assert one == other if place in alike else independent(one, other), (name, place)
+    for name in ("ddp", "zero3"):
+        for place, passes in first[name].items():
+            assert independent(passes[0], second[name][place][0]), (name, place)
+            assert independent(passes[0], passes[1]), (name, place)
+    # In its first pass torch asks for the shapes that stages exchange.
+    _, one, two = first["1f1b"]["blocks.0.residual"]
+    _, other, _ = second["1f1b"]["blocks.2.residual"]
+    assert independent(one, two)
+    assert independent(one, other)
+
+
+def kinds(strategy: Strategy, kind: str) -> Strategy:
+    return Strategy.from_plain({**strategy.to_plain(), "checkpointing": kind})
+
+
+PLANS = {
+    "ddp": plan("ddp", dp=2),
+    "zero3": plan("zero3", fsdp=2),
+    "sequence": plan(tp=2, sequence_parallel=True),
+    "1f1b": plan(pp=2, micro=4),
+}
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        ["ddp every", "zero3 selective", "sequence every", "1f1b sqrt"],
+        pytest.param(
+            [f"{name} {kind}" for name in PLANS for kind in ("every", "selective", "sqrt")],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["some", "all"],
+)
+def test_checkpointing_computes_the_same_masks_again(again: list[str]) -> None:
+    cases = [noisy(name, strategy, steps=2) for name, strategy in PLANS.items()]
+    cases += [noisy(name, kinds(PLANS[name.split()[0]], name.split()[1]), steps=2) for name in again]
+    for found in run_ranks(outcomes, 2, cases):
+        for name in again:
+            assert found[name] == found[name.split()[0]], name
+
+
+def test_a_round_that_goes_on_in_its_middle_draws_the_same() -> None:
+    cases = [noisy(name, PLANS[name], steps=2) for name in ("sequence", "1f1b")]
+    for found in run_ranks(interrupted, 2, cases):
+        for name, (whole, parts) in found.items():
+            assert whole == parts, name
+
+
+def test_ranks_that_share_layers_keep_the_same_norms_and_losses() -> None:
+    cases = [noisy("tp", plan(tp=2)), noisy("sequence", plan(tp=2, sequence_parallel=True))]
+    first, second = run_ranks(outcomes, 2, cases)
+    for name in ("tp", "sequence"):
+        assert first[name][0] == second[name][0]
+        for key, values in first[name][1].items():
+            if "norm" in key or key.endswith("w2.bias"):
+                assert values == pytest.approx(second[name][1][key], rel=1e-12), key
+
+
+def test_a_loss_that_draws_is_the_same_on_the_first_stage_and_the_last() -> None:
+    cases = [
+        Case(name, strategy, Masking(dtype=torch.float64), {**STEPS, "steps": 2})
+        for name, strategy in [("one stage", plan("ddp", dp=2, micro=4)), ("1f1b", plan(pp=2, micro=4))]
+    ]
+    for found in run_ranks(outcomes, 2, cases):
+        # 16 tokens of 64 kinds, three in ten of them counted: the loss of guessing, however they are drawn.
+        for name in ("one stage", "1f1b"):
+            assert found[name][0] / 16 == pytest.approx(0.3 * 4.3, rel=0.25), name
+
+
+def test_a_loss_that_changes_its_mind_is_told() -> None:
+    model = FixedOutput(torch.zeros(2), (torch.ones(2),))
+    assert torch.equal(model(torch.ones(2)), torch.zeros(2))
+    with pytest.raises(TaskError, match="different inputs for one batch"):
+        model(torch.zeros(2))
