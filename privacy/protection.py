@@ -76,6 +76,23 @@ def hidden(privacy: NoPrivacy | Private) -> str:
             return "all data of any one silo; not that it takes part"
 
 
+def people(privacy: NoPrivacy | Private) -> str:
+    """What ε leaves of a person who is not one unit, in words."""
+    match privacy:
+        case NoPrivacy():
+            return "nobody is hidden"
+        case ExampleLevel():
+            return (
+                "the unit is a record, not a person: more can be learnt of somebody with several records in "
+                "a silo; records at several silos are in accounts of their own, which add up"
+            )
+        case _:
+            return (
+                "the unit is a silo, not a person: somebody with data at one silo is hidden with it; more "
+                "can be learnt of somebody with data at several"
+            )
+
+
 def _same(rests: str) -> tuple[tuple[str, str], ...]:
     return tuple((party, rests) for party in (PUBLIC, SILO, SILOS))
 

@@ -634,6 +634,9 @@ class JobPrivacy(google.protobuf.message.Message):
     BUDGET_FIELD_NUMBER: builtins.int
     POPULATION_BUDGET_FIELD_NUMBER: builtins.int
     STATEMENT_FIELD_NUMBER: builtins.int
+    PEOPLE_FIELD_NUMBER: builtins.int
+    SETTLED_JOB_FIELD_NUMBER: builtins.int
+    DIMENSION_FIELD_NUMBER: builtins.int
     job: builtins.str
     level: builtins.str
     """"none", "client", ..."""
@@ -657,6 +660,13 @@ class JobPrivacy(google.protobuf.message.Message):
     population_budget: builtins.float
     statement: builtins.str
     """The guarantee in words, as the model's metadata have it."""
+    people: builtins.str
+    """What the guarantee leaves of a person with several units, in words."""
+    settled_job: builtins.str
+    """The job as JSON with its noise settled, and the length of an update: what an audit, and epsilon of several
+    units together, are about.
+    """
+    dimension: builtins.int
     @property
     def protections(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Protection]: ...
     def __init__(
@@ -677,9 +687,12 @@ class JobPrivacy(google.protobuf.message.Message):
         budget: builtins.float | None = ...,
         population_budget: builtins.float | None = ...,
         statement: builtins.str = ...,
+        people: builtins.str = ...,
+        settled_job: builtins.str = ...,
+        dimension: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_budget", b"_budget", "_epsilon", b"_epsilon", "_forecast", b"_forecast", "_own_forecast", b"_own_forecast", "_population_budget", b"_population_budget", "budget", b"budget", "epsilon", b"epsilon", "forecast", b"forecast", "own_forecast", b"own_forecast", "population_budget", b"population_budget"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_budget", b"_budget", "_epsilon", b"_epsilon", "_forecast", b"_forecast", "_own_forecast", b"_own_forecast", "_population_budget", b"_population_budget", "budget", b"budget", "delta", b"delta", "epsilon", b"epsilon", "forecast", b"forecast", "hides", b"hides", "job", b"job", "level", b"level", "own_forecast", b"own_forecast", "population", b"population", "population_budget", b"population_budget", "protections", b"protections", "rounds", b"rounds", "rounds_done", b"rounds_done", "silos", b"silos", "statement", b"statement"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_budget", b"_budget", "_epsilon", b"_epsilon", "_forecast", b"_forecast", "_own_forecast", b"_own_forecast", "_population_budget", b"_population_budget", "budget", b"budget", "delta", b"delta", "dimension", b"dimension", "epsilon", b"epsilon", "forecast", b"forecast", "hides", b"hides", "job", b"job", "level", b"level", "own_forecast", b"own_forecast", "people", b"people", "population", b"population", "population_budget", b"population_budget", "protections", b"protections", "rounds", b"rounds", "rounds_done", b"rounds_done", "settled_job", b"settled_job", "silos", b"silos", "statement", b"statement"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_budget", b"_budget"]) -> typing.Literal["budget"] | None: ...
     @typing.overload

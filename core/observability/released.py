@@ -225,7 +225,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "JobPrivacy": _of(
         Tells.PUBLIC,
         "job level hides protections population silos rounds_done rounds delta epsilon forecast own_forecast "
-        "budget population_budget statement",
+        "budget population_budget statement people settled_job dimension",
     ),
     "PrivacyReply": _of(Tells.PUBLIC, "accounts budgets kept_by_silos"),
     "PrivacyCharge": _of(Tells.PUBLIC, "population silo job round attempt charge released time"),

@@ -53,6 +53,9 @@ class JobPromise:
     forecast: float | None = None
     own_forecast: float | None = None
     statement: str | None = None
+    people: str | None = None
+    settled_job: str | None = None
+    dimension: int | None = None
 
 
 def job_to(row: JobRow, size: int) -> operator_pb2.Job:

@@ -97,7 +97,8 @@ def stored_plan(row: JobRow, services: JobServices) -> tuple[JobConfig, Layout, 
     """A stored job with its layout, and its plan as its ledger has it. Blocks: reads the initial model."""
     job = parse_job(row.config)
     layout = layout_of(row.initial_model, services)
-    return job, layout, plan_of(_settled(job, row.snapshot["noise"]), layout, int(row.snapshot["population"]))
+    settled = with_settled_noise(job, row.snapshot["noise"])
+    return job, layout, plan_of(settled, layout, int(row.snapshot["population"]))
 
 
 def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Lock) -> JobRunner:
@@ -130,7 +131,7 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     return JobRunner(row, job, layout, engine, parts, actions, services, stored.sequence)
 
 
-def _settled(job: JobConfig, noise: Mapping[str, Any]) -> JobConfig:
+def with_settled_noise(job: JobConfig, noise: Mapping[str, Any]) -> JobConfig:
     """The job with the noise that was settled at its submission: nothing that is spent later, and no other
     version of the optimiser, changes it."""
     if not noise:

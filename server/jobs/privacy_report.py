@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy.engine import Connection
 
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import ExampleLevel, NoPrivacy, Private
 from roundtable.engine import Plan
 from roundtable.privacy import Charge, account_statement, check_delta, compose, statement
-from roundtable.privacy.protection import hidden, protection
+from roundtable.privacy.protection import hidden, people, protection
 from roundtable.server.door.to_operators import JobPromise, PopulationAccount
 from roundtable.server.jobs.privacy_budget import accounts, silo_statement, spent_of, worst, worst_charges
 from roundtable.server.store import FINAL, JobRow
@@ -95,17 +96,26 @@ def accounts_at(kept: Sequence[Books], delta: float) -> list[PopulationAccount]:
 
 
 def job_privacy(
-    row: JobRow, plan: Plan, population: str, known: Sequence[Total], limit: Limit | None
+    row: JobRow,
+    job: JobConfig,
+    dimension: int,
+    plan: Plan,
+    population: str,
+    known: Sequence[Total],
+    limit: Limit | None,
 ) -> JobPromise:
     """What a job promises against whom, and spends: by the charges that its ledger takes, to its last round.
 
-    Belongs in a thread.
+    `job` has its noise settled, as the plan has it. Belongs in a thread.
     """
     privacy = plan.privacy
     told = JobPromise(
         job=row.id,
         level=privacy.level,
         hides=hidden(privacy),
+        people=people(privacy),
+        settled_job=job.to_json(),
+        dimension=dimension,
         protections=protection(privacy),
         population=population,
         silos=int(row.snapshot["population"]),

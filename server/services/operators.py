@@ -24,7 +24,7 @@ from roundtable.server.auth.quotas import Quotas
 from roundtable.server.door import from_operators as door
 from roundtable.server.door import to_operators
 from roundtable.server.jobs import privacy_report as reports
-from roundtable.server.jobs.job_driver import stored_plan
+from roundtable.server.jobs.job_driver import stored_plan, with_settled_noise
 from roundtable.server.jobs.job_registry import JobRegistry, Submission
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
@@ -178,10 +178,13 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self, request: operator_pb2.JobRequest, context: Context
     ) -> operator_pb2.JobPrivacy:
         row = await self._find(door.job_of(request))
-        job, _, plan = await asyncio.to_thread(stored_plan, row, self._services)
+        job, layout, plan = await asyncio.to_thread(stored_plan, row, self._services)
         whose = self._services.populations.of(job)
         known, found = await self._services.database.read(lambda c: (totals(c, whose), limits(c)))
-        told = await asyncio.to_thread(reports.job_privacy, row, plan, whose, known, found.get(whose))
+        settled = with_settled_noise(job, row.snapshot["noise"])
+        told = await asyncio.to_thread(
+            reports.job_privacy, row, settled, layout.size, plan, whose, known, found.get(whose)
+        )
         return to_operators.job_privacy_to(told)
 
     @override

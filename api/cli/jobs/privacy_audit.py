@@ -15,6 +15,7 @@ from roundtable.cli.shared.options import json_option, set_option
 from roundtable.cli.shared.output import console, interruptible, print_json, print_table, say
 
 if TYPE_CHECKING:
+    from roundtable.core import JobConfig
     from roundtable.privacy.audit.report import AuditReport
     from roundtable.simulation.canary_rounds import Watch
 
@@ -58,23 +59,23 @@ def audit(
     """
     from roundtable.core.config import load_job
     from roundtable.preparation import likely_population
-    from roundtable.simulation.canary_rounds import audit_job
 
     job = load_job(file, overrides)
-    with interruptible("Nothing is kept of an audit."), _progress(as_json) as watch:
-        found = audit_job(
-            job,
-            likely_population(job),
-            coordinates=coordinates,
-            confidence=confidence,
-            rounds=rounds,
-            watch=watch,
-        )
+    how = {"coordinates": coordinates, "confidence": confidence, "rounds": rounds}
+    found = audited(job, likely_population(job), as_json, **how)
     if as_json:
-        print_json(_values(found))
+        print_json(report_values(found))
     else:
-        _show(found)
+        show_report(found)
     return REFUTED if found.refuted else 0
+
+
+def audited(job: JobConfig, clients: int, silent: bool, **how: Any) -> AuditReport:
+    """The audit of a job over so many clients; unless `silent` with a word on how far it is."""
+    from roundtable.simulation.canary_rounds import audit_job
+
+    with interruptible("Nothing is kept of an audit."), _progress(silent) as watch:
+        return audit_job(job, clients, watch=watch, **how)
 
 
 @contextmanager
@@ -89,12 +90,14 @@ def _progress(silent: bool) -> Iterator[Watch]:
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
-def _values(found: AuditReport) -> dict[str, Any]:
+def report_values(found: AuditReport) -> dict[str, Any]:
+    """An audit as JSON can hold it."""
     bound = found.bound if math.isfinite(found.bound) else None
     return {**asdict(found), "bound": bound, "refuted": found.refuted}
 
 
-def _show(found: AuditReport) -> None:
+def show_report(found: AuditReport) -> None:
+    """Prints an audit for people."""
     rows = [
         [
             finding.name,

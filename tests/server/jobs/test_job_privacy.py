@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +15,15 @@ from privacy_table import LEVELS
 from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
+from roundtable.cli.main import run
+from roundtable.core.config import job_from_json
+from roundtable.core.privacy_table import ClientLevel
 from roundtable.privacy.accounting.accountants import gaussian_epsilon
+from roundtable.privacy.mechanisms import central_noise
 from roundtable.privacy.protection import MACHINE, protection
 from roundtable.proto import operator_pb2
 from roundtable.server import ServerConfig
+from roundtable.simulation import canary_rounds
 
 JOB = """
 [cohort]
@@ -62,6 +70,58 @@ async def test_what_is_spent_now_and_at_the_end(
     machine = next(each for each in after.protections if each.party == MACHINE)
     assert (machine.holds, machine.assumption) == (False, "it sees each silo's clipped update")
     assert "over 4 releases of 1 job" in after.statement
+
+
+async def test_the_page_of_a_job_audits_that_job_and_tells_what_persons_are_left(
+    settings: Callable[..., ServerConfig],
+    certificates: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is audited is the job that the coordinator has, with the noise settled at its submission."""
+    # Always the same seed: an honest audit is refuted once in a thousand runs.
+    monkeypatch.setattr(canary_rounds, "os", SimpleNamespace(urandom=bytes))
+    text = JOB.replace("noise_multiplier = 3.0\n", "")
+    async with (
+        running(settings()) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        AsyncExitStack() as stack,
+    ):
+        for name in AGENTS:
+            await stack.enter_async_context(ScriptedAgent(coordinator.port, certificates / name))
+        job = await operator.submit(text, rounds=2)
+        where = [
+            "--coordinator",
+            f"localhost:{coordinator.port}",
+            "--credentials",
+            str(certificates / "olga"),
+        ]
+
+        async def page(*more: str) -> tuple[int, str]:
+            code = await asyncio.to_thread(run, ["job", "privacy", job.id, *more, *where])
+            return code, capsys.readouterr().out
+
+        _, plain = await page()
+        code, told = await page("--audit", "--group", "2", "--json")
+        honest = central_noise.noise_onto
+        monkeypatch.setattr(
+            central_noise, "noise_onto", lambda values, std, *more: honest(values, 0.5 * std, *more)
+        )
+        refuted, words = await page("--audit")
+    shown = json.loads(told)
+    settled = job_from_json(shown["settled_job"])
+    assert isinstance(settled.privacy, ClientLevel)
+    noise = settled.privacy.noise_multiplier
+    assert noise is not None
+    assert gaussian_epsilon(noise / 2**0.5, 1e-3) == pytest.approx(4.0, rel=1e-3)
+    assert "the unit is a silo, not a person" in plain
+    assert "audit       none made" in plain
+    assert shown["group_epsilon"] == pytest.approx(gaussian_epsilon(noise / 2 / 2**0.5, 1e-3), rel=1e-3)
+    assert (code, shown["audit"]["refuted"]) == (0, False)
+    assert shown["audit"]["findings"][0]["claimed"] == pytest.approx(noise)
+    assert shown["audit"]["stated"] == pytest.approx(shown["own_forecast"])
+    assert refuted == 1
+    assert "REFUTED: less privacy than stated" in words
 
 
 @pytest.mark.parametrize("level", LEVELS)
