@@ -24,6 +24,7 @@ from roundtable.core.privacy_table import (
 from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import gaussian_charge
+from roundtable.privacy.accounting.drawn_silos import epsilon_over_draws
 from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
 from roundtable.privacy.correlation import MOST_BANDS, correlation, memory
 from roundtable.privacy.levels import (
@@ -37,6 +38,7 @@ from roundtable.privacy.levels import (
 from roundtable.privacy.mechanisms.factorise import BUFFERS, Factorisation, optimal_banded, optimal_buffered
 from roundtable.privacy.mechanisms.ftrl import MatrixMechanism, prefix_error
 from roundtable.privacy.mechanisms.toeplitz import Workload
+from roundtable.privacy.statement import DRAWN_SILOS
 
 _POINTS = 12
 _WEAK, _HOPELESS = 10.0, 1.0
@@ -64,6 +66,15 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class DrawnSilos:
+    """At level `example`: ε over a draw that is not known yet, by which a silo trains in some rounds."""
+
+    probability: float
+    rounds_on_average: float
+    epsilon: float
+
+
+@dataclass(frozen=True)
 class PrivacyPlan:
     """The table, the comparison and the warnings of one job; `correlation` says how noise is correlated."""
 
@@ -76,6 +87,7 @@ class PrivacyPlan:
     rows: tuple[Row, ...]
     alternatives: tuple[Alternative, ...]
     warnings: tuple[str, ...]
+    drawn: DrawnSilos | None = None
 
 
 @dataclass(frozen=True)
@@ -154,14 +166,25 @@ def privacy_plan(job: JobConfig, population: int, dimension: int) -> PrivacyPlan
     alternatives: tuple[Alternative, ...] = ()
     if _TINY <= epsilon <= _MEANINGLESS:
         alternatives = _alternatives(privacy, epsilon, sampling, rounds, dimension)
-    sentence = _sentence(privacy, sampling)
     correlated = ""
     if isinstance(privacy, FtrlLevel):
         correlated = correlation(job, correlated_noise(job, forecast.noise, population), dimension)
+    sentence, drawn = _sentence(privacy, sampling), _drawn(forecast)
     plan = PrivacyPlan(
-        forecast.noise, std, epsilon, privacy.delta, sentence, correlated, rows, alternatives, ()
+        forecast.noise, std, epsilon, privacy.delta, sentence, correlated, rows, alternatives, (), drawn
     )
     return replace(plan, warnings=_warnings(plan, privacy, sampling))
+
+
+def _drawn(forecast: _Forecast) -> DrawnSilos | None:
+    """Under a Poisson draw that is never made again for want of answers: that would favour large cohorts."""
+    job, cohort = forecast.job, forecast.job.cohort
+    if not isinstance(job.privacy, ExampleLevel) or cohort.probability is None or cohort.minimum:
+        return None
+    rounds = max(1, job.rounds)
+    [one] = charges(job, forecast.noise, forecast.population, forecast.dimension, 1)
+    epsilon = epsilon_over_draws(one, cohort.probability, rounds, job.privacy.delta)
+    return DrawnSilos(cohort.probability, rounds * cohort.probability, epsilon)
 
 
 def weak_signal(job: JobConfig, noise_multiplier: float, population: int, dimension: int) -> str | None:
@@ -193,10 +216,11 @@ def _sentence(privacy: Private, sampling: SamplingModel) -> str:
         case ClientLevel():
             return sampling.sentence
         case ExampleLevel():
-            return (
+            inside = (
                 "Inside each silo every example joins a step by its own coin: amplification by Poisson "
                 "sampling."
             )
+            return inside if sampling.rate == 1.0 else f"{inside} {DRAWN_SILOS}"
         case _:
             return "No amplification by sampling is claimed."
 
@@ -279,6 +303,13 @@ def render(plan: PrivacyPlan) -> str:
         f"{'round':>8} {'epsilon':>10} {'signal/noise':>13}   (delta = {plan.delta:g})",
     ]
     lines += [f"{row.round:>8} {row.epsilon:>10.4f} {row.signal_to_noise:>13.4g}" for row in plan.rows]
+    if plan.drawn is not None:
+        lines += [
+            "",
+            f"The table is of a silo that trains in every round. Each is drawn with probability "
+            f"{plan.drawn.probability:g}, for {plan.drawn.rounds_on_average:g} rounds on average: over the "
+            f"draw, epsilon = {plan.drawn.epsilon:.4f} at the same delta, against all who do not choose it.",
+        ]
     if plan.alternatives:
         lines += ["", f"At epsilon = {plan.epsilon:.4g}, the noise on the sum of all updates, in units of C:"]
     for each in plan.alternatives:

@@ -34,6 +34,7 @@ _SECRET = f"{_HONEST}, and tells nobody who was drawn"
 _APART = f"{_HONEST}, and holds silos to the separation"
 _SHARES = "as many honest silos as planned finish each round, and secure aggregation is not broken"
 _OWN = "none: each silo adds all of the noise before anything leaves it"
+_EXAMPLES = f"{_OWN}, and is charged for every round in which it trains, whoever knows that it was drawn"
 
 
 def protection(privacy: NoPrivacy | Private) -> tuple[HoldsAgainst, ...]:
@@ -55,7 +56,8 @@ def protection(privacy: NoPrivacy | Private) -> tuple[HoldsAgainst, ...]:
             found = (PUBLIC, _SHARES), (SILO, _SHARES), (SILOS, collude), (MACHINE, collude)
             return tuple(HoldsAgainst(party, True, rests) for party, rests in found)
         case ClientLocalLevel() | ExampleLevel():
-            return tuple(HoldsAgainst(party, True, _OWN) for party in (PUBLIC, SILO, SILOS, MACHINE))
+            rests = _EXAMPLES if isinstance(privacy, ExampleLevel) else _OWN
+            return tuple(HoldsAgainst(party, True, rests) for party in (PUBLIC, SILO, SILOS, MACHINE))
         case NoPrivacy():
             sees = (
                 "sums of the cohort" if privacy.secure_aggregation else "models that remember what they like"

@@ -16,6 +16,12 @@ _RELATION = {
     "add_remove": "had {unit} been absent instead of present, or present instead of absent",
     "replace_one": "had {unit} been replaced by any other data",
 }
+DRAWN_SILOS = (
+    "A silo's account is charged for each round in which it trains, whole. That silos are drawn makes such a "
+    "round no cheaper, against anybody: whether a silo has trained can show in the model."
+)
+"""At level `example`, why the draw of silos amplifies nothing (`accounting.drawn_silos`)."""
+
 _TRUST = {
     "client": (
         "The coordinator sees each silo's clipped update and is trusted not to reveal it; it adds the "
@@ -43,7 +49,8 @@ _TRUST = {
     "example": (
         "Each silo adds the noise to its own training, before anything leaves it. No other party is "
         "trusted. The "
-        "guarantee is each silo's own and covers its records; it does not hide that the silo took part."
+        "guarantee is each silo's own and covers its records; it does not hide that the silo took part. "
+        f"{DRAWN_SILOS}"
     ),
 }
 

@@ -110,14 +110,15 @@ def _distribution_epsilon(
     if math.isfinite(plain):
         total = _loss_distribution(plain, 1.0, "add_remove", interval)
     for charge in sampled:
-        one = _sampled_loss(charge, relation, interval)
+        one = sampled_loss(charge, relation, interval)
         many = one.self_compose(charge.steps) if charge.steps > 1 else one
         total = many if total is None else total.compose(many)
     assert total is not None
     return float(total.get_epsilon_for_delta(delta))
 
 
-def _sampled_loss(charge: Charge, relation: str, interval: float) -> PrivacyLossDistribution:
+def sampled_loss(charge: Charge, relation: str, interval: float) -> PrivacyLossDistribution:
+    """The loss of one step of a charge, on a grid of `interval`: an upper bound whatever that is."""
     if charge.sampling == "fixed_size":
         return fixed_size_loss(charge.noise_multiplier, charge.sample / charge.population, interval)
     return _loss_distribution(charge.noise_multiplier, charge.rate, relation, interval)

@@ -26,6 +26,7 @@ from roundtable.privacy import (
     relation_of,
     statement,
 )
+from roundtable.privacy.statement import DRAWN_SILOS
 from roundtable.server.store import Database, LedgerRow
 from roundtable.server.store.ledger import (
     EVERY_SILO,
@@ -202,7 +203,7 @@ def silo_statement(privacy: ExampleLevel) -> str:
     return (
         "Differential privacy for any one record of a participating organisation (silo). Each silo adds the "
         f"noise to its own training before anything leaves it, and spends {limit}; its own account, over all "
-        "jobs, is kept at the silo, which refuses a round that would pass its budget. No other party is "
-        "trusted. What it does not cover: that a silo took part, facts about the whole population that the "
-        "model is meant to learn, and other uses of the same records."
+        "jobs, is kept at the silo, which refuses a round that would pass its budget. "
+        f"{DRAWN_SILOS} No other party is trusted. What it does not cover: that a silo took part, facts "
+        "about the whole population that the model is meant to learn, and other uses of the same records."
     )
