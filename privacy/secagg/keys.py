@@ -26,6 +26,8 @@ from roundtable.core.errors import IdentityError, ProtocolError
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
+MAXIMUM_LENGTH = 1 << 33
+"""Ring elements in a vector: a keystream ends after 64 GiB."""
 BOX_BYTES = 2 * KEY_BYTES + 16
 """A sealed pair of shares: one of the mask key, one of the self-mask seed, and the tag."""
 
@@ -44,6 +46,10 @@ class Session:
     round: int
     attempt: int
     length: int
+
+    def __post_init__(self) -> None:
+        if self.length > MAXIMUM_LENGTH:
+            raise ProtocolError(f"a vector of {self.length} elements is longer than a mask: {MAXIMUM_LENGTH}")
 
     def digest(self) -> bytes:
         """What advertisements are bound to, before the cohort is known."""

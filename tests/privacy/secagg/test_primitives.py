@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from roundtable.core.errors import IdentityError, PrivacyError, ProtocolError
 from roundtable.privacy.secagg import keys
@@ -49,17 +52,22 @@ def test_hkdf_expands_as_rfc_5869_appendix_a_1() -> None:
 
 
 def test_mask_expansion_is_aes_256_in_counter_mode() -> None:
-    """E(0, 0), E(0, 1) and E(0, 2): the hash key, the tag and the first block of GCM test cases 13 and 14."""
-    blocks = hexed(
-        "dc95c078a2408989ad48a21492842087"
-        + "530f8afbc74536b9a963b4f1c4cb738b"
-        + "cea7403d4d606b6e074ec5d3baf39d18"
-    )
-    piece = np.zeros(12, dtype=np.uint32)
-    MaskSum(32, [bytes(32)], []).add_to(piece)
-    assert piece.tobytes() == blocks
-    MaskSum(32, [], [bytes(32)]).add_to(piece)
+    """E(0, 2) is the first block of GCM test case 14; the rest is plain counter mode from there on."""
+    piece = np.zeros(PIECE_BYTES // 4 + 1000, dtype=np.uint32)
+    for keys_added, keys_taken in (([bytes(32)], []), ([], [bytes(32)])):
+        masks = MaskSum(32, keys_added, keys_taken)
+        masks.add_to(piece[: PIECE_BYTES // 4])
+        masks.add_to(piece[PIECE_BYTES // 4 :])
+        if keys_added:
+            counter = Cipher(AES(bytes(32)), CTR((2).to_bytes(16, "big"))).encryptor()
+            assert piece.tobytes() == counter.update(bytes(piece.nbytes))
+            assert piece.tobytes()[:16] == hexed("cea7403d4d606b6e074ec5d3baf39d18")
     assert not piece.any()
+
+
+def test_a_vector_is_no_longer_than_a_keystream() -> None:
+    with pytest.raises(ProtocolError, match="longer than a mask"):
+        keys.Session("job", 1, 0, keys.MAXIMUM_LENGTH + 1)
 
 
 def test_aes_gcm_seals_as_nist_test_case_16() -> None:
