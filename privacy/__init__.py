@@ -33,7 +33,7 @@ from roundtable.privacy.mechanisms.gaussian_mechanism import NoisyVector, add_ga
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
 from roundtable.privacy.mechanisms.tree import TreeFTRL
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render, weak_signal
-from roundtable.privacy.secure_round import SecureMean, SecureRound
+from roundtable.privacy.secure_round import SecureMean, SecureRound, fewest_survivors
 from roundtable.privacy.statement import account_statement, statement
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "encode",
     "example_charge",
     "example_training",
+    "fewest_survivors",
     "gaussian_charge",
     "group_epsilon",
     "hold",

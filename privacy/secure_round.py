@@ -40,7 +40,7 @@ from roundtable.privacy.secagg import (
     largest_group,
 )
 from roundtable.privacy.secagg.masks import Ring
-from roundtable.privacy.secagg.parameters import MINIMUM_COHORT
+from roundtable.privacy.secagg.parameters import FULL_GRAPH_UP_TO, MINIMUM_COHORT
 
 RING_BITS = 32
 LARGEST_WEIGHT = 1 << 16
@@ -191,6 +191,20 @@ class SecureRound:
 def largest_weight(invited: int) -> int:
     """The bound on a silo's weight: more examples count as so many. It leaves `LEAST_LEVELS` of precision."""
     return max(1, min(LARGEST_WEIGHT, ((1 << RING_BITS) - 1) // (2 * invited * LEAST_LEVELS)))
+
+
+def fewest_survivors(job: JobConfig, invited: int) -> int:
+    """The survivors without which a sum of so many silos is not unmasked; 0 on a full graph or in groups.
+
+    0, too, where no parameters serve so many: the attempt is refused with the reason when it begins.
+    """
+    masking = masking_of(job.privacy)
+    if masking is None or masking.group_size is not None or invited <= FULL_GRAPH_UP_TO:
+        return 0
+    try:
+        return _parameters(invited, job, masking, RING_BITS, 1).least
+    except PrivacyError:
+        return 0
 
 
 def _parameters(

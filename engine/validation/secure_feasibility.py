@@ -7,7 +7,7 @@ from roundtable.core.config import NORM_RATIO, WEIGHT_RATIO, JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import DistributedLevel, NoPrivacy, masking_of
 from roundtable.engine.selection import quorum
-from roundtable.privacy import SecureRound, shared_noise
+from roundtable.privacy import SecureRound, fewest_survivors, shared_noise
 from roundtable.privacy.secagg import MINIMUM_COHORT, Least, overrun
 
 FEWEST_GROUPS = 3
@@ -107,7 +107,7 @@ def fewest_updates(job: JobConfig, size: int) -> int:
         return 0
     if masking.group_size is not None:
         return fewest_groups(job) * MINIMUM_COHORT
-    return max(MINIMUM_COHORT, 2 * size // 3 + 1, _fewest_shares(job))
+    return max(MINIMUM_COHORT, 2 * size // 3 + 1, fewest_survivors(job, size), _fewest_shares(job))
 
 
 def fewest_groups(job: JobConfig) -> int:

@@ -38,6 +38,7 @@ from roundtable.privacy.secagg.payloads import (
     Inbox,
     Peers,
     Shares,
+    Survivors,
     check_name,
     nonces_from_bytes,
 )
@@ -261,13 +262,14 @@ class SecAggClient:
     def masked(self) -> bytes:
         """The signed digest of the masked vector; goes with the upload, and can be repeated."""
         self._expect(ClientPhase.COMMITTED)
-        return self._seal(Kind.MASKED, self.cohort.binding, self._held().upload)
+        custody = self._held()
+        return self._seal(Kind.MASKED, self.cohort.masked_among(custody.members), custody.upload)
 
     def _on_alive(self, envelope: Envelope) -> bytes:
         self._expect(ClientPhase.COMMITTED, ClientPhase.CONSENTED)
         self._bound_to(envelope, self.cohort.binding)
         custody = self._held()
-        payload = custody.agree(envelope.payload)
+        payload = custody.agree(Survivors.from_bytes(envelope.payload, len(self.cohort.names)))
         if not self.cohort.parameters.full_graph:
             self._releases.unmask(self.cohort, custody.agreed)
         self.phase = ClientPhase.CONSENTED

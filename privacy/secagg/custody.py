@@ -2,8 +2,16 @@
 
 By then its own keys are erased; what remains are the shares that it holds for others. It reveals,
 for each peer, exactly one of the two kinds and does so once: the self-mask share of a survivor or the
-mask-key share of a silo that dropped out. The survivor set is agreed on first: the silo signs one set
-and no other, and reveals only against as many signatures over the very same set as the parameters demand.
+mask-key share of a silo that dropped out. The survivor set is agreed on first: the silo signs one pair
+of members and survivors (U2, U3) and no other, and reveals only against signatures over the very same pair
+by more than (n + corrupt)/2 silos. Two sets of so many share an honest silo, which signs one pair: **all
+honest silos that reveal follow the same pair**, whatever the coordinator told them.
+
+A silo that was told another U2 than the others laid fewer masks over its vector than they think. On the
+full graph the threshold, 2t > n + corrupt, sees to it that its masks and its seed cannot both be undone. On
+the sparse graph every silo signs its upload for the U2 that it masked among, and a holder agrees to no
+survivor set unless each of its neighbours in it signed for the holder's own: **a seed that an honest silo
+reveals is that of a silo that masked towards all of its neighbours in U2**.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ from roundtable.privacy.secagg.framing import Kind, signed_bytes
 from roundtable.privacy.secagg.graph import Graph
 from roundtable.privacy.secagg.keys import KEY_BYTES, Session, verifier, with_beacon
 from roundtable.privacy.secagg.parameters import SecAggParameters
-from roundtable.privacy.secagg.payloads import Evidence, members_from_bytes, members_to_bytes
+from roundtable.privacy.secagg.payloads import Evidence, Survivors, members_to_bytes
 
 PAIR_BYTES = 2 * KEY_BYTES
 
@@ -45,6 +53,17 @@ class Cohort:
     def places(self) -> dict[str, int]:
         """The index of every silo by its name."""
         return {name: index for index, name in enumerate(self.names)}
+
+    def masked_among(self, members: frozenset[int]) -> bytes:
+        """What uploads are bound to, once it is known who shared secrets and is masked against."""
+        bitmap = members_to_bytes(members, len(self.names))
+        return hashlib.sha256(b"roundtable secagg members\0" + self.binding + bitmap).digest()
+
+    def attested(self, index: int, survivors: frozenset[int]) -> list[int]:
+        """The survivors whose announcements `index` must see, ascending: none on the full graph."""
+        if self.parameters.full_graph:
+            return []
+        return [peer for peer in self.graph.neighbours(index) if peer in survivors]
 
     def with_beacon(self, beacon: bytes) -> Cohort:
         return replace(self, beacon=beacon)
@@ -78,10 +97,9 @@ class Custody:
             raise ProtocolError("shares were asked for before a survivor set was agreed on")
         return self.survivors
 
-    def agree(self, payload: bytes) -> bytes:
+    def agree(self, alive: Survivors) -> bytes:
         """Accept a survivor set, once, and return what is to be signed about it."""
-        parameters = self.cohort.parameters
-        survivors = members_from_bytes(payload, parameters.n)
+        parameters, survivors = self.cohort.parameters, alive.survivors
         needed = max(parameters.least, self.minimum_cohort)
         if not survivors <= self.members:
             stranger = self.cohort.names[min(survivors - self.members)]
@@ -94,8 +112,25 @@ class Custody:
             raise ProtocolError(f"{len(survivors)} silos survive, {needed} are needed to keep any one hidden")
         if self.survivors not in (None, survivors):
             raise ProtocolError("the coordinator names another survivor set than the one already signed")
+        self._check_announcements(alive)
         self.survivors = survivors
         return self.cohort.consent_payload(self.members, survivors)
+
+    def _check_announcements(self, alive: Survivors) -> None:
+        cohort = self.cohort
+        neighbours = cohort.attested(self.index, alive.survivors)
+        if len(alive.announcements) != len(neighbours):
+            raise ProtocolError(
+                f"{len(alive.announcements)} announcements came where {len(neighbours)} neighbours survive"
+            )
+        binding = cohort.masked_among(self.members)
+        for peer, (digest, signature) in zip(neighbours, alive.announcements, strict=True):
+            name = cohort.names[peer]
+            message = signed_bytes(Kind.MASKED, binding, name, digest)
+            if not verifier(cohort.identities[peer], name)(signature, message):
+                raise ProtocolError(
+                    f"{name} did not sign that it masked among the members that this silo knows"
+                )
 
     def reveal(self, evidence: Evidence) -> bytes:
         """One share for each peer, the kind decided by the agreed set; ProtocolError without evidence."""

@@ -100,10 +100,15 @@ class Reader:
         self._at = 0
 
     def take(self, count: int) -> bytes:
-        if count > len(self._data) - self._at:
-            raise ProtocolError(f"a message ends {count - len(self._data) + self._at} bytes too early")
+        if count > self.left:
+            raise ProtocolError(f"a message ends {count - self.left} bytes too early")
         self._at += count
         return self._data[self._at - count : self._at]
+
+    @property
+    def left(self) -> int:
+        """The bytes not read yet."""
+        return len(self._data) - self._at
 
     def number(self, size: int) -> int:
         return int.from_bytes(self.take(size), "little")
@@ -120,5 +125,5 @@ class Reader:
         return tuple(raw[start : start + size] for start in range(0, len(raw), size))
 
     def end(self) -> None:
-        if self._at != len(self._data):
-            raise ProtocolError(f"a message has {len(self._data) - self._at} bytes too many")
+        if self.left:
+            raise ProtocolError(f"a message has {self.left} bytes too many")

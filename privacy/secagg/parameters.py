@@ -84,15 +84,11 @@ class SecAggParameters:
         if self.full_graph:
             safe = 2 * self.t > self.n + corrupt if self.malicious else self.t > corrupt
             return -math.inf if safe else 0.0
-        leak = tails.shares_leak(self.n, self.k, self.t, corrupt, self.malicious)
+        leak = tails.shares_leak(self.n, self.k, self.t, corrupt)
         if not self.malicious:
             return _log2_sum(leak, tails.disconnects(self.n, self.k, corrupt, self.dropped))
         lost = self.n - self.minimum_survivors
-        cut = min(
-            tails.falls_apart(self.n, self.k, corrupt, lost),
-            tails.falls_apart_unmasked(self.n, self.k, self.t, corrupt),
-        )
-        return _log2_sum(leak, cut)
+        return _log2_sum(leak, tails.falls_apart(self.n, self.k, self.t, corrupt, lost))
 
     def correctness_failure(self) -> float:
         """log2 of the chance that the stated dropout, at random, leaves a secret without t holders."""
@@ -237,9 +233,9 @@ def _choose_graph(n: int, corrupt: int, dropped: int, malicious: bool) -> tuple[
     k, t = degree
     if n - dropped < majority:
         raise _infeasible(n, corrupt, dropped, majority)
-    if tails.falls_apart_unmasked(n, k, t, corrupt) <= -(tails.SECURITY_BITS + 1):
-        return k, t, majority, majority
-    return k, t, majority, n - dropped
+    if not malicious:
+        return k, t, majority, n - dropped
+    return k, t, majority, n - tails.most_lost(n, k, t, corrupt, dropped, n - majority)
 
 
 def _full_threshold(n: int, corrupt: int, dropped: int, malicious: bool) -> int:

@@ -114,6 +114,30 @@ class Inbox:
 
 
 @dataclass(frozen=True)
+class Survivors:
+    """Whose vectors are summed, and the signed announcements of the receiver's neighbours among them.
+
+    On the sparse graph there is one for each of these, ascending: the upload's digest and the signature
+    of MASKED, made for the members that its sender masked among. On the full graph there is none.
+    """
+
+    survivors: frozenset[int]
+    announcements: tuple[tuple[bytes, bytes], ...] = ()
+
+    def to_bytes(self, n: int) -> bytes:
+        return members_to_bytes(self.survivors, n) + b"".join(map(b"".join, self.announcements))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, n: int) -> Survivors:
+        reader = Reader(data)
+        survivors = members_from_bytes(reader.take(members_size(n)), n)
+        found = []
+        while reader.left:
+            found.append((reader.take(DIGEST_BYTES), reader.take(SIGNATURE_BYTES)))
+        return cls(survivors, tuple(found))
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Signatures of survivors over the survivor set: what a silo demands before it reveals shares."""
 

@@ -36,8 +36,8 @@ from roundtable.privacy.secagg.payloads import (
     Peer,
     Peers,
     Shares,
+    Survivors,
     exactly,
-    members_to_bytes,
     reason_from_bytes,
     unmask_from_bytes,
 )
@@ -280,7 +280,7 @@ class SecAggServer:
             senders = [peer for peer in cohort.graph.neighbours(index) if peer in self._members]
             inbox = Inbox(self._members, tuple(boxes[peer][index] for peer in senders))
             messages[cohort.names[index]] = seal(Kind.INBOX, cohort.binding, inbox.to_bytes(n))
-        self._open(ServerPhase.MASKED, messages, cohort.binding)
+        self._open(ServerPhase.MASKED, messages, cohort.masked_among(self._members))
         self._sum[:] = 0
         return messages
 
@@ -288,10 +288,15 @@ class SecAggServer:
         cohort = self.cohort
         reduce_ring(self._sum, self.plan.ring_bits)
         self._survivors = self._answered("submitted its vector")
-        alive = seal(Kind.ALIVE, cohort.binding, members_to_bytes(self._survivors, len(cohort.names)))
-        names = [name for name in self.survivors if name not in self.aborted]
-        self._open(ServerPhase.CONSENT, names, cohort.binding)
-        return dict.fromkeys(names, alive)
+        uploads = {cohort.places[name]: upload for name, upload in self._answers.items()}
+        messages = {}
+        for name in (name for name in self.survivors if name not in self.aborted):
+            seen = cohort.attested(cohort.places[name], self._survivors)
+            announced = tuple((uploads[peer].payload, uploads[peer].signature) for peer in seen)
+            alive = Survivors(self._survivors, announced).to_bytes(len(cohort.names))
+            messages[name] = seal(Kind.ALIVE, cohort.binding, alive)
+        self._open(ServerPhase.CONSENT, messages, cohort.binding)
+        return messages
 
     def _close_consents(self) -> dict[str, bytes]:
         cohort = self.cohort

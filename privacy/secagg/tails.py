@@ -1,22 +1,29 @@
-"""Hypergeometric tails and the failure conditions of a secure-aggregation graph (Bell et al. 2020).
+"""Exact tails of a secure-aggregation graph, and the conditions that its degree and threshold must meet.
 
-The graph is Harary's: silos on a circle in random order, each joined to the k/2 nearest on either
-side. `c` silos are corrupt, chosen before the order is known; any d may drop out.
+The graph is Harary's (Bell et al. 2020, section 3): silos on a circle in random order, each joined to
+the h = k/2 nearest on either side. `c` silos are corrupt, chosen before the order is known.
 
-`choose_degree` uses the paper's conditions. Against a lying coordinator one more is demanded, which
-holds for dropouts chosen *after* the order is known: the honest survivors fall apart only if two
-separate runs of k/2 neighbours on the circle hold nobody honest and alive. So much happens only if
-the k silos of two such runs hold either
+**Secrets.** Every honest silo that reveals follows one and the same (U2, U3), and reveals the seed of a
+survivor only if that masked among the same U2 (`custody.py`). So of each silo at most one secret comes from
+the honest, and the other is safe while fewer than t of its k holders are corrupt: `shares_leak`. That
+is n hypergeometric tails; their sum is exactly the expected number of silos with t corrupt holders.
 
-- at least k − d corrupt ones (everybody else of them dropped), or
-- at least 2t − k corrupt ones, for the survivors beside a run need t shares of their self masks, and
-  at most k/2 come from their other side.
+**Cuts.** A lying coordinator names the survivors *after* it has seen the order. The sum over some of the
+honest survivors comes out alone only if no edge joins them to the others. Going round the circle, the
+honest survivors fall into parts only where h or more places in a row, a *run*, hold none of them.
+Let C be one part, l its first silo and r its last: the h places before l and the h places after r are
+two runs, apart by at least one place on either side, X and Y of them corrupt. Then
 
-Each is a hypergeometric tail times the n(n − 1)/2 pairs of runs.
+- k − X − Y honest silos of both were named as dropped, at most the d that silos accept: X + Y >= k − d;
+- to unmask l takes t of its holders, h of whom lie beyond the run before it: X >= t − h; for r, Y >= t − h.
+
+`falls_apart` is the chance of all three for one pair of runs, which the bivariate hypergeometric
+distribution gives exactly, times the n(n − k − 1)/2 pairs. It is 0 where k > c + d.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 
@@ -25,6 +32,8 @@ import numpy.typing as npt
 
 SECURITY_BITS = 40
 CORRECTNESS_BITS = 20
+_PRIVACY_BOUND = -(SECURITY_BITS + 1)
+"""Of each of the two ways in which privacy may fail."""
 
 
 def counted(share: float, n: int) -> int:
@@ -61,28 +70,35 @@ def exceeds(n: int, marked: int, drawn: int, at_least: int) -> float:
     return float(upper_tail(n, marked, drawn)[max(at_least, 0)])
 
 
-def shares_leak(n: int, k: int, t: int, corrupt: int, malicious: bool) -> float:
-    """log2 of the chance that some silo's secrets come within reach of the corrupt among its k holders.
-
-    Semi-honest: t corrupt holders. Malicious: enough of them, told two stories through the honest
-    rest, for both kinds of share: 2t <= k + corrupt holders.
-    """
-    return math.log2(n) + exceeds(n, corrupt, k, 2 * t - k if malicious else t)
+def shares_leak(n: int, k: int, t: int, corrupt: int) -> float:
+    """log2 of the chance that some silo has t corrupt holders among its k."""
+    return math.log2(n) + exceeds(n, corrupt, k, t)
 
 
-def falls_apart(n: int, k: int, corrupt: int, dropped: int) -> float:
-    """log2 of the chance that `dropped` silos, whoever they are, cut the honest survivors in two."""
-    return _pairs_of_runs(n) + exceeds(n, corrupt, k, k - dropped)
-
-
-def falls_apart_unmasked(n: int, k: int, t: int, corrupt: int) -> float:
-    """log2 of the chance that any dropouts cut the honest survivors in two and both can be unmasked."""
-    return _pairs_of_runs(n) + exceeds(n, corrupt, k, 2 * t - k)
+@functools.lru_cache(maxsize=4096)
+def falls_apart(n: int, k: int, t: int, corrupt: int, lost: int) -> float:
+    """log2 of the chance that `lost` silos, any, cut off honest survivors who can be unmasked."""
+    half, logs = k // 2, _log_factorials(n)
+    least = max(0, t - half)
+    counts = np.arange(least, min(half, corrupt) + 1)
+    both = counts[:, None] + counts[None, :]
+    here = (both >= k - lost) & (both <= corrupt) & (corrupt - both <= n - k)
+    if not here.any():
+        return -math.inf
+    one, two = np.broadcast_arrays(counts[:, None], counts[None, :])
+    others = corrupt - both[here]
+    mass = (
+        2 * logs[half]
+        - sum(logs[x[here]] + logs[half - x[here]] for x in (one, two))
+        + (logs[n - k] - logs[others] - logs[n - k - others])
+        - (logs[n] - logs[corrupt] - logs[n - corrupt])
+    ) / math.log(2)
+    return _pairs_of_runs(n, k) + float(np.logaddexp2.reduce(mass))
 
 
 def disconnects(n: int, k: int, corrupt: int, dropped: int) -> float:
     """log2 of the chance that random dropouts and corruption disconnect the honest survivors."""
-    return _pairs_of_runs(n) + exceeds(n, corrupt + dropped, k, k)
+    return _pairs_of_runs(n, k) + exceeds(n, corrupt + dropped, k, k)
 
 
 def too_few_survive(n: int, k: int, t: int, dropped: int) -> float:
@@ -90,30 +106,37 @@ def too_few_survive(n: int, k: int, t: int, dropped: int) -> float:
     return math.log2(n) + exceeds(n, dropped, k, k - t + 1)
 
 
-def _pairs_of_runs(n: int) -> float:
-    return math.log2(n * (n - 1) / 2)
+def _pairs_of_runs(n: int, k: int) -> float:
+    """log2 of the number of pairs of runs of k/2 places with a place or more between them on either side."""
+    return math.log2(n * (n - k - 1) / 2)
 
 
+@functools.lru_cache(maxsize=1024)
 def choose_degree(n: int, corrupt: int, dropped: int, malicious: bool) -> tuple[int, int] | None:
-    """The smallest (k, t) that meets the paper's conditions, or None where no k < n − 1 does.
+    """The smallest (k, t) that meets the conditions, or None where no k < n − 1 does.
 
-    P[disconnected] < 2^-41, P[A > t1] <= 2^-41 / n, P[S < t] <= 2^-20 / n, with A the corrupt and S
-    the surviving holders of a silo; against a malicious coordinator t1 becomes
-    ceil((t1 + k − 1.25) / 2); t = t1 + 1.
+    P[t corrupt holders somewhere] <= 2^-41, P[honest survivors fall apart] <= 2^-41, with dropouts at random
+    or, against a `malicious` coordinator, of its choice; P[fewer than t survivors somewhere] <= 2^-20.
     """
-    bound = -(SECURITY_BITS + 1)
     for k in range(2, n - 1, 2):
-        most = int(np.argmax(upper_tail(n, corrupt, k) + math.log2(n) <= bound)) - 1
-        t = (math.ceil((most + k - 1.25) / 2) if malicious else most) + 1
-        if t < 1 or t > k or too_few_survive(n, k, t, dropped) > -CORRECTNESS_BITS:
-            continue
-        if disconnects(n, k, corrupt, dropped) >= bound:
-            continue
-        if malicious and min(_adaptive(n, k, t, corrupt, dropped)) > bound:
-            continue
-        return k, t
+        lowest = max(1, int(np.argmax(math.log2(n) + upper_tail(n, corrupt, k) <= _PRIVACY_BOUND)))
+        gone = int(np.argmax(math.log2(n) + upper_tail(n, dropped, k) <= -CORRECTNESS_BITS))
+        thresholds = range(lowest, k + 2 - gone)
+
+        def holds(t: int, k: int = k) -> bool:
+            cut = falls_apart(n, k, t, corrupt, dropped) if malicious else disconnects(n, k, corrupt, dropped)
+            return cut <= _PRIVACY_BOUND
+
+        # The higher the threshold, the less can be cut off.
+        if thresholds and holds(thresholds[-1]):
+            return k, thresholds[bisect.bisect_left(thresholds, True, key=holds)]
     return None
 
 
-def _adaptive(n: int, k: int, t: int, corrupt: int, dropped: int) -> tuple[float, float]:
-    return falls_apart(n, k, corrupt, dropped), falls_apart_unmasked(n, k, t, corrupt)
+def most_lost(n: int, k: int, t: int, corrupt: int, dropped: int, at_most: int) -> int:
+    """How many silos, from `dropped` to `at_most`, may vanish without cutting the honest survivors in two."""
+    allowed = range(dropped, at_most + 1)
+    cut = bisect.bisect_left(
+        allowed, True, key=lambda lost: falls_apart(n, k, t, corrupt, lost) > _PRIVACY_BOUND
+    )
+    return allowed[max(cut, 1) - 1]

@@ -24,7 +24,7 @@ from roundtable.engine.validation.secure_feasibility import (
     least_of_groups,
     secure_summary,
 )
-from roundtable.privacy import SecureMean, compose
+from roundtable.privacy import SecureMean, SecureRound, compose
 from roundtable.privacy.secagg import Least
 
 TABLE = """
@@ -136,6 +136,16 @@ def test_what_a_job_with_groups_cannot_do_without() -> None:
     two = job(parameters="f = 2", privacy="group_size = 4", cohort="size = 20")
     assert (fewest(two), fewest_groups(two)) == (20, 5)
     assert fewest_groups(job(rule="median", parameters="")) == 3
+
+
+def test_a_round_ends_with_no_fewer_updates_than_can_be_unmasked() -> None:
+    """Two thirds and one more on the full graph; on the sparse one what its parameters demand."""
+    mean = job(rule="mean", parameters="", privacy="", cohort="")
+    assert [fewest_updates(mean, size) for size in (12, 50)] == [9, 34]
+    for size in (100, 300):
+        parameters = SecureRound.of(mean, 10, size, 1).parameters
+        assert fewest_updates(mean, size) == parameters.least > 2 * size // 3 + 1
+    assert fewest_updates(job(rule="mean", parameters="", privacy="corruption = 0.99", cohort=""), 100) == 67
 
 
 @pytest.mark.parametrize(

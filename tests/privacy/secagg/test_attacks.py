@@ -21,6 +21,7 @@ from roundtable.privacy.secagg import (
     keys,
     shamir,
 )
+from roundtable.privacy.secagg.custody import Custody
 from roundtable.privacy.secagg.framing import Kind, seal, unseal
 from roundtable.privacy.secagg.graph import NONCE_BYTES, combine_beacon
 from roundtable.privacy.secagg.keys import BOX_BYTES, KEY_BYTES, KeyPair
@@ -32,15 +33,15 @@ from roundtable.privacy.secagg.payloads import (
     Peer,
     Peers,
     Shares,
+    Survivors,
     members_from_bytes,
-    members_to_bytes,
 )
 
 Alter = Callable[..., bytes]
 
 
 def survivors_told(message: bytes, survivors: set[int], n: int, alter: Alter) -> bytes:
-    return alter(message, lambda _: members_to_bytes(frozenset(survivors), n))
+    return alter(message, lambda _: Survivors(frozenset(survivors)).to_bytes(n))
 
 
 def test_two_halves_are_told_different_survivors(attempt: Any, alter: Alter) -> None:
@@ -66,7 +67,7 @@ def test_a_silo_is_asked_for_both_kinds_of_share(attempt: Any, alter: Alter) -> 
     run = attempt(6).until(ServerPhase.UNMASK)
     client, name = run.clients[0], run.names[0]
     binding = run.server.cohort.binding
-    other = seal(Kind.ALIVE, binding, members_to_bytes(frozenset(range(5)), 6))
+    other = seal(Kind.ALIVE, binding, Survivors(frozenset(range(5))).to_bytes(6))
     with pytest.raises(ProtocolError, match="another survivor set"):
         client.handle(other)
     answer = client.handle(run.messages[name])
@@ -81,7 +82,7 @@ def test_a_restart_does_not_make_a_silo_reveal_the_other_kind(attempt: Any) -> N
     run = attempt(6).until(ServerPhase.CONSENT)
     run.clients[0].handle(run.messages[run.names[0]])
     again = SecAggClient.restore(run.clients[0].snapshot(), run.signers[0], run.releases[0])
-    other = members_to_bytes(frozenset(range(5)), 6)
+    other = Survivors(frozenset(range(5))).to_bytes(6)
     with pytest.raises(ProtocolError, match="another survivor set"):
         again.handle(seal(Kind.ALIVE, run.server.cohort.binding, other))
 
@@ -328,17 +329,112 @@ def test_silos_are_told_different_members(attempt: Any, alter: Alter) -> None:
         return Inbox(frozenset(range(5)), inbox.boxes[:4]).to_bytes(6)
 
     run.messages[run.names[0]] = alter(run.messages[run.names[0]], without_last)
-    run.step([5])
-    signatures = []
-    for index, name in enumerate(run.names[:5]):
-        consent = unseal(run.clients[index].handle(run.messages[name]))
-        signatures.append((index, consent.signature))
+    binding, uploads, signatures = run.server.cohort.binding, [], []
+    for index, client in enumerate(run.clients[:5]):
+        client.handle(run.messages[run.names[index]])
+        uploads.append(run.masked(index))
+        consent = client.handle(seal(Kind.ALIVE, binding, Survivors(frozenset(range(5))).to_bytes(6)))
+        signatures.append((index, unseal(consent).signature))
+    with pytest.raises(ProtocolError, match="MASKED from silo-000 belongs to another"):
+        run.server.fold(*uploads[0])
+    for upload in uploads[1:]:
+        run.server.fold(*upload)
+    run.answer(5)
+    run.server.advance()
     with pytest.raises(ProtocolError, match="signed another survivor set"):
-        run.server.receive(run.forge(0, Kind.CONSENT, bytes(32)))
+        run.server.receive(run.forge(1, Kind.CONSENT, bytes(32)))
     evidence = seal(Kind.EVIDENCE, run.server.cohort.binding, Evidence(tuple(signatures)).to_bytes())
     for client in run.clients[:5]:
         with pytest.raises(ProtocolError, match="tells two stories"):
             client.handle(evidence)
+
+
+class Lied:
+    """60 silos on a sparse graph; half of the victim's 14 neighbours are hidden from it, half dropped later.
+
+    All others know all members. So the victim masks towards `seen` alone, whose mask keys `seen` being
+    "dropped" gives away, while `hidden` hold enough shares of its seed. No silo is corrupt.
+    """
+
+    def __init__(self, attempt: Any, alter: Alter) -> None:
+        self.run = run = attempt(60, choose_parameters(60, 0.1, 0.1)).until(ServerPhase.MASKED)
+        self.cohort = run.server.cohort
+        self.everybody = run.server._members
+        around = self.cohort.graph.neighbours(0)
+        assert (len(around), self.cohort.parameters.t) == (14, 7)
+        self.hidden, self.seen = set(around[:7]), set(around[7:])
+        told = run.messages[run.names[0]]
+        boxes = dict(zip(around, Inbox.from_bytes(unseal(told).payload, 60).boxes, strict=True))
+        inbox = Inbox(self.everybody - self.hidden, tuple(boxes[peer] for peer in sorted(self.seen)))
+        run.messages[run.names[0]] = alter(told, lambda _: inbox.to_bytes(60))
+        self.uploads = {}
+        for index, client in enumerate(run.clients):
+            client.handle(run.messages[run.names[index]])
+            self.uploads[index] = run.masked(index)
+
+    def alive(self, index: int, survivors: frozenset[int], **replaced: tuple[bytes, bytes]) -> bytes:
+        """What the coordinator tells a silo, with the announcements that it has or makes up."""
+        signed = {peer: unseal(header) for peer, (header, _) in self.uploads.items()}
+        found = {
+            peer: (signed[peer].payload, signed[peer].signature)
+            for peer in self.cohort.attested(index, survivors)
+        }
+        found |= {0: replaced["victim"]} if replaced else {}
+        return seal(Kind.ALIVE, self.cohort.binding, Survivors(survivors, tuple(found.values())).to_bytes(60))
+
+
+def test_on_a_sparse_graph_the_victim_alone_is_told_other_members(attempt: Any, alter: Alter) -> None:
+    lied = Lied(attempt, alter)
+    run, survivors = lied.run, lied.everybody - lied.seen
+    with pytest.raises(ProtocolError, match="another round, attempt or cohort"):
+        run.server.fold(*lied.uploads[0])
+    witness = min(lied.hidden)
+    client = run.clients[witness]
+    digest = unseal(lied.uploads[0][0]).payload
+    true = lied.cohort.masked_among(lied.everybody)
+    mallory = unseal(run.forge(1, Kind.MASKED, digest, true)).signature
+    for forged in ({}, {"victim": (digest, mallory)}, {"victim": (bytes(32), bytes(64))}):
+        with pytest.raises(ProtocolError, match="silo-000 did not sign that it masked among the members"):
+            client.handle(lied.alive(witness, survivors, **forged))
+    payload = unseal(lied.alive(witness, survivors)).payload
+    for count, changed in ((0, payload[:8]), (len(payload) // 96 + 1, payload + bytes(96))):
+        with pytest.raises(ProtocolError, match=f"{count} announcements came where"):
+            client.handle(seal(Kind.ALIVE, lied.cohort.binding, changed))
+    with pytest.raises(ProtocolError, match="too early"):
+        client.handle(seal(Kind.ALIVE, lied.cohort.binding, payload[:-1]))
+    assert client.phase is ClientPhase.COMMITTED
+
+
+def test_without_the_announcements_that_lie_would_bare_the_victim(
+    attempt: Any, alter: Alter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the check is for: holders that skip it give away all that covers the victim's vector."""
+    monkeypatch.setattr(Custody, "_check_announcements", lambda *_: None)
+    lied = Lied(attempt, alter)
+    run, cohort, survivors = lied.run, lied.cohort, lied.everybody - lied.seen
+    consents = {
+        index: unseal(run.clients[index].handle(lied.alive(index, survivors))).signature
+        for index in sorted(survivors - {0})
+    }
+    evidence = Evidence(tuple(consents.items())[: cohort.parameters.consents]).to_bytes()
+    shares: dict[int, dict[int, bytes]] = {}
+    for index in consents:
+        payload = unseal(run.clients[index].handle(seal(Kind.EVIDENCE, cohort.binding, evidence))).payload
+        for place, owner in enumerate(cohort.peers_held_by(index, lied.everybody)):
+            shares.setdefault(owner, {})[index] = payload[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+    secret = {}
+    for owner in (0, *sorted(lied.seen)):
+        held = list(shares[owner].items())[: cohort.parameters.t]
+        points = shamir.lagrange([index + 1 for index, _ in held])
+        secret[owner] = shamir.combine(points, [share for _, share in held])
+    bare = np.frombuffer(lied.uploads[0][1], dtype="<u4").copy()
+    victim = run.server._adverts[0].mask_key
+    pairwise = [
+        keys.mask_key(KeyPair(secret[peer]).agree(victim, "victim"), cohort.binding, 0, peer)
+        for peer in sorted(lied.seen)
+    ]
+    MaskSum(32, [], [keys.self_mask_key(secret[0], cohort.binding, 0), *pairwise]).add_to(bare)
+    np.testing.assert_array_equal(bare, run.vectors[0])
 
 
 @pytest.mark.parametrize(
@@ -466,7 +562,8 @@ def test_a_masked_chunk_is_altered(attempt: Any) -> None:
     before = run.server._sum.copy()
     run.server.fold(header, body)
     np.testing.assert_array_equal(run.server._sum, before)
-    reused = run.forge(0, Kind.MASKED, bytes(32))
+    bound = run.server.cohort.masked_among(frozenset(range(4)))
+    reused = run.forge(0, Kind.MASKED, bytes(32), bound)
     with pytest.raises(ProtocolError, match="silo-000"):
         run.server.fold(reused, body)
     assert run.server.announced(other) == ("silo-001", unseal(header).payload.hex())

@@ -22,6 +22,7 @@ from roundtable.privacy.secagg.payloads import (
     Peer,
     Peers,
     Shares,
+    Survivors,
     members_from_bytes,
     members_to_bytes,
     nonces_from_bytes,
@@ -126,6 +127,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "evidence": Evidence.from_bytes,
     "parameters": SecAggParameters.from_bytes,
     "members": lambda raw: members_from_bytes(raw, 11),
+    "survivors": lambda raw: Survivors.from_bytes(raw, 11),
     "nonces": lambda raw: nonces_from_bytes(raw, 5),
     "unmask": lambda raw: unmask_from_bytes(raw, 5),
     "snapshot": from_snapshot,
@@ -179,6 +181,8 @@ def test_what_is_written_is_read_again(names: list[str], members: set[int], nois
     evidence = Evidence(((3, noise[:64]), (65535, noise[64:128])))
     assert Evidence.from_bytes(evidence.to_bytes()) == evidence
     assert members_from_bytes(members_to_bytes(frozenset(members), 11), 11) == members
+    told = Survivors(frozenset(members), ((noise[:32], noise[:64]),))
+    assert Survivors.from_bytes(told.to_bytes(11), 11) == told
     envelope = unseal(seal(Kind.SHARES, noise[:32], noise))
     assert (envelope.kind, envelope.binding, envelope.payload) == (Kind.SHARES, noise[:32], noise)
 
