@@ -67,8 +67,12 @@ class Alternative:
 
 @dataclass(frozen=True)
 class DrawnSilos:
-    """At level `example`: ε over a draw that is not known yet, by which a silo trains in some rounds."""
+    """At level `example`: ε over a draw that is not known yet, by which a silo trains in some rounds.
 
+    `probability` is that of one of `silos` in a round for which somebody was drawn: others are drawn again.
+    """
+
+    silos: int
     probability: float
     rounds_on_average: float
     epsilon: float
@@ -177,14 +181,15 @@ def privacy_plan(job: JobConfig, population: int, dimension: int) -> PrivacyPlan
 
 
 def _drawn(forecast: _Forecast) -> DrawnSilos | None:
-    """Under a Poisson draw that is never made again for want of answers: that would favour large cohorts."""
-    job, cohort = forecast.job, forecast.job.cohort
+    """Under a Poisson draw without a minimum, which would favour rounds of which a silo is one of many."""
+    job, cohort, silos = forecast.job, forecast.job.cohort, forecast.population
     if not isinstance(job.privacy, ExampleLevel) or cohort.probability is None or cohort.minimum:
         return None
     rounds = max(1, job.rounds)
-    [one] = charges(job, forecast.noise, forecast.population, forecast.dimension, 1)
-    epsilon = epsilon_over_draws(one, cohort.probability, rounds, job.privacy.delta)
-    return DrawnSilos(cohort.probability, rounds * cohort.probability, epsilon)
+    chance = min(1.0, cohort.probability / (1.0 - (1.0 - cohort.probability) ** silos))
+    [one] = charges(job, forecast.noise, silos, forecast.dimension, 1)
+    epsilon = epsilon_over_draws(one, chance, rounds, job.privacy.delta)
+    return DrawnSilos(silos, chance, rounds * chance, epsilon)
 
 
 def weak_signal(job: JobConfig, noise_multiplier: float, population: int, dimension: int) -> str | None:
@@ -306,9 +311,10 @@ def render(plan: PrivacyPlan) -> str:
     if plan.drawn is not None:
         lines += [
             "",
-            f"The table is of a silo that trains in every round. Each is drawn with probability "
-            f"{plan.drawn.probability:g}, for {plan.drawn.rounds_on_average:g} rounds on average: over the "
-            f"draw, epsilon = {plan.drawn.epsilon:.4f} at the same delta, against all who do not choose it.",
+            f"The table is of a silo that trains in every round. If all of {plan.drawn.silos} silos answer "
+            f"when drawn, each trains in a round with probability {plan.drawn.probability:.4g}, in "
+            f"{plan.drawn.rounds_on_average:.3g} rounds on average: over the draw, epsilon = "
+            f"{plan.drawn.epsilon:.4f} at the same delta, against all who do not choose it.",
         ]
     if plan.alternatives:
         lines += ["", f"At epsilon = {plan.epsilon:.4g}, the noise on the sum of all updates, in units of C:"]

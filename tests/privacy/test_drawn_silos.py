@@ -147,12 +147,18 @@ def job(**cohort: object) -> JobConfig:
 def test_the_plan_shows_both_and_says_which_is_which() -> None:
     drawn = privacy_plan(job(strategy="poisson", probability=0.1), 100, 500)
     assert drawn.drawn is not None
-    assert (drawn.drawn.probability, drawn.drawn.rounds_on_average) == (0.1, 2.0)
+    assert drawn.drawn.probability == pytest.approx(0.1 / (1 - 0.9**100))
+    assert drawn.drawn.rounds_on_average == 20 * drawn.drawn.probability
     assert 0.0 < drawn.drawn.epsilon < drawn.epsilon == privacy_plan(job(), 100, 500).epsilon
     assert asdict(drawn)["drawn"]["epsilon"] == drawn.drawn.epsilon
     said = render(drawn)
     assert DRAWN_SILOS in said
     assert f"epsilon = {drawn.drawn.epsilon:.4f} at the same delta, against all who do not choose it" in said
+    lone = privacy_plan(job(strategy="poisson", probability=0.1), 1, 500)
+    assert lone.drawn is not None
+    assert (lone.drawn.probability, lone.drawn.epsilon) == (1.0, lone.epsilon), (
+        "drawn until somebody is there"
+    )
     everybody = privacy_plan(job(), 100, 500)
     assert everybody.drawn is None
     assert DRAWN_SILOS not in render(everybody)
