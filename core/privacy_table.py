@@ -219,7 +219,8 @@ Coefficients = Annotated[
 
 
 class FtrlLevel(NoisyLevel):
-    """A whole silo is hidden by noise correlated over rounds; no trust in the sampling (DP-FTRL)."""
+    """A whole silo is hidden by noise correlated over rounds (DP-FTRL); with known cohorts no trust is placed
+    in the sampling."""
 
     level: Literal["dp_ftrl"] = Field(description="hides a silo by noise correlated over rounds")
     bands: Annotated[int, Field(ge=1, le=MOST_COEFFICIENTS)] | None = Field(
@@ -239,7 +240,14 @@ class FtrlLevel(NoisyLevel):
         None, description="BLT noise: of each buffer, beside its weight in coefficients"
     )
     separation: Count | None = Field(
-        None, description="rounds from one contribution of a silo to its next; default: population / cohort"
+        None,
+        description="rounds from one contribution of a silo to its next; default: population / cohort. With "
+        "hidden cohorts the silos are divided into so many groups, which take turns",
+    )
+    cohorts: Literal["known", "hidden"] = Field(
+        "known",
+        description="known: every silo rests for the separation; hidden: each round draws from one group by "
+        "Poisson sampling, which amplifies banded noise, and nobody is told who takes part",
     )
 
     @model_validator(mode="after")
@@ -258,6 +266,28 @@ class FtrlLevel(NoisyLevel):
             raise ValueError(f"decays: at most {MOST_BUFFERS} buffers are kept")
         return self
 
+    @model_validator(mode="after")
+    def _amplified(self) -> FtrlLevel:
+        if self.cohorts == "known":
+            return self
+        if self.separation is None:
+            raise ValueError(
+                'separation is missing: with cohorts = "hidden" it says into how many groups the silos are '
+                "divided"
+            )
+        if self.buffers is not None or self.decays is not None:
+            raise ValueError(
+                'cohorts = "hidden": sampling is only proven to amplify banded noise, and BLT noise '
+                "correlates all rounds; give bands, or leave it out"
+            )
+        bands = self.bands or len(self.coefficients or ())
+        if bands > self.separation:
+            raise ValueError(
+                f'cohorts = "hidden": {bands} bands reach over more than separation = {self.separation} '
+                "rounds, and sampling would amplify nothing; give at most as many bands"
+            )
+        return self
+
 
 Private = ClientLevel | ClientLocalLevel | ExampleLevel | DistributedLevel | FtrlLevel
 Privacy = Annotated[NoPrivacy | Private, Field(discriminator="level")]
@@ -272,7 +302,16 @@ Accounted = OwnNoise | DistributedLevel
 
 def has_secret_cohorts(privacy: NoPrivacy | Private) -> bool:
     """Whether the guarantee rests on nobody being told who was drawn."""
-    return isinstance(privacy, ClientLevel) and privacy.cohorts == "hidden"
+    return isinstance(privacy, ClientLevel | FtrlLevel) and privacy.cohorts == "hidden"
+
+
+def groups_of(privacy: NoPrivacy | Private) -> int:
+    """Into how many groups, which take turns in the rounds, the job's silos are divided; 1 for undivided."""
+    match privacy:
+        case FtrlLevel(cohorts="hidden", separation=int(groups)):
+            return groups
+        case _:
+            return 1
 
 
 def masking_of(privacy: NoPrivacy | Private) -> Masking | None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from roundtable.core.config import CohortTable, JobConfig
 from roundtable.core.errors import RoundtableError
-from roundtable.core.privacy_table import has_secret_cohorts
+from roundtable.core.privacy_table import groups_of, has_secret_cohorts
+from roundtable.core.seeds import derive_seed
 from roundtable.engine.messages import ClientInfo
 from roundtable.engine.state import EngineState
 
@@ -129,6 +130,19 @@ def is_amplified(job: JobConfig) -> bool:
     cohort = job.cohort
     sampled = cohort.strategy == "poisson" or (cohort.strategy == "uniform" and cohort.size is not None)
     return has_secret_cohorts(job.privacy) and sampled
+
+
+def in_turn(names: Sequence[str], job: JobConfig, state: EngineState, round: int) -> Sequence[str]:
+    """Those of the group whose turn round `round` (from 1) is; all where the job's silos are not divided.
+
+    A silo's group follows from its name and the job's secret seed alone: it is the same in every round and
+    after a restart, and whether other silos are there does not change it.
+    """
+    groups = groups_of(job.privacy)
+    if groups == 1:
+        return names
+    turn, seed = (round - 1) % groups, state.selection_seed
+    return [name for name in names if derive_seed(seed, "group", name) % groups == turn]
 
 
 def quorum(cohort: CohortTable, size: int) -> int:

@@ -20,19 +20,20 @@ from roundtable.core.privacy_table import (
     FtrlLevel,
     NoPrivacy,
     Private,
+    groups_of,
     has_secret_cohorts,
 )
-from roundtable.privacy.accounting.accountants import compose
+from roundtable.privacy.accounting.accountants import compose, merged
 from roundtable.privacy.accounting.calibration import solve_noise
 from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
 from roundtable.privacy.accounting.dp_sgd_charge import step_charge
 from roundtable.privacy.accounting.group_privacy import group_epsilon
-from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
+from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for, cyclic_poisson
 from roundtable.privacy.collusion import colluding_silos
 from roundtable.privacy.mechanisms.central_noise import CentralDP
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip
 from roundtable.privacy.mechanisms.distributed import DistributedDP
-from roundtable.privacy.mechanisms.factorise import Banded, Buffered, Factorisation, best_factorisation
+from roundtable.privacy.mechanisms.factorise import BANDS, Banded, Buffered, Factorisation, best_factorisation
 from roundtable.privacy.mechanisms.ftrl import MatrixMechanism
 from roundtable.privacy.mechanisms.toeplitz import Workload
 
@@ -41,7 +42,9 @@ _STEP = 1.002
 
 def sampling_of(job: JobConfig, population: int) -> SamplingModel:
     """How a round's cohort is drawn from so many clients, as the accountant takes it."""
-    cohort = job.cohort
+    cohort, groups = job.cohort, groups_of(job.privacy)
+    if groups > 1 and cohort.probability is not None:
+        return cyclic_poisson(population, groups, cohort.probability)
     expected = float(min(cohort.size or population, population))
     if cohort.probability is not None:
         expected = cohort.probability * population
@@ -94,10 +97,13 @@ def noise_for(job: JobConfig, population: int, dimension: int, spent: Sequence[C
     budget = (privacy.epsilon, privacy.delta)
     rounds = max(1, job.rounds)
     match privacy:
-        case FtrlLevel():
+        case FtrlLevel(cohorts="known"):
             # All rounds together are one Gaussian release, whose sensitivity the plan accounts for.
             whole = gaussian_charge("client", {"sampling": "none"}, 1.0)
             return solve_noise(whole, *budget, privacy.accountant, spent).noise_multiplier
+        case FtrlLevel():
+            turns = merged(charges(job, 1.0, population, dimension, rounds))
+            return solve_noise(turns[0], *budget, privacy.accountant, spent).noise_multiplier
         case DistributedLevel():
             many = gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds)
             noise = solve_noise(many, *budget, "rdp", spent).noise_multiplier
@@ -138,20 +144,26 @@ def central_noise(
 def correlated_noise(job: JobConfig, noise_multiplier: float, population: int) -> MatrixMechanism:
     """The noise of a `dp_ftrl` job; without `separation` a silo waits until all others could have come.
 
-    How noise is correlated is optimised for the job's rounds, its separation and its `workload`.
+    How noise is correlated is optimised for the job's rounds, its separation and its `workload`. With hidden
+    cohorts one participation of a silo is a release of its own, and hence what is optimised for.
 
     Raises `PrivacyError` for a separation that the population cannot give.
     """
-    privacy, cohort = job.privacy, sampling_of(job, population).cohort
+    privacy, cohort, rounds = job.privacy, sampling_of(job, population).cohort, max(1, job.rounds)
     assert isinstance(privacy, FtrlLevel)
     separation = privacy.separation or max(1, int(population // cohort))
+    if has_secret_cohorts(privacy):
+        bands = min(privacy.bands or BANDS, separation)
+        single = _factorisation(privacy.model_copy(update={"bands": bands}), workload(job), rounds)
+        return MatrixMechanism(
+            privacy.clip_norm, noise_multiplier, rounds, separation, single, job.cohort.probability
+        )
     if separation * cohort > population:
         raise PrivacyError(
             f"privacy.separation = {separation}: with {cohort:g} clients a round, {separation * cohort:g} "
             f"are needed before the first may come again, and the population has {population}. "
             "Lower separation or cohort.size"
         )
-    rounds = max(1, job.rounds)
     factorisation = _factorisation(privacy, workload(job), separation)
     return MatrixMechanism(privacy.clip_norm, noise_multiplier, rounds, separation, factorisation)
 

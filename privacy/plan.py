@@ -22,11 +22,10 @@ from roundtable.core.privacy_table import (
     Private,
 )
 from roundtable.privacy.accounting.accountants import compose
-from roundtable.privacy.accounting.calibration import solve_noise
-from roundtable.privacy.accounting.charge import gaussian_charge
 from roundtable.privacy.accounting.drawn_silos import epsilon_over_draws
-from roundtable.privacy.accounting.sampling import SamplingModel, accountant_for
-from roundtable.privacy.correlation import MOST_BANDS, correlation, memory
+from roundtable.privacy.accounting.sampling import SamplingModel
+from roundtable.privacy.alternatives import Alternative, alternatives_to
+from roundtable.privacy.correlation import correlation
 from roundtable.privacy.levels import (
     charges,
     correlated_noise,
@@ -35,9 +34,7 @@ from roundtable.privacy.levels import (
     noise_for,
     sampling_of,
 )
-from roundtable.privacy.mechanisms.factorise import BUFFERS, Factorisation, optimal_banded, optimal_buffered
-from roundtable.privacy.mechanisms.ftrl import MatrixMechanism, prefix_error
-from roundtable.privacy.mechanisms.toeplitz import Workload
+from roundtable.privacy.mechanisms.ftrl import prefix_error
 from roundtable.privacy.statement import DRAWN_SILOS
 
 _POINTS = 12
@@ -52,17 +49,6 @@ class Row:
     round: int
     epsilon: float
     signal_to_noise: float
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another mechanism at the same ε and δ; `prefix_error` is its noise on all updates' sum over C."""
-
-    name: str
-    noise_multiplier: float
-    prefix_error: float
-    signal_to_noise: float
-    remark: str
 
 
 @dataclass(frozen=True)
@@ -169,7 +155,7 @@ def privacy_plan(job: JobConfig, population: int, dimension: int) -> PrivacyPlan
     epsilon, sampling = rows[-1].epsilon, forecast.sampling
     alternatives: tuple[Alternative, ...] = ()
     if _TINY <= epsilon <= _MEANINGLESS:
-        alternatives = _alternatives(privacy, epsilon, sampling, rounds, dimension)
+        alternatives = alternatives_to(privacy, epsilon, sampling, rounds, dimension)
     correlated = ""
     if isinstance(privacy, FtrlLevel):
         correlated = correlation(job, correlated_noise(job, forecast.noise, population), dimension)
@@ -218,7 +204,7 @@ def _points(rounds: int) -> Sequence[int]:
 
 def _sentence(privacy: Private, sampling: SamplingModel) -> str:
     match privacy:
-        case ClientLevel():
+        case ClientLevel() | FtrlLevel(cohorts="hidden"):
             return sampling.sentence
         case ExampleLevel():
             inside = (
@@ -228,49 +214,6 @@ def _sentence(privacy: Private, sampling: SamplingModel) -> str:
             return inside if sampling.rate == 1.0 else f"{inside} {DRAWN_SILOS}"
         case _:
             return "No amplification by sampling is claimed."
-
-
-def _alternatives(
-    privacy: Private, epsilon: float, sampling: SamplingModel, rounds: int, dimension: int
-) -> tuple[Alternative, ...]:
-    population, cohort = sampling.population, sampling.cohort
-
-    def alternative(name: str, noise: float, error: float, remark: str) -> Alternative:
-        return Alternative(name, noise, error, rounds * cohort / (error * math.sqrt(dimension)), remark)
-
-    spend = (epsilon, privacy.delta, privacy.accountant)
-    sampled = accountant_for("poisson", population, cohort)
-    poisson = solve_noise(gaussian_charge("client", sampled.fields(), 1.0, steps=rounds), *spend)
-    plain = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0, steps=rounds), *spend)
-    whole = solve_noise(gaussian_charge("client", {"sampling": "none"}, 1.0), *spend).noise_multiplier
-    separation, sums = max(1, int(population // cohort)), Workload.prefix_sums(rounds)
-
-    def correlated(name: str, factorisation: Factorisation, key: str) -> Alternative:
-        ftrl = MatrixMechanism(1.0, whole, rounds, separation, factorisation)
-        kept = memory(factorisation, dimension)
-        remark = (
-            f"level = dp_ftrl, separation = {separation}, {key}: keeps {factorisation.kept} vectors ({kept})"
-        )
-        return alternative(name, whole, prefix_error(ftrl, rounds), remark)
-
-    banded = optimal_banded(sums, min(separation, MOST_BANDS), separation)
-    buffered = optimal_buffered(sums, BUFFERS, separation)
-    return (
-        alternative(
-            "DP-FedAvg, Poisson sampling",
-            poisson.noise_multiplier,
-            poisson.noise_multiplier * math.sqrt(rounds),
-            "strategy = poisson; the draw must be secret and every silo must answer",
-        ),
-        alternative(
-            "DP-FedAvg, no amplification",
-            plain.noise_multiplier,
-            plain.noise_multiplier * math.sqrt(rounds),
-            "any selection",
-        ),
-        correlated("DP-FTRL, banded", banded, f"bands = {banded.bands}"),
-        correlated("DP-FTRL, BLT", buffered, f"buffers = {buffered.kept}"),
-    )
 
 
 def _warnings(plan: PrivacyPlan, privacy: Private, sampling: SamplingModel) -> tuple[str, ...]:
@@ -285,9 +228,10 @@ def _warnings(plan: PrivacyPlan, privacy: Private, sampling: SamplingModel) -> t
         found.append(sampling.sentence)
     best = min(plan.alternatives, key=lambda each: each.prefix_error, default=None)
     if isinstance(privacy, ClientLevel) and best is not None and best.name.startswith("DP-FTRL"):
+        rests = "" if best.sampled else ", without relying on secret sampling"
         found.append(
-            f"{best.name} would have {best.prefix_error:.3g} C of noise on the model at the same epsilon, "
-            "without relying on secret sampling."
+            f"{best.name} would have {best.prefix_error:.3g} C of noise on the model at the same "
+            f"epsilon{rests}."
         )
     if plan.epsilon > _MEANINGLESS:
         found.append(
@@ -319,7 +263,7 @@ def render(plan: PrivacyPlan) -> str:
     if plan.alternatives:
         lines += ["", f"At epsilon = {plan.epsilon:.4g}, the noise on the sum of all updates, in units of C:"]
     for each in plan.alternatives:
-        lines.append(f"  {each.name:<28}{each.prefix_error:>9.4g}   signal/noise {each.signal_to_noise:.4g}")
+        lines.append(f"  {each.name:<34}{each.prefix_error:>9.4g}   signal/noise {each.signal_to_noise:.4g}")
         lines.append(f"      {each.remark}")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 

@@ -40,7 +40,7 @@ _EXAMPLES = f"{_OWN}, and is charged for every round in which it trains, whoever
 def protection(privacy: NoPrivacy | Private) -> tuple[HoldsAgainst, ...]:
     """The lines of a level; without one, ε holds against nobody."""
     match privacy:
-        case ClientLevel(cohorts="hidden"):
+        case ClientLevel(cohorts="hidden") | FtrlLevel(cohorts="hidden"):
             rest = (PUBLIC, _SECRET), (SILO, _SECRET)
             together = (
                 f"{_SECRET}; silos know which of themselves were drawn: under Poisson sampling that tells "
@@ -72,7 +72,7 @@ def hidden(privacy: NoPrivacy | Private) -> str:
             return "nothing"
         case ExampleLevel():
             return "any one record of a silo; not that the silo takes part"
-        case ClientLevel(cohorts="hidden"):
+        case ClientLevel(cohorts="hidden") | FtrlLevel(cohorts="hidden"):
             return "all data of any one silo, and that it takes part"
         case _:
             return "all data of any one silo; not that it takes part"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from roundtable.core.privacy_table import ClientLevel, DistributedLevel, Private
+from roundtable.core.privacy_table import ClientLevel, DistributedLevel, FtrlLevel, Private
 from roundtable.privacy.accounting.charge import Charge
 from roundtable.privacy.accounting.ledger import Spent
 
@@ -30,9 +30,7 @@ _TRUST = {
     ),
     "dp_ftrl": (
         "The coordinator sees each silo's clipped update, keeps the noise of earlier rounds secret, and "
-        "enforces the "
-        "minimum number of rounds between two participations of a silo. No trust is placed in how silos "
-        "are sampled."
+        "enforces the minimum number of rounds between two participations of a silo."
     ),
     "client_local": (
         "Each silo adds the noise before anything leaves it. Nobody else is trusted: the guarantee "
@@ -77,8 +75,10 @@ def statement(privacy: Private, spent: Spent, sampling: str = "", guarantee: boo
     parts = [] if guarantee else [_NO_GUARANTEE]
     parts += [*_figures(spent, _UNIT[privacy.unit]), _TRUST[privacy.level]]
     match privacy:
-        case ClientLevel() if sampling:
+        case ClientLevel() | FtrlLevel(cohorts="hidden") if sampling:
             parts.append(sampling)
+        case FtrlLevel(cohorts="known"):
+            parts.append("No trust is placed in how silos are sampled.")
         case DistributedLevel():
             parts.append(
                 "No amplification by sampling is claimed, since the coordinator knows who takes part."

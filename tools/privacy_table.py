@@ -22,6 +22,7 @@ LEVELS: Mapping[str, NoPrivacy | Private] = {
     "client": _level(level="client"),
     "client, known cohorts": _level(level="client", cohorts="known"),
     "dp_ftrl": _level(level="dp_ftrl"),
+    "dp_ftrl, hidden cohorts": _level(level="dp_ftrl", cohorts="hidden", separation=4),
     "distributed": _level(level="distributed"),
     "client_local": _level(level="client_local"),
     "example": _level(level="example"),

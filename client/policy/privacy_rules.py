@@ -17,6 +17,8 @@ from roundtable.core.privacy_table import (
     ClientLevel,
     FtrlLevel,
     NoPrivacy,
+    groups_of,
+    has_secret_cohorts,
     levels_of,
     masking_of,
 )
@@ -85,7 +87,9 @@ def stated_epsilon(job: JobConfig) -> float:
             one = central_noise(privacy, noise, _NOBODY_DRAWN).charge(_NOBODY_DRAWN.fields())
             return compose([one.repeated_by(job.rounds)], privacy.delta, privacy.accountant)
         case FtrlLevel(noise_multiplier=float(noise)) as privacy:
-            return compose([gaussian_charge("client", {"sampling": "none"}, noise)], privacy.delta)
+            turns = math.ceil(job.rounds / groups_of(privacy)) if has_secret_cohorts(privacy) else 1
+            whole = gaussian_charge("client", {"sampling": "none"}, noise, steps=turns)
+            return compose([whole], privacy.delta, privacy.accountant)
         case _:
             return 0.0
 

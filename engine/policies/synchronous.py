@@ -21,7 +21,7 @@ from roundtable.engine.policies.training_policy import (
     not_awaited,
     quorum_missed,
 )
-from roundtable.engine.selection import is_amplified, least_for_selection, quorum, rested
+from roundtable.engine.selection import in_turn, is_amplified, least_for_selection, quorum, rested
 from roundtable.engine.validation.secure_feasibility import fewest, fewest_groups, fewest_updates
 from roundtable.engine.view import view
 
@@ -169,6 +169,8 @@ class SynchronousTraining:
                 self._context.set_timer("wait", attempt.deadline)
                 self._context.note("waiting_for_clients", self._waiting_for())
             return None
+        # After the wait for enough silos, whose turn it may not be: a group can be empty.
+        candidates = in_turn(candidates, self._job, self._state, attempt.round)
         wanted = min(cohort.size or len(candidates), len(candidates))
         ask = min(math.ceil(wanted * cohort.over_selection), len(candidates))
         # Another draw because of who did not answer would favour those who do: each attempt asks the same.

@@ -71,10 +71,18 @@ def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy:
             'privacy.cohorts = "hidden" rests on nobody knowing; set evaluation.clients = "all", or '
             'privacy.cohorts = "known", which is charged without amplification'
         )
-    if isinstance(privacy, FtrlLevel) and job.cohort.strategy == "poisson":
+    if isinstance(privacy, FtrlLevel) and privacy.cohorts == "hidden":
+        if job.cohort.strategy != "poisson":
+            raise PrivacyError(
+                f'cohort.strategy = "{job.cohort.strategy}": with privacy.cohorts = "hidden" level dp_ftrl '
+                "is amplified by Poisson sampling within groups, and by nothing else; set cohort.strategy = "
+                '"poisson" and cohort.probability, or privacy.cohorts = "known"'
+            )
+    elif isinstance(privacy, FtrlLevel) and job.cohort.strategy == "poisson":
         raise PrivacyError(
             'cohort.strategy = "poisson": level dp_ftrl relies on how far apart a silo takes part, not on '
-            'chance, and needs cohorts of a fixed size; choose "uniform" or "round_robin"'
+            'chance, and needs cohorts of a fixed size; choose "uniform" or "round_robin", or set '
+            'privacy.cohorts = "hidden" and be amplified'
         )
 
 

@@ -50,11 +50,12 @@ class FreshNoise:
 class CorrelatedRounds:
     """The coordinator adds noise that is correlated over rounds (level `dp_ftrl`).
 
-    What a round costs depends on its number.
+    What a round costs depends on its number. `sampling` says in words how a draw amplifies; "" if none does.
     """
 
     mechanism: CentralDP
     ftrl: MatrixMechanism
+    sampling: str
 
     @property
     def noise_multiplier(self) -> float:

@@ -32,6 +32,7 @@ from roundtable.engine.validation.algorithm_composition import check_algorithm
 from roundtable.engine.validation.buffered_composition import check_buffered
 from roundtable.engine.validation.privacy_soundness import check_soundness
 from roundtable.engine.validation.round_noise import (
+    CentralNoise,
     CorrelatedRounds,
     FreshNoise,
     NoiseElsewhere,
@@ -108,12 +109,14 @@ class Plan:
     @property
     def separation(self) -> int:
         """The least number of rounds from one contribution of a client to its next."""
-        return self.noise.ftrl.separation if isinstance(self.noise, CorrelatedRounds) else 1
+        if not isinstance(self.noise, CorrelatedRounds) or self.noise.ftrl.rate is not None:
+            return 1  # Groups that take turns are apart by themselves.
+        return self.noise.ftrl.separation
 
     @property
     def sampling(self) -> str:
         """How the draw of cohorts enters into what a round costs, in words; "" where it does not."""
-        return self.noise.sampling if isinstance(self.noise, FreshNoise) else ""
+        return self.noise.sampling if isinstance(self.noise, CentralNoise) else ""
 
 
 def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) -> str | None:
@@ -252,7 +255,9 @@ def _correlated(
     # Rounds draw from the silos that there are: only delta may follow a population that is claimed.
     check_delta(privacy.delta, max(population, privacy.population or 0))
     ftrl = correlated_noise(job, noise_for(job, population, 1, spent), population)
-    return CorrelatedRounds(ftrl.central(sampling_of(job, population).cohort), ftrl)
+    sampling = sampling_of(job, population)
+    reason = sampling.sentence if ftrl.rate is not None else ""
+    return CorrelatedRounds(ftrl.central(sampling.cohort), ftrl, reason)
 
 
 def _local(job: JobConfig, privacy: ClientLocalLevel, population: int) -> SiloNoise:

@@ -12,17 +12,21 @@ from roundtable.core.errors import PrivacyError
 
 @dataclass(frozen=True)
 class SamplingModel:
-    """What a selection strategy supports: `kind` is poisson, fixed_size or none; `sentence` says why."""
+    """What a selection strategy supports: `kind` is poisson, fixed_size or none; `sentence` says why.
+
+    `population` is divided into `groups`, one of which a cohort is drawn from.
+    """
 
     kind: str
     population: int
     cohort: float
     sentence: str
+    groups: int = 1
 
     @property
     def rate(self) -> float:
-        """Cohort over population."""
-        return self.cohort / self.population
+        """Cohort over the population of a group."""
+        return self.cohort * self.groups / self.population
 
     def fields(self) -> Mapping[str, Any]:
         """The fields of a `Charge` that describe this sampling."""
@@ -31,6 +35,25 @@ class SamplingModel:
         if self.kind == "fixed_size":
             return {"sampling": "fixed_size", "sample": math.ceil(self.cohort), "population": self.population}
         return {"sampling": "none"}
+
+
+def cyclic_poisson(population: int, groups: int, probability: float) -> SamplingModel:
+    """Rounds that draw from groups in turn, silos by coins of their own (Choquette-Choo et al. 2023).
+
+    Raises `PrivacyError` for more groups than silos.
+    """
+    if groups > population:
+        raise PrivacyError(
+            f"privacy.separation = {groups}: so many groups cannot be made of {population} silos; lower it"
+        )
+    text = (
+        f"The {population} silos are divided by secret chance into {groups} groups, which take turns; in its "
+        f"turn each silo joins by its own secret coin of probability {probability:.4g}: amplification by "
+        "Poisson sampling within the group, which holds against everybody who is not told who took part: all "
+        "but those who run the coordinator's machine. A silo knows its own coin, which tells nothing of "
+        "another's."
+    )
+    return SamplingModel("poisson", population, probability * population / groups, text, groups)
 
 
 def accountant_for(strategy: str, population: int, cohort: float, secret: bool = True) -> SamplingModel:

@@ -24,6 +24,7 @@ from roundtable.core.privacy_table import (
     FtrlLevel,
     OwnNoise,
     Private,
+    groups_of,
 )
 from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.charge import Charge
@@ -42,7 +43,7 @@ from roundtable.privacy.mechanisms.ftrl import MatrixMechanism
 FAINT = 0.005
 """The noise, over what one unit can change, under which canaries are heard one by one."""
 _MOST_UNITS = 4096
-_MOST_FAINT_ROUNDS, _OWN_ROUNDS = 64, 3
+_MOST_FAINT_ROUNDS, _MOST_TURNS, _OWN_ROUNDS = 64, 512, 3
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,12 @@ class CanaryJob:
 
     def faint_rounds(self, confidence: float) -> int:
         """So many rounds of faint noise that a unit which is always drawn stands out."""
-        if isinstance(self.privacy, FtrlLevel):
-            return max(1, self.job.rounds)
         if self.rate is None:
-            return 2
+            return max(1, self.job.rounds) if isinstance(self.privacy, FtrlLevel) else 2
         surprise = math.log(8.0 * self.units / (1.0 - confidence))
         wanted = math.ceil(3.0 * surprise / -math.log(min(self.rate, 0.999)))
-        return min(max(wanted, 4), _MOST_FAINT_ROUNDS)
+        most = max(4, min(_MOST_FAINT_ROUNDS, _MOST_TURNS // self.groups))
+        return min(max(wanted, 4), most) * self.groups
 
     def own_rounds(self, wanted: int | None = None) -> int:
         """How many rounds are run under the job's own noise: all of DP-FTRL's, which belong together."""
@@ -194,11 +194,16 @@ class CanaryJob:
         return CanaryTraces(steps[:, 1 : 1 + self.units], steps[:, 1 + self.units :])
 
     def signal(self, rounds: int) -> NDArray[np.float64]:
-        """How much a unit that takes part as often as may be contributes to each round."""
+        """How much a unit that takes part as often as one release may tell contributes to each round."""
         signal = np.ones(rounds)
         if isinstance(self.privacy, FtrlLevel):
-            signal[np.arange(rounds) % self.separation != 0] = 0.0
+            signal[np.arange(rounds) % self._correlated(rounds).period != 0] = 0.0
         return signal
+
+    @property
+    def groups(self) -> int:
+        """Groups of silos that take turns: a unit can be in one of so many rounds."""
+        return groups_of(self.privacy)
 
     @property
     def separation(self) -> int:

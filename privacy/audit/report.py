@@ -23,7 +23,7 @@ from roundtable.privacy.audit.gaussian_bounds import (
 from roundtable.privacy.audit.threshold import threshold_rates
 
 POWER = 0.99
-_BOUNDS = 4
+_BOUNDS, _PLACES = 4, 16
 # Rounding to float32 and to the grid of discrete noise moves a canary by less than this.
 _ROUNDING = 1e-4
 
@@ -87,12 +87,13 @@ def report(
             "held below half the clip norm. See that [cohort] lets the job's clients take part"
         )
     change = _change(faint, each)
-    sampling = _separation(canary, faint) or _sampling(canary, faint, each)
+    apart, sampling = _separation(canary, faint), _sampling(canary, faint, each)
     noise = _noise(canary, faint, own, each)
     odd = odd_noise(own.noise, each)
     kind = Finding("kind of noise", 1.0, 0.0 if odd else 1.0, bool(odd), 0.0, odd or "independent Gaussian")
-    findings = tuple(finding for finding in (noise, change, sampling, kind) if finding is not None)
-    rate = sampling.seen if sampling is not None and canary.rate is not None else None
+    found = (noise, change, apart, sampling, kind)
+    findings = tuple(finding for finding in found if finding is not None)
+    rate = sampling.seen if sampling is not None else None
     effective = noise.seen / change.seen
     bound = canary.epsilon(effective, rate) if effective > 0.0 else math.inf
     return AuditReport(
@@ -123,8 +124,10 @@ def _sampling(canary: CanaryJob, faint: CanaryTraces, confidence: float) -> Find
     """How often the unit takes part that takes part most often."""
     if canary.rate is None:
         return None
-    draws, units = faint.scores.shape
-    seen = least_rate((faint.scores > 0.5).sum(axis=0), draws, confidence)
+    counts, units = (faint.scores > 0.5).sum(axis=0), faint.scores.shape[1]
+    # Of groups that take turns each has its draw in one of so many rounds; more are another finding's fault.
+    draws = max(len(faint.scores) // canary.groups, int(counts.max()))
+    seen = least_rate(counts, draws, confidence)
     caught = rate_caught(canary.rate, draws, units, confidence, POWER)
     words = f"in {draws} draws of {units} canaries"
     return Finding("sampling rate", canary.rate, seen, seen > canary.rate, caught, words)
@@ -145,7 +148,8 @@ def _noise(canary: CanaryJob, faint: CanaryTraces, own: CanaryTraces, confidence
     """The most noise that can have been added, as the noise multiplier of the claim.
 
     It is measured for a unit that is in all rounds, for the contributions that stand out most (chosen on
-    one half of the coordinates, measured on the other), and under DP-FTRL for how canaries really took part.
+    one half of the coordinates, measured on the other), and under DP-FTRL for how canaries really took part;
+    where sampling amplifies it, for single rounds all over the run.
     """
     rounds, coordinates = own.noise.shape
     halves = own.noise[:, ::2], own.noise[:, 1::2]
@@ -153,7 +157,9 @@ def _noise(canary: CanaryJob, faint: CanaryTraces, own: CanaryTraces, confidence
     tried: list[tuple[Matrix, Matrix]] = [(own.noise, signal)]
     if rounds > 1 and not isinstance(canary.privacy, FtrlLevel):
         tried.append((halves[1], easiest_signs(halves[0])))
-    if isinstance(canary.privacy, FtrlLevel):
+    if isinstance(canary.privacy, FtrlLevel) and canary.rate is not None:
+        tried += [(own.noise, np.eye(rounds)[at]) for at in range(0, rounds, max(1, rounds // _PLACES))]
+    elif isinstance(canary.privacy, FtrlLevel):
         patterns = np.unique((faint.scores > 0.5).astype(np.float64).T, axis=0)
         tried += [(own.noise, pattern) for pattern in patterns if pattern.any()]
     each = 1.0 - (1.0 - confidence) / len(tried)

@@ -7,6 +7,12 @@ earlier, so that prefix sums, which a model is, are less noisy than with fresh n
 
 Its sensitivity follows from how often, and how many rounds apart, one silo takes part: that must be
 enforced by whoever selects (`eligible`), and is not a matter of chance.
+
+With a sampling rate it is (cyclic Poisson sampling: Choquette-Choo et al. 2023, "(Amplified) banded matrix
+factorization", Theorem 4). The silos are divided into b groups once, in round t each silo of group t mod b
+takes part by a secret coin of its own, and C has at most b bands. Columns of one silo's rounds then share no
+row: its ⌈rounds / b⌉ chances are as many Poisson-sampled Gaussian releases, each of sensitivity ‖c‖. How the
+groups came about does not matter, as long as a silo's does not depend on other silos.
 """
 
 from __future__ import annotations
@@ -34,7 +40,8 @@ _BLOCK = 1 << 18
 class MatrixMechanism:
     """Correlated noise by a lower-triangular Toeplitz C, over `rounds` fixed in advance.
 
-    `separation` is the least number of rounds from one participation of a silo to its next.
+    `separation` is the least number of rounds from one participation of a silo to its next; with a `rate`
+    the number of groups, of each of which every silo is drawn with this probability when it has its turn.
     """
 
     clip_norm: float
@@ -42,26 +49,41 @@ class MatrixMechanism:
     rounds: int
     separation: int
     factorisation: Factorisation
+    rate: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.clip_norm > 0.0 and self.noise_multiplier > 0.0):
             raise PrivacyError("correlated noise needs clip_norm and noise_multiplier above 0")
         if not (self.rounds >= 1 and self.separation >= 1):
             raise PrivacyError("correlated noise needs rounds and separation of at least 1")
+        if self.rate is not None and not 0.0 < self.rate <= 1.0:
+            raise PrivacyError(f"the sampling rate is {self.rate}: it must be above 0 and at most 1")
+        banded = isinstance(self.factorisation, Banded) and self.factorisation.bands <= self.separation
+        if self.rate is not None and not banded:
+            raise PrivacyError(
+                f"{self.factorisation} is not known to be amplified by sampling {self.separation} groups in "
+                "turn: take banded noise with no more bands than groups"
+            )
 
     @cached_property
     def column(self) -> Vector:
         """The first column of C, which begins with 1; what is missing of it is 0."""
         return self.factorisation.column(self.rounds)
 
+    @property
+    def period(self) -> int:
+        """Rounds between the participations that are one release: with a rate, each is one of its own."""
+        return self.rounds if self.rate is not None else self.separation
+
     @cached_property
     def reach(self) -> Vector:
-        """Squares of the most that a silo with contributions of norm 1 changes C x in 1, 2, … rounds."""
-        return squared_reach(self.column, self.rounds, self.separation)
+        """Squares of the most that a silo with contributions of norm 1 changes C x in 1, 2, … rounds, by all
+        that is one release."""
+        return squared_reach(self.column, self.rounds, self.period)
 
     @property
     def standard_deviation(self) -> float:
-        """σ of the independent noise beneath w: noise_multiplier · C · sensitivity of the whole run."""
+        """σ of the independent noise beneath w: noise_multiplier · C · sensitivity of a release."""
         return self.noise_multiplier * self.clip_norm * self.sensitivity(self.rounds)
 
     def sensitivity(self, rounds: int) -> float:
@@ -69,13 +91,19 @@ class MatrixMechanism:
         return math.sqrt(self.reach[rounds - 1]) if rounds else 0.0
 
     def charge(self, round: int) -> Charge:
-        """What publishing round `round` (from 1) adds; all rounds together are one Gaussian release.
+        """What publishing round `round` (from 1) adds.
 
-        After t rounds a silo has moved C x by at most sensitivity(t), so the growth of its square is this
-        round's share; a round in which it does not grow costs nothing (`steps` 0).
+        Without sampling all rounds together are one Gaussian release. After t rounds a silo has moved C x by
+        at most sensitivity(t), so the growth of its square is this round's share; a round in which it
+        does not grow costs nothing (`steps` 0). With a rate the first round of each turn through the groups
+        is a Poisson-sampled release, and the others cost nothing: no silo has another chance in them.
         """
         if not 1 <= round <= self.rounds:
             raise PrivacyError(f"round {round} of a run planned for {self.rounds}: plan a new run")
+        if self.rate is not None:
+            steps = int((round - 1) % self.separation == 0)
+            parts = (("update", self.noise_multiplier),)
+            return Charge("gaussian", "client", "poisson", parts, steps=steps, rate=self.rate)
         before = self.reach[round - 2] if round > 1 else 0.0
         growth = float(self.reach[round - 1] - before) / float(self.reach[-1])
         if growth <= 0.0:

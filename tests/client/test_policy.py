@@ -459,6 +459,9 @@ def test_what_jobs_promise_together_is_bounded_over_all_levels() -> None:
     assert "epsilon = 5 by the coordinator's word, earlier ones 5, and this silo allows 8" in words
     # One Gaussian release of noise multiplier 1.5, by the analytic formula.
     assert stated_epsilon(noisy) == pytest.approx(gaussian_epsilon(1.5, 1e-5))
+    hidden = 'noise_multiplier = 6.0\ncohorts = "hidden"\nseparation = 2'
+    turns = job(STATED.format(level="dp_ftrl", spend=hidden))
+    assert stated_epsilon(turns) == pytest.approx(gaussian_epsilon(6.0 / 2**0.5, 1e-5)), "2 turns of 2 groups"
     sampled = job(STATED.format(level="client", spend="noise_multiplier = 6.0"))
     assert stated_epsilon(sampled) == pytest.approx(gaussian_epsilon(6.0 / 3**0.5, 1e-5)), "3 rounds of all"
     assert "no end to it" in next(objections_to_sum(policy, bare, []))

@@ -15,6 +15,8 @@ from roundtable.core.models import open_model, save_model
 from roundtable.core.privacy_table import privacy_from
 from roundtable.engine import Plan, Rows, ServerState, combine, initial_server_state, make_plan
 from roundtable.engine import messages as m
+from roundtable.engine.selection import in_turn
+from roundtable.engine.state import EngineState
 from roundtable.engine.validation.round_noise import CorrelatedRounds
 from roundtable.privacy import SeededNoise, compose, levels
 
@@ -252,8 +254,92 @@ def test_nobody_is_drawn_before_as_many_are_online_as_the_job_says() -> None:
     assert {each.client for each in driver.instructions} == {"a", "b", "c"}
 
 
-def test_an_attempt_that_is_made_again_asks_the_same_cohort() -> None:
-    driver = Driver(job(SAMPLED.format(cohort="size = 4"), 3), automatic=False)
+CYCLIC = SAMPLED.replace('level = "client"', 'level = "dp_ftrl"\ncohorts = "hidden"\nseparation = 3')
+COINS = 'strategy = "poisson"\nprobability = 0.5'
+
+
+def cyclic_driver(rounds: int, **how: bool) -> Driver:
+    driver = Driver(job(CYCLIC.format(cohort=COINS), rounds), **how)
+    driver.join(*"abcdefghijklmnop")
+    driver.send(m.Start())
+    return driver
+
+
+def test_groups_take_turns_and_each_silo_is_drawn_by_its_own_coin() -> None:
+    driver = cyclic_driver(180)
+    drawn = []
+    while driver.engine.state.status == "running":
+        if driver.step().round == 90:
+            driver.restart()
+        drawn.append(set(driver.cohort()))
+        for client in driver.cohort():
+            driver.update(client)
+    assert driver.engine.state.status == "finished"
+    assert {record.attempt for record in driver.records} == {1}
+    assert len(drawn) == 180 - sum(not record.contributors for record in driver.records)
+    groups = [{name for record in driver.records[g::3] for name in record.contributors} for g in range(3)]
+    assert set().union(*groups) == set("abcdefghijklmnop")
+    assert sum(map(len, groups)) == 16, "a silo was drawn in the turn of two groups"
+    chances = sum(60 * len(group) for group in groups)
+    share = sum(len(record.contributors) for record in driver.records) / chances
+    assert share == pytest.approx(0.5, abs=4 * 0.5 / chances**0.5)
+
+
+def test_a_silos_group_does_not_depend_on_who_else_is_there() -> None:
+    """Otherwise a silo that is there or not would change what others contribute to."""
+    table = job(CYCLIC.format(cohort=COINS), 9)
+    state, names = EngineState("0" * 64, 7), [f"silo-{number}" for number in range(300)]
+    groups = [in_turn(names, table, state, round) for round in (1, 2, 3)]
+    assert sorted(name for group in groups for name in group) == sorted(names)
+    assert all(60 < len(group) < 140 for group in groups)
+    for round, group in enumerate(groups, 1):
+        assert in_turn(names, table, state, round + 3) == group
+        assert in_turn(names[:50], table, state, round) == [name for name in group if name in names[:50]]
+    assert in_turn(names, table, EngineState("0" * 64, 8), 1) != groups[0]
+
+
+def test_a_group_without_silos_publishes_noise() -> None:
+    driver = Driver(job(CYCLIC.format(cohort=COINS), 6))
+    driver.join("a")
+    driver.send(m.Start())
+    while driver.engine.state.status == "running":
+        for client in driver.cohort():
+            driver.update(client)
+    assert len(driver.records) == 6
+    assert sum(not record.contributors for record in driver.records) >= 4
+
+
+def test_amplified_rounds_spend_the_budget() -> None:
+    table = job(CYCLIC.format(cohort=COINS).replace("noise_multiplier = 1.0", "epsilon = 3.0"), 8)
+    plan = make_plan(table, 16)
+    assert isinstance(plan.noise, CorrelatedRounds)
+    assert plan.noise.mechanism.expected_cohort == pytest.approx(16 * 0.5 / 3)
+    assert plan.separation == 1
+    assert "divided by secret chance into 3 groups" in plan.sampling
+    charges = [plan.charge_of(round) for round in range(1, 9)]
+    assert [charge.steps for charge in charges if charge is not None] == [1, 0, 0, 1, 0, 0, 1, 0]
+    assert 2.98 < compose([charge for charge in charges if charge is not None], 1e-3) <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (COINS, "size = 4", "amplified by Poisson sampling within groups, and by nothing else"),
+        ("separation = 3", "", "separation is missing"),
+        ("separation = 3", "separation = 3\nbands = 4", "4 bands reach over more than separation = 3"),
+        ("separation = 3", "separation = 3\nbuffers = 2", "only proven to amplify banded noise"),
+        ("separation = 3", "separation = 17", "so many groups cannot be made of 16 silos"),
+        ('cohorts = "hidden"', "", "relies on how far apart"),
+    ],
+)
+def test_what_is_not_proven_to_amplify_correlated_noise_is_refused(old: str, new: str, message: str) -> None:
+    with pytest.raises((ConfigError, PrivacyError), match=message):
+        make_plan(job(CYCLIC.format(cohort=COINS).replace(old, new), 6), 16)
+
+
+@pytest.mark.parametrize("table", [SAMPLED.format(cohort="size = 4"), CYCLIC.format(cohort=COINS)])
+def test_an_attempt_that_is_made_again_asks_the_same_cohort(table: str) -> None:
+    driver = Driver(job(table, 3), automatic=False)
     driver.join(*"abcdefghijklmnop")
     driver.send(m.Start())
     driver.finish_pending()

@@ -132,4 +132,6 @@ def test_the_statement_names_unit_neighbours_and_trust(level: str) -> None:
     assert "trust" in text
     assert ("Poisson" in text) == (level == "client")
     assert "NO GUARANTEE" not in text
+    relies = "No trust is placed in how silos are sampled" in text
+    assert relies == (level == "dp_ftrl")
     assert statement(config, total, guarantee=False).startswith("NO GUARANTEE")

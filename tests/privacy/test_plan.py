@@ -138,7 +138,9 @@ def test_a_cohort_too_small_for_any_signal_is_warned_of_with_the_ratio() -> None
 
 def test_amplified_sampling_and_correlated_noise_are_compared() -> None:
     found = {each.name: each for each in plan(config(cohort=10)).alternatives}
-    poisson, plain, ftrl, _ = found.values()
+    poisson, plain, ftrl, _, amplified = found.values()
+    assert amplified.prefix_error < min(poisson.prefix_error, ftrl.prefix_error)
+    assert [each.sampled for each in found.values()] == [True, False, False, False, True]
     assert ftrl.name.startswith("DP-FTRL")
     assert poisson.prefix_error < plain.prefix_error
     assert ftrl.prefix_error < plain.prefix_error

@@ -122,10 +122,19 @@ def job_of(**privacy: Any) -> JobConfig:
         (job_of(level="client", cohort={"size": 6}), 20),
         (job_of(level="client", clipping="adaptive", epsilon=8.0), 60),
         (job_of(level="dp_ftrl", bands=4, cohort={"size": 3}), 12),
+        (
+            job_of(
+                level="dp_ftrl",
+                cohorts="hidden",
+                separation=4,
+                cohort={"strategy": "poisson", "probability": 0.5},
+            ),
+            24,
+        ),
         (job_of(level="distributed", cohort={"size": 10}), 10),
         (job_of(level="example", population=500), 3),
     ],
-    ids=["fixed size", "adaptive", "dp_ftrl", "with dropouts", "example"],
+    ids=["fixed size", "adaptive", "dp_ftrl", "amplified", "with dropouts", "example"],
 )
 def test_honest_mechanisms_are_not_refuted(job: JobConfig, clients: int) -> None:
     found = audit_job(job, clients, coordinates=2048, confidence=1.0 - 1e-6)

@@ -9,6 +9,7 @@ import pytest
 from canary_silos import CONFIDENCE, audited
 
 from roundtable.core import JobConfig
+from roundtable.core.privacy_table import privacy_from
 from roundtable.engine import selection
 from roundtable.engine.policies import synchronous
 from roundtable.privacy import CentralDP
@@ -70,6 +71,47 @@ async def test_honest_noise_bears_out_what_is_stated_and_a_part_of_it_does_not(
     if level != "example":
         # Few draws leave the sampling rate open, and with it the bound on epsilon.
         assert 0.85 * honest.stated < honest.bound < honest.stated < weak.bound
+
+
+CYCLIC = {"separation": 2, "bands": 2, "cohorts": "hidden"}
+
+
+def cyclic_job() -> JobConfig:
+    job = job_of("dp_ftrl", strategy="poisson", probability=0.4)
+    table = {**job.privacy.model_dump(), "bands": None, **CYCLIC}
+    return job.model_copy(update={"rounds": 6, "privacy": privacy_from(table)})
+
+
+async def test_amplified_correlated_noise_bears_out_what_is_stated_and_its_faults_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the noise; silos that are drawn in every round, whosever turn it is; coins that are none."""
+    async with audited(tmp_path, cyclic_job(), 5, COORDINATES) as served:
+        own, told = await served.own()
+        with monkeypatch.context() as mistake:
+            served.weaken(0.5, mistake)
+            less, _ = await served.own()
+        drawn = await served.faint(24)
+        with monkeypatch.context() as mistake:
+            mistake.setattr(synchronous, "in_turn", lambda names, *rest: names)
+            undivided = await served.faint(24)
+        monkeypatch.setitem(selection.STRATEGIES, "poisson", lambda names, *rest: list(names))
+        always = await served.faint(24)
+    honest = report(served.canary, drawn, own, CONFIDENCE, told)
+    assert told == pytest.approx(served.canary.epsilon(), rel=1e-6)
+    assert refuted(honest) == []
+    assert not honest.refuted
+    faults = {
+        "noise multiplier": (drawn, less),
+        "separation": (undivided, own),
+        "sampling rate": (always, own),
+    }
+    for name, (faint, noise) in faults.items():
+        found = report(served.canary, faint, noise, CONFIDENCE, told)
+        assert name in refuted(found)
+        assert set(refuted(found)) <= {name, "sampling rate"}
+    # Few draws leave the sampling rate open, and with it the bound on epsilon where the noise is at fault.
+    assert found.bound > found.stated
 
 
 async def test_a_cohort_that_is_always_the_same_is_no_sample(

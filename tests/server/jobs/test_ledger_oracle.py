@@ -52,7 +52,7 @@ JOB = f"""
 task = "t"
 rounds = {ROUNDS}
 [cohort]
-size = {{size}}
+{{cohort}}
 retries = 1
 deadline = 20
 [aggregation]
@@ -67,12 +67,16 @@ public_evaluation = true
 {{more}}
 """
 LEVELS = {
-    "client": (2, 'level = "client"'),
-    "known": (2, 'level = "client"\ncohorts = "known"'),
-    "dp_ftrl": (1, 'level = "dp_ftrl"\nseparation = 2\nbands = 2'),
-    "blt": (1, 'level = "dp_ftrl"\nseparation = 2\nbuffers = 2'),
-    "distributed": (5, 'level = "distributed"'),
-    "client_local": (2, 'level = "client_local"'),
+    "client": ("size = 2", 'level = "client"'),
+    "known": ("size = 2", 'level = "client"\ncohorts = "known"'),
+    "dp_ftrl": ("size = 1", 'level = "dp_ftrl"\nseparation = 2\nbands = 2'),
+    "blt": ("size = 1", 'level = "dp_ftrl"\nseparation = 2\nbuffers = 2'),
+    "cyclic": (
+        'strategy = "poisson"\nprobability = 0.5',
+        'level = "dp_ftrl"\nseparation = 2\nbands = 2\ncohorts = "hidden"',
+    ),
+    "distributed": ("size = 5", 'level = "distributed"'),
+    "client_local": ("size = 2", 'level = "client_local"'),
 }
 POINTS = ("transition_due", "transition_open", "transition_stored", "transition_done")
 
@@ -97,8 +101,8 @@ class World(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        size, more = LEVELS[self.level]
-        self.job = parse_job(JOB.format(size=size, more=more))
+        cohort, more = LEVELS[self.level]
+        self.job = parse_job(JOB.format(cohort=cohort, more=more))
         self.plan = make_plan(self.job, len(NAMES), (slice(0, 4),))
         place = self.folder / f"{secrets.token_hex(8)}.db"
         shutil.copy(self.blank, place)
@@ -388,7 +392,12 @@ class World(RuleBasedStateMachine):
         assert shown.keys() <= set(charged), "a model was seen that nobody has paid for"
         assert len({round for round, _ in charged}) == len(charged)
         spent = compose(charges, DELTA)
-        if isinstance(self.plan.noise, CorrelatedRounds):
+        if isinstance(self.plan.noise, CorrelatedRounds) and self.plan.noise.ftrl.rate is not None:
+            # Each turn through the two groups is one sampled release, from its first round on.
+            turn = Charge("gaussian", "client", "poisson", (("update", NOISE),), rate=0.5)
+            assert spent >= compose([turn.repeated(-(-len(shown) // 2))], DELTA) - 1e-9
+            assert all(len(cohorts) == 1 for cohorts in self.cohorts.values()), "a cohort was drawn anew"
+        elif isinstance(self.plan.noise, CorrelatedRounds):
             # The noise of the whole run is one Gaussian; so far it has hidden this much of a silo's reach.
             ftrl, done = self.plan.noise.ftrl, len(shown)
             reach = ftrl.sensitivity(done) / ftrl.sensitivity(ROUNDS) if done else 0.0

@@ -44,6 +44,7 @@ LEVELS = {
     "client": FIGURES + 'level = "client"',
     "known": FIGURES + 'level = "client"\ncohorts = "known"',
     "dp_ftrl": FIGURES + 'level = "dp_ftrl"\nseparation = 1',
+    "cyclic": FIGURES + 'level = "dp_ftrl"\nseparation = 2\ncohorts = "hidden"',
     "client_local": FIGURES + 'level = "client_local"',
 }
 EXAMPLES, LOSS, WORDS = 486_115_293_771, 7.6543210987, "KeyError in patients.py, line 7"
@@ -93,6 +94,8 @@ async def test_operators_are_told_what_the_table_says_and_no_more(
     settings: Callable[..., ServerConfig], certificates: Path, name: str
 ) -> None:
     text, config = JOB + LEVELS[name], settings(metrics="127.0.0.1:0")
+    if name == "cyclic":
+        text = text.replace('size = 1\nstrategy = "round_robin"', 'strategy = "poisson"\nprobability = 0.9')
     updates = [torch.full((4,), number / 8) for number in range(3)]
     tasks = []
     async with (
