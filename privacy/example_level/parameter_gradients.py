@@ -18,6 +18,8 @@ from roundtable.privacy.example_level.per_example_clipping import UnsupportedMod
 
 # Above this many bytes of per-example gradients a parameter goes without them, whatever the speed.
 INSTANTIATE_LIMIT = 256 << 20
+# Above this many it has them for its norm alone, and not until the clip factors are known: a model has many.
+_KEEP_LIMIT = 32 << 20
 # Reading and writing an instantiated gradient costs about as much as this many multiplications an entry.
 _MEMORY_COST = 8
 # Of the sum of the lengths of its terms, squared: what rounding takes from a norm that is a sum of products.
@@ -65,10 +67,14 @@ class Product:
         if length == 1:
             return row_squares(a[:, 0]) * row_squares(g[:, 0])
         ghost = length * length * (width + height)
-        small = batch * width * height * a.element_size() <= INSTANTIATE_LIMIT
-        if small and ghost > _MEMORY_COST * width * height:
-            self._each = torch.bmm(g.transpose(1, 2), a).flatten(1)
-            return row_squares(self._each)
+        size = batch * width * height * a.element_size()
+        # What is not kept is computed again, as one sum.
+        kept = size <= _KEEP_LIMIT
+        single = (_MEMORY_COST if kept else _MEMORY_COST + length) * width * height
+        if size <= INSTANTIATE_LIMIT and ghost > single:
+            each = torch.bmm(g.transpose(1, 2), a).flatten(1)
+            self._each = each if kept else None
+            return row_squares(each)
         squares = torch.bmm(a, a.transpose(1, 2)).mul_(torch.bmm(g, g.transpose(1, 2))).sum((1, 2))
         return squares + rounding(self.reach())
 

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.seeds import torch_generator
-from roundtable.privacy.example_level import BookKeeping, UnsupportedModel, check_model, make_private
+from roundtable.privacy.example_level import (
+    BookKeeping,
+    UnsupportedModel,
+    check_model,
+    make_private,
+    parameter_gradients,
+)
 from roundtable.privacy.example_level.checks import sums_one_by_one
 from roundtable.privacy.example_level.parameter_gradients import Product
 
@@ -248,6 +254,19 @@ def test_private_training_takes_these_models_with_empty_batches_and_gives_them_b
     torch.testing.assert_close(after, plain, rtol=1e-6, atol=1e-6)
     after.backward()  # type: ignore[no-untyped-call]
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("limit", ["INSTANTIATE_LIMIT", "_KEEP_LIMIT"])
+@pytest.mark.parametrize("name", ["encoder", "adapters", "tied"])
+def test_large_matrices_go_another_way_to_the_same_sums(
+    name: str, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients of single examples at all, or with them for the norm alone."""
+    model, examples = made(name), list(range(7))
+    expected = sums(model, examples, 0.02)
+    monkeypatch.setattr(parameter_gradients, limit, 0)
+    monkeypatch.setattr(parameter_gradients, "_MEMORY_COST", -6)
+    torch.testing.assert_close(sums(model, examples, 0.02), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_what_is_frozen_has_no_hook_no_norm_and_no_gradient() -> None:
