@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -141,8 +142,16 @@ def in_turn(names: Sequence[str], job: JobConfig, state: EngineState, round: int
     groups = groups_of(job.privacy)
     if groups == 1:
         return names
-    turn, seed = (round - 1) % groups, state.selection_seed
-    return [name for name in names if derive_seed(seed, "group", name) % groups == turn]
+    return _divided(tuple(names), state.selection_seed, groups)[(round - 1) % groups]
+
+
+@lru_cache(maxsize=4)
+def _divided(names: tuple[str, ...], seed: int, groups: int) -> tuple[tuple[str, ...], ...]:
+    """Kept: a simulation may have millions of names, and looks at them in every round."""
+    divided: tuple[list[str], ...] = tuple([] for _ in range(groups))
+    for name in names:
+        divided[derive_seed(seed, "group", name) % groups].append(name)
+    return tuple(map(tuple, divided))
 
 
 def quorum(cohort: CohortTable, size: int) -> int:

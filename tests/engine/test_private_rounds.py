@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import Driver, job
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from roundtable.aggregation import TensorMatrix
 from roundtable.core.errors import AggregationError, ConfigError, PrivacyError
@@ -68,6 +70,46 @@ def test_correlated_noise_goes_on_from_what_was_stored(tmp_path: Path, keys: str
         again, stored = noise_of(plan, stored, round)
         assert torch.equal(noise, again)
     assert state.draws == stored.draws == 6
+
+
+KINDS = {
+    "banded": FTRL.format(strategy="uniform", keys="bands = 3", more="epsilon = 3.0"),
+    "more bands than rounds apart": FTRL.format(
+        strategy="uniform", keys="bands = 5\nseparation = 2", more="epsilon = 3.0"
+    ),
+    "BLT": FTRL.format(strategy="uniform", keys="buffers = 2", more="epsilon = 3.0"),
+    "amplified": FTRL.format(
+        strategy="poisson", keys='cohorts = "hidden"\nseparation = 2', more="epsilon = 3.0"
+    ).replace("size = 2", "probability = 0.5"),
+}
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    happened=st.lists(st.sampled_from(["", "restart", "attempt", "both"]), min_size=6, max_size=6),
+)
+def test_whatever_happens_in_between_noise_and_account_are_those_of_a_run_without(
+    kind: str, happened: list[str]
+) -> None:
+    """A restart takes the state and the job as they were stored; an attempt that fails published nothing."""
+    whole = job(KINDS[kind], 6)
+    plan = make_plan(whole, 6)
+    assert isinstance(plan.noise, CorrelatedRounds)
+    kept = json.dumps({**whole.privacy.model_dump(), **plan.noise.settled})
+    alone = disturbed = initial_server_state(plan, 50)
+    same = plan
+    for round, event in enumerate(happened, 1):
+        noise, alone = noise_of(plan, alone, round)
+        if event in ("attempt", "both"):
+            noise_of(same, disturbed, round)
+        if event in ("restart", "both"):
+            disturbed = ServerState.from_model(disturbed.to_model())
+            settled = whole.model_copy(update={"privacy": privacy_from(json.loads(kept))})
+            same = make_plan(settled, 6, spent=[plan.noise.ftrl.charge(1)])
+        again, disturbed = noise_of(same, disturbed, round)
+        assert torch.equal(noise, again)
+        assert same.charge_of(round) == plan.charge_of(round)
 
 
 def test_later_noise_takes_earlier_noise_back() -> None:
@@ -294,7 +336,7 @@ def test_a_silos_group_does_not_depend_on_who_else_is_there() -> None:
     assert all(60 < len(group) < 140 for group in groups)
     for round, group in enumerate(groups, 1):
         assert in_turn(names, table, state, round + 3) == group
-        assert in_turn(names[:50], table, state, round) == [name for name in group if name in names[:50]]
+        assert in_turn(names[:50], table, state, round) == tuple(name for name in group if name in names[:50])
     assert in_turn(names, table, EngineState("0" * 64, 8), 1) != groups[0]
 
 

@@ -121,6 +121,21 @@ def test_correlated_noise_keeps_a_client_from_rounds_too_close_together(run):
     assert all(before.isdisjoint(after) for before, after in pairwise(cohorts))
 
 
+def test_amplified_correlated_noise_costs_what_the_plan_says(run):
+    table = {"level": "dp_ftrl", "clip_norm": 1.0, "delta": 1e-3, "noise_multiplier": 2.0, "separation": 2}
+    settings = {**UNIFORM, "privacy": {**table, "cohorts": "hidden"}, "rounds": 5}
+    found = run(**settings, cohort__size=None, cohort__strategy="poisson", cohort__probability=0.5)
+    assert found.status == "finished"
+    epsilons = [record.charge["epsilon"] for record in found.history.records]
+    turn = Charge("gaussian", "client", "poisson", (("update", 2.0),), rate=0.5)
+    assert epsilons == pytest.approx([compose([turn.repeated(n)], 1e-3) for n in (1, 1, 2, 2, 3)])
+    odd = {name for record in found.history.records[::2] for name in record.contributors}
+    even = {name for record in found.history.records[1::2] for name in record.contributors}
+    assert odd
+    assert even
+    assert odd.isdisjoint(even)
+
+
 OWN = {"clip_norm": 1.0, "delta": 1e-3, "noise_multiplier": 1.0}
 ONE_STEP = {"algorithm__epochs": None, "algorithm__steps": 2, "algorithm__batch_size": 4}
 
