@@ -38,16 +38,30 @@ def audit_job(
     """
     canary = CanaryJob.of(job, clients, coordinates)
     faint, own = canary.faint_rounds(confidence), canary.own_rounds(rounds)
-    quiet = canary_rounds(canary, faint, True, lambda done: watch(done, faint + own))
-    noisy = canary_rounds(canary, own, False, lambda done: watch(faint + done, faint + own))
-    return report(canary, quiet, noisy, confidence)
+    steps = canary.step_rounds(confidence)
+    total = faint + own + steps
+    quiet = canary_rounds(canary, faint, True, lambda done: watch(done, total))
+    noisy = canary_rounds(canary, own, False, lambda done: watch(faint + done, total))
+    whole = None
+    if steps:
+        whole = canary_rounds(
+            canary, steps, True, lambda done: watch(faint + own + done, total), canary.steps
+        )
+    return report(canary, quiet, noisy, confidence, whole=whole)
 
 
 def canary_rounds(
-    canary: CanaryJob, rounds: int, faint: bool, watch: Callable[[int], None] = lambda done: None
+    canary: CanaryJob,
+    rounds: int,
+    faint: bool,
+    watch: Callable[[int], None] = lambda done: None,
+    steps: int | None = None,
 ) -> CanaryTraces:
-    """What so many rounds publish, under the job's own noise or with `faint` under next to none."""
-    config = canary.config(rounds, int.from_bytes(os.urandom(7), "little"), faint)
+    """What so many rounds publish, under the job's own noise or with `faint` under next to none.
+
+    `steps` are those of a round, if not as many as `CanaryJob.config` takes.
+    """
+    config = canary.config(rounds, int.from_bytes(os.urandom(7), "little"), faint, steps)
     models: list[Tensor] = []
     clip_norms: list[float] = []
 

@@ -29,6 +29,7 @@ from roundtable.core.privacy_table import (
 from roundtable.privacy.accounting.accountants import compose
 from roundtable.privacy.accounting.charge import Charge
 from roundtable.privacy.audit.canary_task import CanaryTask
+from roundtable.privacy.audit.step_draws import shared_rate_caught
 from roundtable.privacy.levels import (
     charges,
     correlated_noise,
@@ -42,6 +43,7 @@ from roundtable.privacy.mechanisms.ftrl import MatrixMechanism
 
 FAINT = 0.005
 """The noise, over what one unit can change, under which canaries are heard one by one."""
+POWER = 0.99
 _MOST_UNITS = 4096
 _MOST_FAINT_ROUNDS, _MOST_TURNS, _OWN_ROUNDS = 64, 512, 3
 
@@ -148,24 +150,43 @@ class CanaryJob:
         most = max(4, min(_MOST_FAINT_ROUNDS, _MOST_TURNS // self.groups))
         return min(max(wanted, 4), most) * self.groups
 
+    @property
+    def steps(self) -> int:
+        """Steps of a round that each draw a batch of their own; 1 at all levels but `example`."""
+        return example_training(self.job, self.population)[1] if isinstance(self.privacy, ExampleLevel) else 1
+
+    def step_rounds(self, confidence: float) -> int:
+        """So many rounds of all their steps that batches drawn once a round are caught; 0 where none is."""
+        if self.steps < 2 or self.rate is None or self.rate >= 1.0:
+            return 0
+        rounds = 1
+        while rounds < _MOST_FAINT_ROUNDS and self.rate < shared_rate_caught(
+            rounds * self.units, self.steps, self.rate, confidence, POWER
+        ):
+            rounds *= 2
+        return rounds
+
     def own_rounds(self, wanted: int | None = None) -> int:
         """How many rounds are run under the job's own noise: all of DP-FTRL's, which belong together."""
         rounds = max(1, self.job.rounds)
         return rounds if isinstance(self.privacy, FtrlLevel) else min(wanted or _OWN_ROUNDS, rounds)
 
-    def config(self, rounds: int, seed: int, faint: bool = False) -> JobConfig:
+    def config(self, rounds: int, seed: int, faint: bool = False, steps: int | None = None) -> JobConfig:
         """The job that runs canaries under the job's own noise, or with `faint` under next to none.
 
-        Faint rounds of level `example` have one step, so that each draw of a batch is seen by itself.
+        At level `example` `steps` are those of a round: one if faint, so that each draw of a batch is seen by
+        itself, unless stated.
         """
         privacy = self.privacy
         change: dict[str, Any] = {"epsilon": None, "noise_multiplier": self.noise_multiplier}
         if isinstance(privacy, ExampleLevel):
-            filled, steps = example_training(self.job, self.population)
-            change |= {"batch_size": filled.batch_size, "local_steps": 1 if faint else steps}
+            filled, _ = example_training(self.job, self.population)
+            steps = steps or (1 if faint else self.steps)
+            change |= {"batch_size": filled.batch_size, "local_steps": steps}
         if faint:
             # Only a Rényi curve can be drawn for so little noise, and nobody looks at these rounds' epsilon.
-            change |= {"noise_multiplier": FAINT / self._sensitivity(rounds), "accountant": "rdp"}
+            spread = self._sensitivity(rounds) * math.sqrt(steps or 1)
+            change |= {"noise_multiplier": FAINT / spread, "accountant": "rdp"}
         alone = isinstance(privacy, OwnNoise)
         values = {
             "task": "canaries",

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import FtrlLevel
-from roundtable.privacy.audit.canary_job import CanaryJob, CanaryTraces
+from roundtable.privacy.audit.canary_job import POWER, CanaryJob, CanaryTraces
 from roundtable.privacy.audit.gaussian_bounds import (
     Matrix,
     easiest_signs,
@@ -20,10 +21,10 @@ from roundtable.privacy.audit.gaussian_bounds import (
     odd_noise,
     rate_caught,
 )
+from roundtable.privacy.audit.step_draws import pairs_of, pairs_refuted, shared_rate_caught
 from roundtable.privacy.audit.threshold import threshold_rates
 
-POWER = 0.99
-_BOUNDS, _PLACES = 4, 16
+_BOUNDS, _PLACES = 5, 16
 # Rounding to float32 and to the grid of discrete noise moves a canary by less than this.
 _ROUNDING = 1e-4
 
@@ -73,11 +74,13 @@ def report(
     own: CanaryTraces,
     confidence: float,
     stated: float | None = None,
+    whole: CanaryTraces | None = None,
 ) -> AuditReport:
     """The report of rounds under `FAINT` noise and of others under the job's own.
 
-    `stated` is the ε that a ledger tells (default: what the job's rounds are charged). The four bounds that
-    it consists of hold together with `confidence`. Raises PrivacyError where the
+    `stated` is the ε that a ledger tells (default: what the job's rounds are charged), `whole` are faint
+    rounds of all their steps, where batches are drawn. The bounds that it consists of hold together with
+    `confidence`. Raises PrivacyError where the
     canaries have left no trace, since nothing can be concluded then.
     """
     each = 1.0 - (1.0 - confidence) / _BOUNDS
@@ -91,7 +94,8 @@ def report(
     noise = _noise(canary, faint, own, each)
     odd = odd_noise(own.noise, each)
     kind = Finding("kind of noise", 1.0, 0.0 if odd else 1.0, bool(odd), 0.0, odd or "independent Gaussian")
-    found = (noise, change, apart, sampling, kind)
+    steps = _steps(canary, faint, whole, each)
+    found = (noise, change, apart, sampling, steps, kind)
     findings = tuple(finding for finding in found if finding is not None)
     rate = sampling.seen if sampling is not None else None
     effective = noise.seen / change.seen
@@ -131,6 +135,31 @@ def _sampling(canary: CanaryJob, faint: CanaryTraces, confidence: float) -> Find
     caught = rate_caught(canary.rate, draws, units, confidence, POWER)
     words = f"in {draws} draws of {units} canaries"
     return Finding("sampling rate", canary.rate, seen, seen > canary.rate, caught, words)
+
+
+def _steps(
+    canary: CanaryJob, faint: CanaryTraces, whole: CanaryTraces | None, confidence: float
+) -> Finding | None:
+    """How often a unit is in two steps of a round: as often as by two coins of its own."""
+    if whole is None or canary.rate is None:
+        return None
+    rounds, units = whole.scores.shape
+    steps, rate = canary.steps, canary.rate
+    numbers = rounds * units, steps, rate, confidence
+    pairs = pairs_of(np.rint(whole.scores / _one_contribution(faint)).astype(np.int64))
+    seen = pairs / (rounds * units * (steps * (steps - 1) // 2))
+    words = f"two steps with the same canary, over {rounds} rounds of {steps} steps"
+    refuted = pairs >= pairs_refuted(*numbers)
+    return Finding("draws of steps", rate**2, seen, refuted, shared_rate_caught(*numbers, POWER), words)
+
+
+def _one_contribution(faint: CanaryTraces) -> NDArray[np.float64]:
+    """What each unit adds to a step `[units]`, also where it is clipped too late."""
+    took_part = faint.scores > 0.5
+    counts, sums = took_part.sum(axis=0), np.where(took_part, faint.scores, 0.0).sum(axis=0)
+    typical = np.full(counts.shape, sums.sum() / counts.sum())
+    typical[counts > 0] = sums[counts > 0] / counts[counts > 0]
+    return typical
 
 
 def _separation(canary: CanaryJob, faint: CanaryTraces) -> Finding | None:

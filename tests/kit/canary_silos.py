@@ -30,13 +30,14 @@ from roundtable.proto.common_pb2 import Artifact
 CONFIDENCE = 1.0 - 1e-6
 """Honest rounds are taken for others once in a million runs."""
 
-# What a silo's training process loads; the files `share` and `batch` beside it say what is wrong with it.
+# What a silo's training process loads; files beside it (`share`, `late`, `batch`, `once`) say what is wrong.
 TASK = """
 from pathlib import Path
 import numpy as np
 from roundtable.client.training import private_training
 from roundtable.privacy.audit.canary_task import CanaryTask
 from roundtable.privacy.example_level import dp_sgd
+from roundtable.privacy.mechanisms import gaussian_mechanism
 
 class T(CanaryTask):
     def __init__(self):
@@ -51,10 +52,26 @@ def local(update, clip_norm, noise, source, honest=private_training.local_gaussi
 def onto(values, deviation, *more, honest=dp_sgd.noise_onto):
     honest(values, deviation * share(), *more)
 
+def late(norm):
+    return 1.5 * norm if Path("late").exists() else norm
+
+def clipped(vector, clip_norm, honest=gaussian_mechanism.clip):
+    return honest(vector, late(clip_norm))
+
+def choose(model, loss, fetch, examples, size, clip_norm, mode, honest=dp_sgd.choose):
+    return honest(model, loss, fetch, examples, size, late(clip_norm), mode)
+
 def mask(source, count, rate, honest=dp_sgd.bernoulli_mask):
-    return np.arange(count) < round(count * rate) if Path("batch").exists() else honest(source, count, rate)
+    if Path("batch").exists():
+        return np.arange(count) < round(count * rate)
+    if not Path("once").exists():
+        return honest(source, count, rate)
+    if not hasattr(source, "kept"):
+        source.kept = honest(source, count, rate)
+    return source.kept
 
 private_training.local_gaussian, dp_sgd.noise_onto, dp_sgd.bernoulli_mask = local, onto, mask
+gaussian_mechanism.clip, dp_sgd.choose = clipped, choose
 """
 
 
@@ -71,7 +88,8 @@ class Audited:
     async def report(self, faint: int) -> AuditReport:
         """The audit of own rounds and of `faint` ones; what is stated is what ledger or silo tell."""
         own, stated = await self.own()
-        return report(self.canary, await self.faint(faint), own, CONFIDENCE, stated)
+        quiet = await self.faint(faint)
+        return report(self.canary, quiet, own, CONFIDENCE, stated, await self.whole())
 
     async def own(self) -> tuple[CanaryTraces, float]:
         """Rounds under the job's own noise, and the epsilon that is told after the last."""
@@ -81,6 +99,14 @@ class Audited:
         kept = self.federation.folder / "state" / "silo-0" / "privacy" / "example.json"
         entries = SiloAccount.from_json(kept.read_text()).entries
         return traces, compose([entry.charge for entry in entries], self.canary.privacy.delta)
+
+    async def whole(self) -> CanaryTraces | None:
+        """Rounds of all their steps under next to no noise, where steps draw batches."""
+        rounds = self.canary.step_rounds(CONFIDENCE)
+        if not rounds:
+            return None
+        config = self.canary.config(rounds, 5, faint=True, steps=self.canary.steps)
+        return (await self._rounds("faint", config))[0]
 
     async def faint(self, rounds: int) -> CanaryTraces:
         """Rounds under next to no noise."""

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy import stats
 
 from roundtable.core.errors import PrivacyError
@@ -17,6 +18,12 @@ from roundtable.privacy.audit.gaussian_bounds import (
     noise_caught,
     odd_noise,
     rate_caught,
+)
+from roundtable.privacy.audit.step_draws import (
+    log_chance_of_pairs,
+    pairs_of,
+    pairs_refuted,
+    shared_rate_caught,
 )
 from roundtable.privacy.audit.threshold import Rates, threshold_rates
 
@@ -76,6 +83,30 @@ def test_rates_are_bounded_by_clopper_and_pearson() -> None:
     assert 0.3 < more < 0.4
     found = sum(least_rate(rng.binomial(20, more, 50), 20, 0.99) > 0.3 for _ in range(300))
     assert 250 <= found <= 290
+
+
+@pytest.mark.parametrize(("steps", "rate"), [(2, 0.2), (10, 0.05), (40, 0.3)])
+def test_a_batch_drawn_once_is_told_from_one_for_each_step(steps: int, rate: float) -> None:
+    chance, runs, units, confidence = np.random.default_rng(5), 400, 240, 0.95
+    least = pairs_refuted(units, steps, rate, confidence)
+
+    def refuted(counts: NDArray[np.int64]) -> float:
+        return float(np.mean([pairs_of(each) >= least for each in counts]))
+
+    assert refuted(chance.binomial(steps, rate, (runs, units))) < 1.0 - confidence
+    assert refuted(chance.binomial(steps, rate / 2, (runs, units))) == 0.0
+    caught = shared_rate_caught(units, steps, rate, confidence, 0.99)
+    assert caught < rate
+    assert refuted(steps * chance.binomial(1, caught, (runs, units))) > 0.97
+
+
+def test_the_bound_on_pairs_lies_above_the_exact_chance() -> None:
+    """Of two steps there is one pair, so that pairs are binomial themselves."""
+    for pairs in (8, 20, 60):
+        exact = stats.binom.logsf(pairs - 1, 100, 0.2**2)
+        assert exact <= log_chance_of_pairs(pairs, 100, 2, 0.2) < exact + 3.0
+    assert log_chance_of_pairs(100, 100, 2, 0.2) == pytest.approx(200 * np.log(0.2))
+    assert log_chance_of_pairs(1, 100, 2, 0.2) == 0.0
 
 
 def test_the_largest_mean_is_found_among_others() -> None:

@@ -143,6 +143,30 @@ async def test_a_batch_that_is_always_the_same_is_no_sample(tmp_path: Path) -> N
     assert fixed.bound > fixed.stated
 
 
+async def test_a_batch_that_is_drawn_once_for_all_steps_of_a_round_is_found(tmp_path: Path) -> None:
+    async with audited(tmp_path, job_of("example"), 1, COORDINATES) as served:
+        own, told = await served.own()
+        drawn, apart = await served.faint(3), await served.whole()
+        (tmp_path / "once").touch()
+        together = await served.whole()
+    honest = report(served.canary, drawn, own, CONFIDENCE, told, apart)
+    once = report(served.canary, drawn, own, CONFIDENCE, told, together)
+    assert [finding.name for finding in honest.findings][3] == "draws of steps"
+    assert not honest.refuted
+    assert refuted(once) == ["draws of steps"]
+    assert once.refuted
+
+
+@pytest.mark.parametrize("level", ["client_local", "example"])
+async def test_what_a_silo_clips_too_late_itself_is_found(level: str, tmp_path: Path) -> None:
+    (tmp_path / "late").touch()
+    async with audited(tmp_path, job_of(level), 1, COORDINATES) as served:
+        found = await served.report(3)
+    assert refuted(found) == ["change by one unit"]
+    assert 1.4 < found.findings[1].seen <= 1.5
+    assert found.refuted
+
+
 async def test_one_silo_that_is_clipped_too_late_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
