@@ -69,6 +69,9 @@ class StrategyTable(Table):
     reduction: Literal["exact", "bfloat16", "powersgd", "topk"] | None = Field(
         None, description="how DDP's gradients travel"
     )
+    batch_norm: Literal["synchronised", "local"] | None = Field(
+        None, description="statistics of the whole batch (default), or of each rank's micro-batch"
+    )
     local_steps: int | None = Field(None, ge=0, description="replicas of dp meet every so many steps")
     outer_learning_rate: float | None = Field(None, gt=0, description="local_steps: of the outer step")
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="local_steps: Nesterov's")

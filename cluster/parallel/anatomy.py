@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from roundtable.cluster.parallel.shared_batch_norm import batch_norms
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -25,8 +27,9 @@ class Anatomy:
 
     `blocks` are the names of its repeated parts in order, `units` those and its other top-level parts in the
     order of definition: where a pipeline may be cut. `tied` lists names that share a parameter, `alone` the
-    blocks that share none with what is outside of them, `loose` the parameters and saved buffers that lie in
-    no unit, but on the model itself.
+    blocks that share none with what is outside of them, `batch_norms` the layers that
+    take statistics over a batch, `loose` the parameters and saved buffers that lie in no unit, but on the
+    model itself.
     """
 
     weights: tuple[Weight, ...]
@@ -35,6 +38,7 @@ class Anatomy:
     units: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
     alone: tuple[str, ...]
+    batch_norms: tuple[str, ...]
     loose: tuple[str, ...]
 
     @property
@@ -82,6 +86,7 @@ def dissect(model: nn.Module) -> Anatomy:
         units=_units(model, blocks),
         tied=tuple(tied),
         alone=standing_alone(model, blocks),
+        batch_norms=batch_norms(model),
         loose=tuple(name for name in model.state_dict(keep_vars=True) if "." not in name),
     )
 

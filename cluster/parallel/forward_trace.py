@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from roundtable.cluster.parallel.checkpointing import COSTLY
 from roundtable.cluster.parallel.meta_init import model_on_meta
+from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.unsaved_constants import constants
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
@@ -61,7 +62,7 @@ class Trace:
     """The record of a forward pass of `examples` examples; `output` is the model's own, in bytes.
 
     `products` are the results of matrix products and attention: what selective checkpointing keeps. `draws`
-    are in the order of the pass.
+    are in the order of the pass. `normalised` names modules that take statistics over a batch by themselves.
     """
 
     examples: int
@@ -69,6 +70,7 @@ class Trace:
     kept: list[Kept] = field(default_factory=list)
     products: list[Kept] = field(default_factory=list)
     draws: list[RandomDraw] = field(default_factory=list)
+    normalised: list[str] = field(default_factory=list)
     output: int = 0
 
 
@@ -87,6 +89,7 @@ def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensor
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = model_on_meta(task)
+    share_batch_norms(model, None, MicroBatch())
     made: dict[int, nn.Parameter] = {}
     with mode:
         for each in constants(model):
@@ -133,7 +136,8 @@ def trace(
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             holding.append(tensor)
-            result.kept.append(Kept(stack[-1], storage.nbytes(), _is_weight(modules[stack[-1]], tensor)))
+            weight = bfloat16 and _is_weight(modules[stack[-1]], tensor)
+            result.kept.append(Kept(stack[-1], storage.nbytes(), weight))
         return tensor
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
@@ -163,6 +167,15 @@ def draws(operation: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+def _over_batch(operation: Any, args: Any) -> bool:
+    """Whether an operation takes statistics over a batch; those of each example come with a batch of one."""
+    name: str = operation._schema.name
+    if "batch_norm" not in name or "backward" in name or len(args[0]) < 2:
+        return False
+    places = [place for place, each in enumerate(operation._schema.arguments) if each.name == "training"]
+    return all(bool(args[place]) for place in places if place < len(args))
+
+
 def _is_weight(module: nn.Module, tensor: Tensor) -> bool:
     """Whether a tensor that is kept is one of the module's own weights, cast."""
     shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
@@ -185,6 +198,8 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in COSTLY:
             size = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
             self._found.products.append(Kept(self._stack[-1], size))
+        if _over_batch(func, args):
+            self._found.normalised.append(self._stack[-1])
         if draws(func, args, kwargs):
             first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
             shape = () if first is None else tuple(first.shape)

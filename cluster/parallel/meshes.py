@@ -35,6 +35,7 @@ class Meshes:
             degrees = {"pp": mesh.pp, "dp": mesh.dp, "fsdp": mesh.fsdp, "tp": mesh.tp}
         self._names = tuple(degrees)
         self.root = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=self._names)
+        self._batch: DeviceMesh | None = None
         self._inner: dist.ProcessGroup | None = None
         self._known: dict[DeviceMesh, frozenset[str]] = {}
         self._fsdp = self.root["outer", "ep"]._flatten("fsdp") if mesh.ep > 1 else self.root["fsdp"]
@@ -61,6 +62,20 @@ class Meshes:
     def data_rank(self) -> int:
         """Which of the data-parallel ranks this one is: it decides the examples that it sees."""
         return self.place("dp") * self.shape.fsdp + self.place("fsdp")
+
+    def batch(self) -> dist.ProcessGroup | None:
+        """The ranks that take a step together and see different examples; None where it is this one alone."""
+        shape = self.shape
+        if self.apart or shape.dp == 1:
+            mesh = self._fsdp
+        elif shape.fsdp == 1:
+            mesh = self.root["dp"]
+        elif self._batch is None:
+            names = ("dp", "outer", "ep") if shape.ep > 1 else ("dp", "fsdp")
+            mesh = self._batch = self.root[names]._flatten("batch")
+        else:
+            mesh = self._batch
+        return mesh.get_group() if mesh.size() > 1 else None
 
     def inner(self) -> dist.ProcessGroup:
         """The ranks of this rank's replica."""

@@ -65,6 +65,8 @@ def refuse_cut(anatomy: Anatomy, stages: int) -> str:
         return f"the model has {len(anatomy.units)} parts for {stages} stages"
     if anatomy.loose:
         return f"{anatomy.loose[0]} lies in none of the model's parts, and each stage would have its own"
+    if anatomy.batch_norms:
+        return f"{anatomy.batch_norms[0]} takes statistics over a batch, and a pipeline runs it in parts"
     stage_of = {unit: stage for stage, units in enumerate(partition(anatomy, stages)) for unit in units}
     for first, second in anatomy.tied:
         one, two = anatomy.unit_of(first), anatomy.unit_of(second)

@@ -40,7 +40,7 @@ def named_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             yield plain_name(name), parameter
         saved = set(module.state_dict(keep_vars=True))
         for name, buffer in module.named_buffers():
-            if name in saved:
+            if plain_name(name) in saved:
                 yield plain_name(name), buffer
 
 

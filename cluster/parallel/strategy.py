@@ -13,6 +13,7 @@ DataParallel = Literal["none", "ddp", "zero1", "zero2", "zero3"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Checkpointing = Literal["none", "every", "sqrt", "selective"]
 Precision = Literal["float32", "bfloat16"]
+BatchStatistics = Literal["synchronised", "local"]
 Reduction = Literal["exact", "bfloat16", "powersgd", "topk"]
 
 
@@ -65,6 +66,7 @@ class Strategy:
     into each of about √n runs of n blocks. `reduction` is how gradients travel under DDP;
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
+    `batch_norm` layers take the statistics of the whole batch, or of each rank's micro-batch (`local`).
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -81,6 +83,7 @@ class Strategy:
     local_steps: int = 0
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
+    batch_norm: BatchStatistics = "synchronised"
 
     def __post_init__(self) -> None:
         mesh, kind = self.mesh, self.data_parallel
@@ -157,4 +160,5 @@ class Strategy:
         parts.append("" if self.reduction == "exact" else f"gradients by {self.reduction}")
         if self.local_steps:
             parts.append(f"replicas meet every {self.local_steps} steps")
+        parts.append("batch statistics of each micro-batch" if self.batch_norm == "local" else "")
         return ", ".join(part for part in parts if part)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
 from roundtable.cluster.parallel.pipeline_stages import refuse_cut
+from roundtable.cluster.parallel.shared_batch_norm import own_way, refuse_parts
 from roundtable.cluster.parallel.strategy import Checkpointing, DataParallel, Mesh, Reduction, Strategy
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.resources import Resources
@@ -37,7 +38,9 @@ def candidates(
                     # Shards of one rank alone save nothing, unless they are what is offloaded.
                     if kind in _SHARDED and mesh.data == 1 and not (hand.data_parallel or offload):
                         continue
-                    yield from _variants(probe, job, table, mesh, kind, offload, reduction)
+                    yield from _whole(
+                        probe, job, reasons, _variants(probe, job, table, mesh, kind, offload, reduction)
+                    )
 
 
 def _splits(
@@ -147,10 +150,26 @@ def _variants(
                 precision=table.precision,
                 reduction=hand.reduction
                 or (reduction if kind == "ddp" and not hand.local_steps else "exact"),
+                batch_norm=hand.batch_norm or "synchronised",
                 local_steps=hand.local_steps or 0,
                 outer_learning_rate=hand.outer_learning_rate or 1.0,
                 outer_momentum=hand.outer_momentum or 0.0,
             )
+
+
+def _whole(
+    probe: ModelProbe, job: JobConfig, reasons: list[str], strategies: Iterator[Strategy]
+) -> Iterator[Strategy]:
+    """Yields those that run a batch as the model's layers want it: some take statistics over all of it."""
+    for strategy in strategies:
+        own, mesh = probe.trace.normalised, strategy.mesh
+        reason = refuse_parts((*probe.anatomy.batch_norms, *own), strategy, job.algorithm.batch_size)
+        if own and (mesh.data > 1 or mesh.pp > 1) and strategy.batch_norm != "local":
+            reason = own_way(own[0])
+        if not reason:
+            yield strategy
+        elif reason not in reasons:
+            reasons.append(reason)
 
 
 def _can_shard_sequence(probe: ModelProbe, mesh: Mesh) -> bool:

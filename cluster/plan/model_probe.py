@@ -73,8 +73,11 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
-def example_batch(data: Any, examples: int = 1) -> Any:
-    """The first few training examples as a batch."""
+def example_batch(data: Any, examples: int = 3) -> Any:
+    """The first few training examples as a batch.
+
+    Of one alone some layers take no statistics, and a power of two gives activations the shapes of weights.
+    """
     if count_examples(data) == 0:
         raise TaskError("the silo has no training examples, so what a batch is made of cannot be seen")
     return next(iter(ordered_batches(data, examples))).data

@@ -19,6 +19,7 @@ from roundtable.client.training.metrics import Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, local_of
+from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import gather_text
@@ -41,6 +42,7 @@ from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharin
 from roundtable.cluster.train.streams import StreamedBatches
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError
 from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import Task
@@ -116,6 +118,9 @@ class RankTrainer:
             seed=self.job.seed,
             plain=is_example_level(self.job),
         )
+        layers = batch_norms(self.replica.model)
+        if reason := refuse_parts(layers, self.strategy, self.job.algorithm.batch_size):
+            raise ConfigError(reason)
         self.places = Places(self.layout)
         self.sampler = CollectiveSampler(self.device, wanted=dist.get_rank() == 0)
 

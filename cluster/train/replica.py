@@ -21,6 +21,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
     refuse_cut,
 )
 from roundtable.cluster.parallel.shards import Places, named_tensors, read_shards
+from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions, TensorRandomness
@@ -57,6 +58,7 @@ class Replica:
         self.strategy = strategy
         self.meshes = meshes
         self.device = device
+        self._current = MicroBatch()
         self._regions: ShardedRegions | None = None
         if strategy.mesh.tp > 1 and tensor_parallel is not None and tensor_parallel.draws:
             self._regions = ShardedRegions(tensor_parallel, sequence=strategy.sequence_parallel)
@@ -83,6 +85,9 @@ class Replica:
             set_constants(model, values)
             check_shared_memory(model, self._layout)
             anatomy: Anatomy = dissect(model)
+            if anatomy.batch_norms and not self._plain:
+                group = None if self.strategy.batch_norm == "local" else self.meshes.batch()
+                share_batch_norms(model, group, self._current)
             stage = self.meshes.place("pp") + index * mesh.pp
             if mesh.pp > 1:
                 if reason := refuse_cut(anatomy, stages):
@@ -132,6 +137,7 @@ class Replica:
                 return self.pipeline.backward(self._task, batches, weights)
             losses = []
             for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+                self._current.counts = weight > 0
                 if self._randomness is not None:
                     self._randomness.begin()
                 with self._waiting(index + 1 < len(batches)):

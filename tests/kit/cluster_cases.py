@@ -98,7 +98,8 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     expected, loss, start = reference(case)
     meshes = Meshes(case.strategy.mesh, "cpu", apart=case.strategy.local_steps > 0)
     trainer = bench_of(case, meshes)
-    trainer.load(start, {})
+    # Counters do not travel.
+    trainer.load(start, {name: torch.zeros((), dtype=torch.int64) for name in expected})
     data, _ = case.task.data(Site("silo"))
     done = RoundProgress()
     norms: list[float] = []
@@ -112,6 +113,8 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     worst = 0.0
     initial = trainer.layout.unflatten(start)
     for name, tensor in trainer.replica.tensors():
+        if not tensor.is_floating_point():
+            continue
         whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
         change = (expected[name] - initial[name]).abs().max()
         worst = max(worst, float((whole - expected[name]).abs().max() / change))

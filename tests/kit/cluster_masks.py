@@ -21,7 +21,8 @@ def made(case: Case) -> RankTrainer:
     model = initial_state(case.task, 7)
     assert isinstance(model, nn.Module)
     trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
-    trainer.load(Layout.of(model).flatten(model).clone(), {})
+    counters = {name: value for name, value in model.state_dict().items() if not value.is_floating_point()}
+    trainer.load(Layout.of(model).flatten(model).clone(), counters)
     return trainer
 
 

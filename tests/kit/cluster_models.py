@@ -295,3 +295,32 @@ class Masking(Language):
         hidden = torch.rand(batch[0].shape) < 0.3
         logits = model(torch.where(hidden, 0, batch[0]))
         return (F.cross_entropy(logits.transpose(1, 2), batch[0], reduction="none") * hidden).mean()
+
+
+class NormedBlock(Block):
+    """A block with batch normalisation."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__(dim, heads, hidden)
+        # A bias in front of the normalisation would have no gradient but rounding's.
+        self.feed_forward.w2 = nn.Linear(hidden, dim, bias=False)
+        self.scale = nn.BatchNorm1d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, dim] → the same shape."""
+        return self.scale(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Normed(Transformer):
+    """With batch normalisation before its blocks and in them, of two kinds, in one case without weights."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**{**sizes, "block": NormedBlock})
+        self.early = nn.BatchNorm2d(1, affine=False, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens → logits."""
+        x = self.early((self.embed(x) + self.positions[: x.shape[1]]).unsqueeze(1)).squeeze(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
