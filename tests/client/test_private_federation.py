@@ -16,9 +16,11 @@ from roundtable.cli.main import run
 from roundtable.client.join import join
 from roundtable.client.policy.config import AgentConfig, PolicyTable
 from roundtable.core import JobConfig, load_task
+from roundtable.core.config import CohortTable
 from roundtable.core.initial_model import initial_model
 from roundtable.privacy import compose
 from roundtable.privacy.example_level import SiloAccount
+from roundtable.privacy.statement import DRAWN_SILOS
 
 TASK = """
 import torch
@@ -90,6 +92,25 @@ async def test_record_level_runs_until_each_silos_own_budget(
     shown = json.loads(capsys.readouterr().out)
     assert shown["epsilon"] == pytest.approx(kept.spent().epsilon)
     assert "any one record held by a participating organisation" in shown["statement"]
+
+
+async def test_drawn_silos_are_charged_for_the_rounds_in_which_they_train(federation: Federation) -> None:
+    """Whole rounds: the draw makes none of them cheaper, and who is not drawn spends nothing."""
+    _, folder = federation
+    plain = job_of(3, level="example", noise_multiplier=1.0)
+    drawn = CohortTable(strategy="poisson", probability=0.5)
+    job = plain.model_copy(update={"cohort": drawn})
+    model = initial_model(job, load_task("toy.py", folder))
+    silos = [silo(federation, name) for name in NAMES]
+    async with agents(*silos):
+        status, history, final = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    for config, name in zip(silos, NAMES, strict=True):
+        trained = [record["round"] for record in history if name in record["contributors"]]  # type: ignore[operator]
+        kept = account(config, "example").entries if trained else ()
+        assert [entry.round for entry in kept] == trained
+        assert {(entry.charge.rate, entry.charge.steps) for entry in kept} <= {(8 / 48, 4)}
+    assert DRAWN_SILOS in final.metadata["privacy"]
 
 
 async def test_silos_with_noise_of_their_own_and_a_script_among_them(federation: Federation) -> None:
