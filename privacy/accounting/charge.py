@@ -26,9 +26,11 @@ class Charge:
     that the multipliers refer to: `add_remove` (a unit is there or not) or `replace_one` (a unit
     has other data, for which the caller has already taken 2C as the change).
 
-    `rate` belongs to Poisson sampling; `sample` and `population` to fixed-size sampling. `grid_std`,
-    `dimension` and `shares` belong to discrete noise: the standard deviation of the total on the
-    integers, the length of the vector and the number of independent shares that make it up.
+    `rate` belongs to Poisson sampling, and `groups` says from how many groups that take turns a sample is
+    drawn, under noise that is correlated over their rounds: the same for one unit, and not for several.
+    `sample` and `population` belong to fixed-size sampling; `grid_std`, `dimension` and `shares` to discrete
+    noise: the standard deviation of the total on the integers, the length of the vector and the number of
+    independent shares that make it up.
     """
 
     mechanism: str
@@ -43,6 +45,7 @@ class Charge:
     grid_std: float = 0.0
     dimension: int = 0
     shares: int = 1
+    groups: int = 1
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -66,6 +69,8 @@ class Charge:
     def _check_sampling(self) -> None:
         if self.sampling == "poisson" and not 0.0 < self.rate <= 1.0:
             raise PrivacyError(f"the sampling rate is {self.rate}: it must be above 0 and at most 1")
+        if self.groups < 1 or (self.groups > 1 and self.sampling != "poisson"):
+            raise PrivacyError(f"{self.groups} groups that take turns belong to Poisson sampling")
         if self.sampling == "fixed_size" and not 0 < self.sample <= self.population:
             raise PrivacyError(
                 f"a sample of {self.sample} from a population of {self.population} cannot be drawn"

@@ -3,7 +3,8 @@
 Not the bound that holds for any mechanism (k·ε at a δ that grows as e^(kε)): a group of k moves a sum k times
 as far, and of a Poisson sample as many of it are drawn as k coins say. That is a mixture of Gaussians, whose
 privacy loss is known (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with sampling via mixture of
-Gaussians mechanisms"). What no such result is known for is charged as if the group were in every sample.
+Gaussians mechanisms"). What no such result is known for is charged as if the group were in every sample: so
+are silos in groups that take turns, whose contributions share rows of correlated noise where these differ.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ def group_epsilon(charges: Iterable[Charge], size: int, delta: float) -> float:
 
 
 def _is_drawn(charge: Charge) -> bool:
-    return charge.sampling == "poisson" and charge.rate < 1.0
+    return charge.sampling == "poisson" and charge.rate < 1.0 and charge.groups == 1
 
 
 def _together(charge: Charge, size: int, relation: str) -> Charge:
     """The charge where the whole group is in every sample."""
     twice = 2 if relation == "replace_one" and charge.relation == "add_remove" else 1
     parts = tuple((name, z / (size * twice)) for name, z in charge.parts)
-    return replace(charge, sampling="none", rate=1.0, sample=0, population=0, parts=parts, relation=relation)
+    return replace(
+        charge, sampling="none", rate=1.0, groups=1, sample=0, population=0, parts=parts, relation=relation
+    )
 
 
 def _drawn_epsilon(drawn: Sequence[Charge], plain: float, size: int, delta: float) -> float:

@@ -103,7 +103,9 @@ class MatrixMechanism:
         if self.rate is not None:
             steps = int((round - 1) % self.separation == 0)
             parts = (("update", self.noise_multiplier),)
-            return Charge("gaussian", "client", "poisson", parts, steps=steps, rate=self.rate)
+            return Charge(
+                "gaussian", "client", "poisson", parts, steps=steps, rate=self.rate, groups=self.separation
+            )
         before = self.reach[round - 2] if round > 1 else 0.0
         growth = float(self.reach[round - 1] - before) / float(self.reach[-1])
         if growth <= 0.0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,19 @@ def test_without_a_draw_a_group_moves_the_sum_that_much_further() -> None:
     )
     whole = gaussian_charge("example", {"sampling": "poisson", "rate": 1.0}, 6.0, steps=4)
     assert group_epsilon([whole], 3, 1e-6) == pytest.approx(gaussian_epsilon(1.0, 1e-6))
+
+
+def test_silos_in_groups_that_take_turns_are_charged_as_if_drawn_every_time() -> None:
+    """Their contributions share rows of the correlated noise: no mixture of Gaussians is known for them."""
+    turns = Charge("gaussian", "client", "poisson", (("update", 6.0),), steps=4, rate=0.2, groups=3)
+    assert group_epsilon([turns], 1, 1e-6) == compose([replace(turns, groups=1)], 1e-6)
+    assert group_epsilon([turns], 2, 1e-6) == pytest.approx(gaussian_epsilon(6.0 / 2 / 2, 1e-6))
+    assert group_epsilon([turns], 2, 1e-6) > group_epsilon([replace(turns, groups=1)], 2, 1e-6)
+    assert Charge.from_json(turns.to_json()) == turns
+    c = np.array([1.0, 0.5, 0.4])
+    rows = [np.convolve(np.eye(12)[t], c)[:12] for t in range(4)]
+    assert rows[0] @ rows[3] == 0.0, "of one group"
+    assert rows[0] @ rows[1] > 0.0, "of two"
 
 
 def test_it_is_below_the_bound_for_any_mechanism() -> None:

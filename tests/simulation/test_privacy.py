@@ -127,7 +127,7 @@ def test_amplified_correlated_noise_costs_what_the_plan_says(run):
     found = run(**settings, cohort__size=None, cohort__strategy="poisson", cohort__probability=0.5)
     assert found.status == "finished"
     epsilons = [record.charge["epsilon"] for record in found.history.records]
-    turn = Charge("gaussian", "client", "poisson", (("update", 2.0),), rate=0.5)
+    turn = Charge("gaussian", "client", "poisson", (("update", 2.0),), rate=0.5, groups=2)
     assert epsilons == pytest.approx([compose([turn.repeated(n)], 1e-3) for n in (1, 1, 2, 2, 3)])
     odd = {name for record in found.history.records[::2] for name in record.contributors}
     even = {name for record in found.history.records[1::2] for name in record.contributors}
