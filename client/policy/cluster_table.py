@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.toml_tables import Names, Seconds, Table
@@ -42,6 +42,16 @@ def _memory(value: object) -> object:
         return parse_bytes(value)
     except ConfigError as error:
         raise ValueError(str(error)) from None
+
+
+def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not name.startswith("/"):
+            # What is no path would become a folder of that name wherever the agent was started.
+            raise ValueError(f"{name!r} is no absolute path of a folder; a bucket has to be mounted")
+    if len(names) > 2:
+        raise ValueError(f"{len(names)} folders; two at most get copies")
+    return names
 
 
 Memory = Annotated[int | Literal["auto"], BeforeValidator(_memory)]
@@ -95,6 +105,8 @@ class ClusterTable(Table):
     timeout: Seconds = Field(600.0, gt=0, description="a collective that takes longer is a hang")
     restarts: int = Field(3, ge=0, description="of the group in a round, before the silo reports a failure")
     checkpoint_steps: int = Field(0, ge=0, description="steps between checkpoints in a round; 0: none")
-    checkpoints: Names = Field((), description="up to two more folders that get a copy of each checkpoint")
+    checkpoints: Annotated[Names, AfterValidator(_folders)] = Field(
+        (), description="up to two more folders that get a copy of each checkpoint; removed with the job"
+    )
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
     strategy: StrategyTable = Field(default_factory=StrategyTable)

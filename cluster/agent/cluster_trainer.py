@@ -23,6 +23,7 @@ from roundtable.cluster.agent.device_probe import computes
 from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.preflight import check_interface
 from roundtable.cluster.plan.resources import Resources, allowed_resources
+from roundtable.cluster.train.checkpoint_places import checkpoint_places
 from roundtable.cluster.train.orders import SOCKET, Advice, Report, take_reports
 from roundtable.cluster.train.rank import SETTINGS
 
@@ -82,7 +83,7 @@ class ClusterTrainer:
         self.steps: list[dict[str, Any]] = []
         self.launches = 0
         self._devices: list[int] = []
-        self._releasing: asyncio.Task[None] | None = None
+        self._releasing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listens for rank 0; the ranks start with the first order, when there is a job to plan for."""
@@ -109,9 +110,10 @@ class ClusterTrainer:
         return {name: (value, count) for name, (value, count) in sums.items()}
 
     def release(self, job: str) -> None:
-        """See Trainer: ends the ranks of the job, which frees their devices."""
-        if job == self._job:
-            self._releasing = asyncio.create_task(self._release(job))
+        """See Trainer: ends the ranks of the job, which frees their devices, and removes its checkpoints."""
+        releasing = asyncio.create_task(self._release(job))
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
 
     async def _release(self, job: str) -> None:
         async with self._turn:
@@ -119,12 +121,20 @@ class ClusterTrainer:
                 if self._table.launch == "torchrun":
                     await self._end()
                 self._job = ""
-                shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
+            for place in checkpoint_places(self._folder, self._table, job):
+                if place.exists():
+                    await asyncio.to_thread(self._remove, place)
+
+    def _remove(self, place: Path) -> None:
+        """Removes a job's checkpoints; what cannot be removed is told, as nothing else would."""
+        try:
+            shutil.rmtree(place)
+        except OSError as error:
+            _log.warning("cluster: the checkpoints in %s could not be removed: %s", place, error.strerror)
 
     async def close(self) -> None:
         """See Trainer."""
-        if self._releasing is not None:
-            await self._releasing
+        await asyncio.gather(*self._releasing)
         await self._end()
         if self._server is not None:
             self._server.close()

@@ -37,6 +37,7 @@ from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.train.checkpoint_places import checkpoint_places
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.local_state import save_local
 from roundtable.cluster.train.orders import Advice
@@ -143,8 +144,15 @@ class GroupExecutor:
         self._ended = 0
         trainer.begin(order.round)
         assert trainer.optimizer is not None
-        if keep and fresh and (newest := checkpoints.end(before=order.round)) is not None:
-            checkpoints.load(newest[0], trainer.replica, trainer.optimizer, trainer.outer, weights=False)
+        if keep and fresh:
+            if (newest := checkpoints.end(before=order.round)) is not None:
+                checkpoints.load(newest[0], trainer.replica, trainer.optimizer, trainer.outer, weights=False)
+            elif dist.get_rank() == 0 and order.round > 1:
+                print(
+                    f"{order.job}: round {order.round} begins with a fresh optimizer, as no checkpoint of an "
+                    "earlier round's end is here: right if this silo took part in none",
+                    flush=True,
+                )
 
     def _end(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order, position: Position) -> None:
         """Keeps the optimizer's state, where the job says so, for the ranks that train the next round."""
@@ -264,10 +272,7 @@ class GroupExecutor:
 
     def _checkpoints(self, job: str) -> Checkpoints:
         table = self._group.table
-        places = [
-            self._group.folder / "checkpoints" / job,
-            *(Path(place) / job for place in table.checkpoints),
-        ]
+        places = checkpoint_places(self._group.folder, table, job)
         if dist.get_rank() == 0:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import torch
 from cluster_silo import ALGORITHM, TASK, Silo, watched
 
 from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.train.orders import Advice
 from roundtable.core import JobConfig, load_task, save_model
 from roundtable.core.algorithms.round_context import Context
@@ -62,6 +63,27 @@ async def test_ranks_tell_the_task_of_its_round_as_one_process_does(tmp_path: Pa
     assert before == metrics
     batches, told = metrics["round"][1], Context("toy", 2, "alder", job_seed=3).seed("x") % 97
     assert [metrics[name][0] / batches for name in ("round", "steps", "told")] == [2, 0, told]
+
+
+async def test_the_end_of_a_job_removes_its_checkpoints_and_no_others(tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    silo = Silo(tmp_path, table={"checkpoints": [str(copies)]})
+    places = (silo.config.state / "cluster" / "checkpoints", copies)
+    for folder in (place / job / "round-000001-end" for place in places for job in ("job-1", "job-2")):
+        folder.mkdir(parents=True)
+    async with silo.trainer() as trainer:
+        # Neither was the last that it worked on.
+        trainer.release("job-1")
+        trainer.release("job-3")
+    assert [sorted(path.name for path in place.iterdir()) for place in places] == [["job-2"], ["job-2"]]
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/checkpoints", "checkpoints"])
+def test_a_place_that_would_become_a_folder_of_its_name_is_refused(place: str) -> None:
+    with pytest.raises(ValueError, match=f"{place!r} is no absolute path"):
+        ClusterTable.model_validate({"checkpoints": ["/mnt/a", place]})
+    with pytest.raises(ValueError, match="two at most"):
+        ClusterTable.model_validate({"checkpoints": ["/a", "/b", "/c"]})
 
 
 @pytest.mark.slow
