@@ -26,7 +26,7 @@ from roundtable.privacy.secagg.custody import Cohort
 from roundtable.privacy.secagg.framing import Envelope, Kind, seal, unseal
 from roundtable.privacy.secagg.graph import NONCE_BYTES, combine_beacon, commit
 from roundtable.privacy.secagg.keys import Session, session_id, verifier
-from roundtable.privacy.secagg.masks import PIECE_BYTES, Ring, reduce_ring, ring_dtype, unpack
+from roundtable.privacy.secagg.masks import Ring, reduce_ring, ring_dtype, unpack
 from roundtable.privacy.secagg.parameters import SecAggParameters
 from roundtable.privacy.secagg.payloads import (
     DIGEST_BYTES,
@@ -43,6 +43,8 @@ from roundtable.privacy.secagg.payloads import (
 )
 from roundtable.privacy.secagg.recovery import Reconstruction, remaining_masks, unmask
 
+_ADDED_AT_ONCE = 1 << 20
+"""Elements of a vector: enough that the calls do not count."""
 Body: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 
@@ -90,7 +92,9 @@ class SecAggServer:
         self._binding = session.digest()
         self._cohort: Cohort | None = None
         self._adverts: tuple[Advert, ...] = ()
-        self._commitments: dict[int, bytes] = {}
+        self._shares: dict[int, Shares] = {}
+        self._revealed: dict[int, dict[int, bytes]] = {}
+        self._agreed = b""
         self._members: frozenset[int] = frozenset()
         self._survivors: frozenset[int] = frozenset()
         self._sum = self._checked(workspace)
@@ -192,7 +196,7 @@ class SecAggServer:
         if blake3.blake3(data).digest() != exactly(envelope.payload, DIGEST_BYTES, "a digest"):
             raise ProtocolError(f"the masked vector of {envelope.sender} is not the one that it signed for")
         self._admit(envelope)
-        step = PIECE_BYTES // ring_dtype(ring_bits).itemsize * width
+        step = _ADDED_AT_ONCE * width
         for start in range(0, len(data), step):
             piece = unpack(data[start : start + step], ring_bits)
             total = self._sum[start // width : start // width + len(piece)]
@@ -272,9 +276,7 @@ class SecAggServer:
         self._members = self._answered("shared its secrets")
         boxes: dict[int, dict[int, bytes]] = {}
         for index in self._members:
-            shares = self._shares_from(index, self._answers[cohort.names[index]].payload)
-            self._commitments[index] = shares.commitment
-            boxes[index] = dict(zip(cohort.graph.neighbours(index), shares.boxes, strict=True))
+            boxes[index] = dict(zip(cohort.graph.neighbours(index), self._shares[index].boxes, strict=True))
         messages = {}
         for index in sorted(self._members):
             senders = [peer for peer in cohort.graph.neighbours(index) if peer in self._members]
@@ -288,6 +290,7 @@ class SecAggServer:
         cohort = self.cohort
         reduce_ring(self._sum, self.plan.ring_bits)
         self._survivors = self._answered("submitted its vector")
+        self._agreed = cohort.consent_payload(self._members, self._survivors)
         uploads = {cohort.places[name]: upload for name, upload in self._answers.items()}
         messages = {}
         for name in (name for name in self.survivors if name not in self.aborted):
@@ -312,27 +315,16 @@ class SecAggServer:
 
     def _close_unmask(self) -> dict[str, bytes]:
         cohort = self.cohort
-        reconstruction = Reconstruction(cohort, self._revealed())
+        here = {cohort.places[name] for name in self._answers}
+        reconstruction = Reconstruction(cohort, {index: self._revealed[index] for index in here})
+        commitments = {index: shares.commitment for index, shares in self._shares.items()}
         masks = remaining_masks(
-            cohort, self._adverts, self._commitments, self._survivors, self._members, reconstruction
+            cohort, self._adverts, commitments, self._survivors, self._members, reconstruction
         )
         unmask(self._sum, masks, self.plan.ring_bits)
         self.liars = frozenset(cohort.names[index] for index in reconstruction.liars)
         self.phase = ServerPhase.DONE
         return {}
-
-    def _shares_from(self, index: int, payload: bytes) -> Shares:
-        return Shares.from_bytes(payload, len(self.cohort.graph.neighbours(index)))
-
-    def _revealed(self) -> dict[int, dict[int, bytes]]:
-        cohort = self.cohort
-        revealed = {}
-        for name, envelope in self._answers.items():
-            index = cohort.places[name]
-            owners = cohort.peers_held_by(index, self._members)
-            shares = unmask_from_bytes(envelope.payload, len(owners))
-            revealed[index] = dict(zip(owners, shares, strict=True))
-        return revealed
 
     def _recoverable(self) -> bool:
         here = {self.cohort.places[name] for name in self._answers}
@@ -377,10 +369,10 @@ class SecAggServer:
             raise ProtocolError(f"{name} dropped out of this attempt; it can join the next")
         if name in self._answers and self._answers[name] != envelope:
             raise ProtocolError(f"{name} answered twice in phase {self.phase.name}; the first answer counts")
-        self._check_payload(envelope)
+        self._read_payload(envelope)
         self._answers[name] = envelope
 
-    def _check_payload(self, envelope: Envelope) -> None:
+    def _read_payload(self, envelope: Envelope) -> None:
         payload = envelope.payload
         if envelope.kind is Kind.ADVERTISE:
             Advert.from_bytes(payload)
@@ -392,9 +384,10 @@ class SecAggServer:
             if commit(payload, envelope.sender) != self._adverts[index].commitment:
                 raise ProtocolError(f"the nonce opened by {envelope.sender} is not the one it committed to")
         elif envelope.kind is Kind.SHARES:
-            self._shares_from(index, payload)
+            self._shares[index] = Shares.from_bytes(payload, len(cohort.graph.neighbours(index)))
         elif envelope.kind is Kind.CONSENT:
-            if payload != cohort.consent_payload(self._members, self._survivors):
+            if payload != self._agreed:
                 raise ProtocolError(f"{envelope.sender} signed another survivor set than it was told")
         elif envelope.kind is Kind.UNMASK:
-            unmask_from_bytes(payload, len(cohort.peers_held_by(index, self._members)))
+            owners = cohort.peers_held_by(index, self._members)
+            self._revealed[index] = dict(zip(owners, unmask_from_bytes(payload, len(owners)), strict=True))

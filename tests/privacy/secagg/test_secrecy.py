@@ -32,7 +32,7 @@ def leftovers(run: Any, colluders: set[int]) -> dict[int, np.ndarray]:
         run.answer(index)
     server = run.server
     binding, adverts = server.cohort.binding, server._adverts
-    reconstruction = Reconstruction(server.cohort, server._revealed())
+    reconstruction = Reconstruction(server.cohort, server._revealed)
     uploads = {server.cohort.names.index(name): body for name, body in run_bodies(run)}
     left = {}
     for index in set(range(n)) - colluders:
