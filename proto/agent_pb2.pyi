@@ -756,9 +756,9 @@ class UploadReceipt(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         STATUS_UNSPECIFIED: UploadReceipt._Status.ValueType  # 0
         ACCEPTED: UploadReceipt._Status.ValueType  # 1
-        """The update is durable and counts."""
+        """The update is durable and counts. Said again, and signed, whenever it is asked again."""
         DUPLICATE: UploadReceipt._Status.ValueType  # 2
-        """It had arrived before; nothing was counted twice."""
+        """Another update of this step had arrived before, and counts; nothing was counted twice."""
         STALE: UploadReceipt._Status.ValueType  # 3
         """The step is over; the agent may delete the update."""
         REJECTED: UploadReceipt._Status.ValueType  # 4
@@ -767,9 +767,9 @@ class UploadReceipt(google.protobuf.message.Message):
     class Status(_Status, metaclass=_StatusEnumTypeWrapper): ...
     STATUS_UNSPECIFIED: UploadReceipt.Status.ValueType  # 0
     ACCEPTED: UploadReceipt.Status.ValueType  # 1
-    """The update is durable and counts."""
+    """The update is durable and counts. Said again, and signed, whenever it is asked again."""
     DUPLICATE: UploadReceipt.Status.ValueType  # 2
-    """It had arrived before; nothing was counted twice."""
+    """Another update of this step had arrived before, and counts; nothing was counted twice."""
     STALE: UploadReceipt.Status.ValueType  # 3
     """The step is over; the agent may delete the update."""
     REJECTED: UploadReceipt.Status.ValueType  # 4

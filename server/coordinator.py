@@ -41,6 +41,7 @@ from roundtable.server.services.agents import AgentService
 from roundtable.server.services.operators import OperatorService
 from roundtable.server.services.security import Security
 from roundtable.server.services.storing import Storing
+from roundtable.server.services.upload_receipts import Receipts
 from roundtable.server.services.uploads import Uploads
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.bucket import Bucket
@@ -209,7 +210,8 @@ class Coordinator:
         security = self.security
         most = (("grpc.max_allowed_incoming_connections", self.config.quotas.connections),)
         server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS + most)
-        uploads = Uploads(self.jobs, services, self._transfer, credentials.ca)
+        receipts = Receipts(security.identity, lambda: security.audit.sealed, services.clock)
+        uploads = Uploads(self.jobs, services, self._transfer, credentials.ca, receipts)
         release = _version()
         agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca, security)
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)

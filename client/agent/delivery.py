@@ -21,7 +21,7 @@ from roundtable.client.door import outgoing
 from roundtable.client.door.incoming import Receipt, receipt_of, upload_state_of
 from roundtable.client.durable_files import digest_of
 from roundtable.client.step_key import StepKey
-from roundtable.core.errors import ResourceError, TransferError, UnavailableError
+from roundtable.core.errors import ProtocolError, ResourceError, TransferError, UnavailableError
 from roundtable.core.failpoints import failpoint
 from roundtable.proto import CHUNK_BYTES, agent_pb2_grpc
 from roundtable.proto.pieces import Piece
@@ -31,6 +31,7 @@ Header = Callable[[Finished, int], Any]
 _log = logging.getLogger("roundtable.agent")
 _SYNC_AFTER_SECONDS = 2.0
 _KEPT = 4
+_ASKED_AT_MOST = 20
 
 
 class Delivery:
@@ -56,6 +57,23 @@ class Delivery:
             if keeping is not None:
                 keeping.cancel()
                 await asyncio.wait([keeping])
+
+    async def receipt(self, finished: Finished) -> Receipt | None:
+        """Asks what became of an update that is not delivered any more; None if it is not to be had."""
+        backoff = Backoff()
+        for _ in range(_ASKED_AT_MOST):
+            try:
+                stub = await self._link.stub()
+                with calling("the receipt could not be fetched"):
+                    state = await stub.UploadStatus(self._sign(header_of(finished)))
+                return upload_state_of(state, finished.size).receipt
+            except UnavailableError as error:
+                _log.info("%s: %s", finished.step, error)
+            except ProtocolError as error:
+                _log.error("%s: no receipt: %s", finished.step, error)
+                return None
+            await asyncio.sleep(backoff.next())
+        return None
 
     def delivered(self, finished: Finished) -> None:
         """Notes that the update has arrived; it is kept until the job goes on."""

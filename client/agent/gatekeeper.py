@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -121,21 +122,36 @@ class Gatekeeper:
             return header
         return sign_update(header, self._name, identity, time.time())
 
+    def sends(self, finished: Finished) -> None:
+        """Writes down which update is about to leave: a receipt that never comes is then missed by name."""
+        step, content = finished.step, finished.content
+        values = {"round": step.round, "attempt": step.attempt, "update": content.digest}
+        self.silo_log.note(self._name, "sent", step.job, job=step.job, **values)
+
     def received(self, finished: Finished, receipt: Receipt) -> None:
-        """Keeps a receipt; a signature that does not hold is noted, and the coordinator named."""
+        """Keeps a receipt as it came, and what seems to be wrong with it.
+
+        That may be this machine's clock alone; who checks the log later judges by the times that it states.
+        """
         step = finished.step
         values = receipt_statement(self._name, step, finished.content, receipt)
-        signature, sound = receipt.signature, False
-        if signature and self._coordinator:
-            try:
-                ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
-                verify(self._coordinator, ca, "coordinator", "receipt", values, signature)
-                self.revocations.check(self._coordinator, "the coordinator's identity")
-                sound = True
-            except IdentityError as error:
-                _log.error("%s: the coordinator's receipt does not hold: %s", step, error)
-        proof = {"signature": signature.hex(), "certificate": self._coordinator.decode()} if sound else {}
-        self.silo_log.note("coordinator", "receipt", step.job, **values, signed=sound, **proof)
+        problem = self._problem_of(values, receipt.signature)
+        if problem:
+            _log.error("%s: the coordinator's receipt does not hold: %s", step, problem)
+        proof = {"signature": receipt.signature.hex(), "certificate": self._coordinator.decode()}
+        wrong = {"problem": problem} if problem else {}
+        self.silo_log.note("coordinator", "receipt", step.job, **values, signed=not problem, **proof, **wrong)
+
+    def _problem_of(self, values: Mapping[str, Any], signature: bytes) -> str:
+        if not signature or not self._coordinator:
+            return "it has no signature"
+        try:
+            ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
+            verify(self._coordinator, ca, "coordinator", "receipt", values, signature)
+            self.revocations.check(self._coordinator, "the coordinator's identity")
+        except IdentityError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Signs the log up to its end."""

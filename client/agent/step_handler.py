@@ -68,6 +68,8 @@ class StepHandler:
         self.gate = Gatekeeper(config, observer.silo)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
+        self._sending: dict[StepKey, Finished] = {}
+        self._asking: dict[StepKey, asyncio.Task[None]] = {}
         self._answers: OrderedDict[StepKey, outgoing.FromAgent] = OrderedDict()
         self._reporter = StepReporter(link, observer)
         self._report = self._reporter.report
@@ -123,7 +125,7 @@ class StepHandler:
 
     async def close(self) -> None:
         """Stops all work; what is finished stays in the spool."""
-        tasks = [*self._working.values(), *self._delivering.values()]
+        tasks = [*self._working.values(), *self._delivering.values(), *self._asking.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -185,6 +187,13 @@ class StepHandler:
             if task is not None:
                 task.add_done_callback(lambda _: self._spool.remove(step))
                 task.cancel()
+        if finished := self._sending.pop(step, None):
+            self._spawn(self._asking, step, self._ask(finished))
+
+    async def _ask(self, finished: Finished) -> None:
+        """Fetches the receipt of an update that may have arrived, though its acknowledgement did not."""
+        if receipt := await self._delivery.receipt(finished):
+            self.gate.received(finished, receipt)
 
     async def _work(
         self, step: StepKey, instruction: StepInstruction, withdrawn: Sequence[asyncio.Task[None]] = ()
@@ -213,14 +222,19 @@ class StepHandler:
 
     async def _deliver(self, finished: Finished, fresh: bool) -> None:
         step = finished.step
+        self.gate.sends(finished)
+        self._sending[step] = finished
         try:
             receipt = await self._delivery.deliver(finished, fresh)
         except ProtocolError as error:
+            self._sending.pop(step, None)
             self._fail(step, error)
             return
         except TransferError as error:
+            self._sending.pop(step, None)
             self._train_again(step, error)
             return
+        self._sending.pop(step, None)
         asked = self._asked.pop(step, None)
         self.gate.received(finished, receipt)
         self._observer.receipt(step, receipt)

@@ -9,30 +9,66 @@ log by then: a silo's log is a witness of the coordinator's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from math import inf
 
 from roundtable.core.errors import AuditError, IdentityError
 from roundtable.core.evidence.audit_log import AuditEntry, Log
 from roundtable.core.identity.signing import verify
 
+Step = tuple[str, int, int]
+"""Job, round and attempt."""
+ACCEPTED = "ACCEPTED"
 RECEIPT = ("client", "job", "round", "attempt", "update", "size", "status", "time", "sealed", "sealed_hash")
 
 
-def differences(coordinator: Log, silo: Log, name: str, ca: bytes) -> list[str]:
-    """Every contradiction, in words; empty if the logs agree as far as both reach."""
+@dataclass(frozen=True)
+class LogComparison:
+    """What two logs say of each other, in words.
+
+    contradictions: they cannot both be true. lost: nothing contradicts what the coordinator says, but the
+    silo has no proof of it and will get none. pending: the silo is still to get its receipt.
+    """
+
+    contradictions: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+
+
+def compare_logs(coordinator: Log, silo: Log, name: str, ca: bytes) -> LogComparison:
+    """Lays both logs side by side, as far as both reach."""
     rounds = {
-        (entry.object, entry.detail["round"]): entry.detail
+        (entry.object, entry.detail["round"]): entry
         for entry in coordinator.entries
         if entry.action == "round_committed"
     }
-    sent = {_step(entry): entry for entry in silo.entries if entry.action == "receipt"}
-    return [
-        *(words for entry in sent.values() if (words := _unsigned(entry, ca))),
-        *_rewritten(coordinator, sent),
-        *_unacknowledged(rounds, sent, name),
-        *_contradicted(rounds, sent, name),
-        *_invented(rounds, silo, name),
-    ]
+    sound, unsound = _receipts(silo, ca)
+    unproven = _unproven(rounds, silo, sound, name)
+    return LogComparison(
+        (
+            *_rewritten(coordinator, sound),
+            *_contradicted(rounds, sound, name),
+            *unproven.contradictions,
+            *_invented(rounds, silo, name),
+        ),
+        (*(words for step, words in unsound.items() if step not in sound), *unproven.lost),
+        unproven.pending,
+    )
+
+
+def _receipts(silo: Log, ca: bytes) -> tuple[dict[Step, AuditEntry], dict[Step, str]]:
+    """The silo's receipt of each step, one that says ACCEPTED before others; and those that prove nothing."""
+    sound: dict[Step, AuditEntry] = {}
+    unsound: dict[Step, str] = {}
+    for entry in silo.entries:
+        if entry.action != "receipt":
+            continue
+        step = _step(entry)
+        if words := _unsigned(entry, ca):
+            unsound[step] = words
+        elif step not in sound or entry.detail["status"] == ACCEPTED:
+            sound[step] = entry
+    return sound, unsound
 
 
 def witnessed(coordinator: Log, silo: Log, ca: bytes) -> list[int]:
@@ -50,7 +86,7 @@ def witnessed(coordinator: Log, silo: Log, ca: bytes) -> list[int]:
     return [int(entry.detail["sealed"]) for entry in receipts]
 
 
-def _step(entry: AuditEntry) -> tuple[str, int, int]:
+def _step(entry: AuditEntry) -> Step:
     return str(entry.detail["job"]), int(entry.detail["round"]), int(entry.detail["attempt"])
 
 
@@ -69,7 +105,7 @@ def _unsigned(entry: AuditEntry, ca: bytes) -> str:
     return ""
 
 
-def _rewritten(coordinator: Log, sent: Mapping[tuple[str, int, int], AuditEntry]) -> list[str]:
+def _rewritten(coordinator: Log, sent: Mapping[Step, AuditEntry]) -> list[str]:
     """Receipts that name an entry of the coordinator's log which it does not hold, or holds another one."""
     return [
         f"{_words(step)}: when the coordinator gave this receipt it had signed its entry "
@@ -81,31 +117,54 @@ def _rewritten(coordinator: Log, sent: Mapping[tuple[str, int, int], AuditEntry]
     ]
 
 
-def _unacknowledged(
-    rounds: Mapping[tuple[str, int], Mapping[str, Any]],
-    sent: Mapping[tuple[str, int, int], AuditEntry],
+def _unproven(
+    rounds: Mapping[tuple[str, int], AuditEntry],
+    silo: Log,
+    sound: Mapping[Step, AuditEntry],
     name: str,
-) -> list[str]:
-    """Rounds that count an update of the silo which it has no receipt for."""
-    lines, known = [], {(step[0], entry.detail["update"]) for step, entry in sent.items()}
-    for (job, number), detail in rounds.items():
-        step = (job, int(number), int(detail["attempt"]))
-        found = detail.get("updates", {}).get(name)
-        if found is not None and step not in sent and (job, found) not in known:
-            lines.append(f"{_words(step)}: the coordinator counts an update that the silo never sent")
-    return lines
+) -> LogComparison:
+    """Updates that the coordinator counts and no receipt accepts, by what the silo's log has in its place."""
+    proven = {
+        (step[0], item.detail["update"]) for step, item in sound.items() if item.detail["status"] == ACCEPTED
+    }
+    sent = {(item.object, item.detail["update"]): item for item in silo.entries if item.action == "sent"}
+    answered = {(i.object, i.detail["update"]) for i in silo.entries if i.action == "receipt"} - proven
+    begins = silo.entries[0].time if silo.entries else inf
+    contradictions, lost, pending = [], [], []
+    for (job, number), entry in rounds.items():
+        update = job, entry.detail.get("updates", {}).get(name)
+        if update[1] is None or update in proven:
+            continue
+        step = _words((job, int(number), int(entry.detail["attempt"])))
+        if update in answered:
+            lost.append(f"{step}: the coordinator counts the silo's update, and none of its receipts says so")
+        elif update in sent and not _followed(sent[update], silo):
+            pending.append(f"{step}: no proof yet: the silo has sent its update and waits for the receipt")
+        elif update in sent:
+            lost.append(f"{step}: the proof was lost at the silo, which sent its update and has no receipt")
+        elif entry.time < begins:
+            lost.append(f"{step}: the proof was lost at the silo, whose log begins only later")
+        else:
+            contradictions.append(f"{step}: the coordinator counts an update that the silo never sent")
+    return LogComparison(tuple(contradictions), tuple(lost), tuple(pending))
+
+
+def _followed(sent: AuditEntry, silo: Log) -> bool:
+    """Whether the silo's job has gone on since; before that its agent still asks for the receipt."""
+    return any(entry.object == sent.object for entry in silo.entries[sent.sequence :])
 
 
 def _contradicted(
-    rounds: Mapping[tuple[str, int], Mapping[str, Any]],
-    sent: Mapping[tuple[str, int, int], AuditEntry],
-    name: str,
+    rounds: Mapping[tuple[str, int], AuditEntry], sent: Mapping[Step, AuditEntry], name: str
 ) -> list[str]:
     """Receipts for updates that the committed attempt does not know, or knows with another digest."""
     lines = []
     for step, entry in sent.items():
-        detail = rounds.get(step[:2])
-        if detail is None or detail["attempt"] != step[2] or entry.detail["status"] != "ACCEPTED":
+        committed = rounds.get(step[:2])
+        if committed is None or entry.detail["status"] != ACCEPTED:
+            continue
+        detail = committed.detail
+        if detail["attempt"] != step[2]:
             continue
         if "updates" not in detail or "asked" in detail:
             # Withheld at the job's level of privacy; or a buffer, which takes an update in when it is full,
@@ -121,7 +180,7 @@ def _contradicted(
     return lines
 
 
-def _invented(rounds: Mapping[tuple[str, int], Mapping[str, Any]], silo: Log, name: str) -> list[str]:
+def _invented(rounds: Mapping[tuple[str, int], AuditEntry], silo: Log, name: str) -> list[str]:
     """Rounds whose job was another one at the silo."""
     instructed = {
         entry.object: entry.detail["config"] for entry in silo.entries if entry.action == "instructed"
@@ -129,10 +188,10 @@ def _invented(rounds: Mapping[tuple[str, int], Mapping[str, Any]], silo: Log, na
     return [
         f"job {job}, round {number}: the silo was shown another configuration ({instructed[job][:12]}) than "
         f"the coordinator recorded ({detail['config'][:12]})"
-        for (job, number), detail in rounds.items()
+        for (job, number), detail in ((key, entry.detail) for key, entry in rounds.items())
         if name in detail.get("cohort", (name,)) and job in instructed and instructed[job] != detail["config"]
     ]
 
 
-def _words(step: tuple[str, int, int]) -> str:
+def _words(step: Step) -> str:
     return f"job {step[0]}, round {step[1]}, attempt {step[2]}"

@@ -15,12 +15,10 @@ from typing_extensions import override
 from roundtable.core.bounds import is_digest
 from roundtable.core.errors import IdentityError, SiteFailure
 from roundtable.core.identity.credentials import verify_identity
-from roundtable.core.identity.signing import sign
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.released import Tells, is_told
 from roundtable.engine import messages as m
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
-from roundtable.proto.receipts import receipt_values
 from roundtable.server.auth.access import LINES_A_SECOND, LINES_AT_ONCE, Context, Refusal, caller
 from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.door import agent_messages as said
@@ -130,29 +128,13 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     ) -> agent_pb2.UploadReceipt:
         name, seen = caller(context), _Seen(requests)
         belongs_to(seen.place)
-        receipt = await self._uploads.receive(name, seen)
-        runner = self._jobs.runner(seen.header.step.job)
-        if runner is not None and runner.tells_cohorts:
-            self._services.observer.answered(to_agents.RESULTS[receipt.status])
-        return self._signed(name, seen.header, receipt)
+        return await self._uploads.receive(name, seen)
 
     @override
     async def Renew(self, request: agent_pb2.RenewRequest, context: Context) -> common_pb2.Certificates:
         shown = next(iter(context.auth_context()["x509_pem_cert"]))
         made = await self._security.enrolment.renew(caller(context), shown, door.renewal_of(request))
         return to_agents.certificates(made.name, made.node, made.identity)
-
-    def _signed(
-        self, name: str, header: agent_pb2.UploadHeader, receipt: agent_pb2.UploadReceipt
-    ) -> agent_pb2.UploadReceipt:
-        """The receipt with time and signature, so that the silo can show it to others."""
-        receipt.time = self._services.clock()
-        receipt.sealed, receipt.sealed_hash = self._security.audit.sealed
-        if self._security.identity is not None:
-            receipt.signature = sign(
-                self._security.identity, "receipt", receipt_values(name, header, receipt)
-            )
-        return receipt
 
     async def _greet(
         self, name: str, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
@@ -306,7 +288,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
 
 
 class _Seen:
-    """An upload's messages, with its header kept for the receipt."""
+    """An upload's messages, with its header kept for the lines of the log."""
 
     def __init__(self, parts: AsyncIterator[Part]) -> None:
         self._parts = aiter(parts)

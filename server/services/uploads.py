@@ -18,6 +18,7 @@ from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Refusal
+from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.door.from_agents import offer_of
 from roundtable.server.jobs.job_registry import JobRegistry
@@ -26,6 +27,7 @@ from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Identity
 from roundtable.server.services import transfer
 from roundtable.server.services.update_statements import signed_statement, unsigned
+from roundtable.server.services.upload_receipts import Outcome, Receipt, Receipts, settled
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.blobs import BlobWriter
 from roundtable.server.storage.finite_check import ContentCheck
@@ -35,7 +37,6 @@ from roundtable.server.store.jobs import receipt_of
 log = logging.getLogger("roundtable.server.services.uploads")
 
 MOST_CORRUPTIONS = 3
-Receipt = agent_pb2.UploadReceipt
 Part = Piece | agent_pb2.UploadHeader | None
 
 
@@ -63,29 +64,44 @@ class Uploads:
     """Receives updates for all jobs."""
 
     def __init__(
-        self, jobs: JobRegistry, services: JobServices, threads: ThreadPoolExecutor, authority: bytes
+        self,
+        jobs: JobRegistry,
+        services: JobServices,
+        threads: ThreadPoolExecutor,
+        authority: bytes,
+        receipts: Receipts,
     ) -> None:
         """`authority` is the root's certificate: it vouches for who signs updates."""
+        self._receipts = receipts
         self._jobs = jobs
         self._authority = authority
         self._services = services
         self._threads = threads
-        self._active: dict[str, asyncio.Task[Receipt]] = {}
+        self._active: dict[str, asyncio.Task[Outcome]] = {}
         self._corrupted: Counter[str] = Counter()
         self._begun: dict[str, str] = {}
 
     async def status(self, client: str, update: UploadOffer) -> agent_pb2.UploadState:
         """How much has arrived, and whether the rest is wanted."""
         offer = await self._consider(client, update)
-        if isinstance(offer, Receipt):
-            return agent_pb2.UploadState(receipt=offer)
+        if isinstance(offer, Outcome):
+            return agent_pb2.UploadState(receipt=self._receipts.give(client, update, offer))
         received = self._services.artifacts.received(offer.owner, update.digest)
         return agent_pb2.UploadState(offset=min(received, update.size), wanted=True)
 
     async def receive(self, client: str, parts: AsyncIterator[Part]) -> Receipt:
         """Takes a whole upload; the receipt says what became of the update, durably."""
-        offer = await self._consider(client, await _header(parts))
-        if isinstance(offer, Receipt):
+        update = await _header(parts)
+        outcome = await self._outcome(client, update, parts)
+        runner = self._jobs.runner(update.at.job)
+        if runner is not None and runner.tells_cohorts:
+            result = "duplicate" if outcome.again else to_agents.RESULTS[outcome.status]
+            self._services.observer.answered(result)
+        return self._receipts.give(client, update, outcome)
+
+    async def _outcome(self, client: str, update: UploadOffer, parts: AsyncIterator[Part]) -> Outcome:
+        offer = await self._consider(client, update)
+        if isinstance(offer, Outcome):
             return offer
         older = self._active.get(offer.owner)
         if older is not None:
@@ -107,13 +123,13 @@ class Uploads:
             if self._active.get(offer.owner) is task:
                 del self._active[offer.owner]
 
-    async def _consider(self, client: str, update: UploadOffer) -> Offer | Receipt:
-        """Returns the offer if its bytes are wanted; otherwise the receipt that answers it."""
+    async def _consider(self, client: str, update: UploadOffer) -> Offer | Outcome:
+        """Returns the offer if its bytes are wanted; otherwise what became of it."""
         job, step = update.at.job, update.at.step
         runner = self._jobs.runner(job)
         verdict = runner.wants(client, step) if runner else "stale"
         if runner is None or verdict != "wanted":
-            return await self._settled(client, job, step, verdict)
+            return await self._settled(client, update, verdict)
         offer = Offer(client, update, runner, self._services.sessions.identities.get(client))
         asked = runner.instructions.model_of(client, step)
         if forged := unsigned(update, offer.identity, asked, client, self._authority):
@@ -131,22 +147,24 @@ class Uploads:
             return await self._reject(offer, "data_corruption", problem)
         return offer
 
-    async def _settled(self, client: str, job: str, step: m.Step, verdict: str) -> Receipt:
+    async def _settled(self, client: str, update: UploadOffer, verdict: str) -> Outcome:
         """Answers for a step that is not waited for, with what was decided about it before, if anything."""
-        if verdict == "duplicate":
-            return Receipt(status=Receipt.DUPLICATE)
+        job, step = update.at.job, update.at.step
         decided = await self._services.database.read(
             lambda connection: receipt_of(connection, job, step.round, step.attempt, client)
         )
-        if decided is None:
-            runner = self._jobs.runner(job)
-            reason = runner.refusal(client, step) if runner else f"the job {job} is not running"
-            return Receipt(status=Receipt.STALE, reason=reason)
-        receipt, reason = decided
-        status = Receipt.DUPLICATE if receipt == "accepted" else Receipt.REJECTED
-        return Receipt(status=status, reason=reason)
+        if decided is not None:
+            return settled(decided, update)
+        if verdict == "duplicate":
+            raise Refusal(
+                grpc.StatusCode.UNAVAILABLE,
+                "this update has arrived and is being written down: ask again",
+            )
+        runner = self._jobs.runner(job)
+        reason = runner.refusal(client, step) if runner else f"the job {job} is not running"
+        return Outcome(Receipt.STALE, reason)
 
-    async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Receipt:
+    async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Outcome:
         update = offer.update
         await self._pay(offer)
         check = offer.runner.collection.content_check()
@@ -173,7 +191,7 @@ class Uploads:
             await offer.runner.receive(offer.client, offer.step)
         self._begun[offer.owner] = digest
 
-    async def _complete(self, offer: Offer, writer: BlobWriter, check: ContentCheck) -> Receipt:
+    async def _complete(self, offer: Offer, writer: BlobWriter, check: ContentCheck) -> Outcome:
         """Checks that the written bytes are complete, match the digest and are finite; then keeps them."""
         size = offer.update.size
         if writer.offset != size:
@@ -196,7 +214,7 @@ class Uploads:
         finally:
             self._services.artifacts.unpin([digest])
 
-    async def _deliver(self, offer: Offer, artifact: ArtifactRow) -> Receipt:
+    async def _deliver(self, offer: Offer, artifact: ArtifactRow) -> Outcome:
         offered, client = offer.update, offer.client
         offer.runner.collection.arrived(client, offered)
         # What must not be told is not kept: an honest agent does not send it.
@@ -211,10 +229,10 @@ class Uploads:
         if verdict == "wanted":
             self._corrupted.pop(offer.owner, None)
             failpoint("receipt_due", offer.step.round, offer.step.phase)
-            return Receipt(status=Receipt.ACCEPTED)
-        return await self._settled(client, offered.at.job, offer.step, verdict)
+            return Outcome(Receipt.ACCEPTED)
+        return await self._settled(client, offered, verdict)
 
-    async def _corrupted_upload(self, offer: Offer, error: TransferError) -> Receipt:
+    async def _corrupted_upload(self, offer: Offer, error: TransferError) -> Outcome:
         """Asks for the bytes again, from the first; after a few times rejects the update."""
         self._corrupted[offer.owner] += 1
         problem = f"the update arrived damaged and was discarded: {error}"
@@ -225,7 +243,7 @@ class Uploads:
         count = self._corrupted.pop(offer.owner)
         return await self._reject(offer, "data_corruption", f"{problem}; it was sent {count} times")
 
-    async def _reject(self, offer: Offer, kind: str, problem: str) -> Receipt:
+    async def _reject(self, offer: Offer, kind: str, problem: str) -> Outcome:
         """Tells the round why this silo's update is missing, and the silo not to send it again."""
         step, client = offer.step, offer.client
         log.warning("update refused: %s", problem, extra={"job": offer.update.at.job, "site": client})
@@ -234,7 +252,7 @@ class Uploads:
         row = self._row(offer, update, "rejected", problem)
         self._begun.pop(offer.owner, None)
         await offer.runner.inbox.tell(m.ClientFailed(step, failure), (), row)
-        return Receipt(status=Receipt.REJECTED, reason=problem)
+        return Outcome(Receipt.REJECTED, problem)
 
     def _row(self, offer: Offer, update: m.Update, receipt: str, reason: str) -> UpdateRow:
         return UpdateRow(

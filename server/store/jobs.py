@@ -284,14 +284,14 @@ def receipts(
 
 def receipt_of(
     connection: Connection, job: str, round_number: int, attempt: int, client: str
-) -> tuple[str, str] | None:
-    """(receipt, reason) of one update, if it was received."""
+) -> tuple[str, str, str, int] | None:
+    """(receipt, reason, digest, size) of one update, if it was received."""
     table = tables.updates.c
-    query = sa.select(table.receipt, table.reason).where(
+    query = sa.select(table.receipt, table.reason, table.digest, table.size).where(
         table.job == job, table.round == round_number, table.attempt == attempt, table.client == client
     )
     row = connection.execute(query).first()
-    return (row[0], row[1]) if row else None
+    return (row[0], row[1], row[2], row[3]) if row else None
 
 
 def _event(row: Any) -> EventRow:

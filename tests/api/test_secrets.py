@@ -195,7 +195,7 @@ def _work(stage: Stage, me: tuple[str, ...], sealed: dict[str, str], address: st
     assert "holds together" in stage.run("audit", "verify", own, "--silo", *authority, code=UNPROVEN)
     assert "Both logs agree on north" in stage.run("audit", "cross-check", "audit.jsonl", own, *authority)
     agreed = json.loads(stage.run("audit", "cross-check", "audit.jsonl", own, *authority, "--json"))
-    assert (agreed["silo"], agreed["differences"]) == ("north", [])
+    assert (agreed["silo"], agreed["contradictions"], agreed["lost"]) == ("north", [], [])
     stage.run("client", "revoke", "south", "--reason", "the test is over", *me, **sealed)
 
 

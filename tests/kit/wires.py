@@ -14,7 +14,8 @@ class Wire:
     """One listening port that leads to another. The settings may be changed at any time.
 
     `delay` is in seconds for each piece, `rate` in bytes a second; `cut` refuses and closes, `silent`
-    swallows what comes while connections seem to stand, `wrong` flips a bit in so many further pieces.
+    swallows what comes while connections seem to stand, `wrong` flips a bit in so many further pieces, `left`
+    lets so many further bytes come back and then closes what is open, once.
     """
 
     target: int
@@ -24,6 +25,7 @@ class Wire:
     cut: bool = False
     silent: bool = False
     wrong: int = 0
+    left: int | None = None
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     def heal(self) -> None:
@@ -31,6 +33,7 @@ class Wire:
         self.delay = self.rate = 0.0
         self.cut = self.silent = False
         self.wrong = 0
+        self.left = None
 
 
 class Wires:
@@ -90,7 +93,7 @@ class Wires:
                 writer.transport.abort()
         wire.writers |= {writer, back}
         try:
-            ways = [self._carry(wire, reader, back), self._carry(wire, there, writer)]
+            ways = [self._carry(wire, reader, back), self._carry(wire, there, writer, back=True)]
             tasks = [asyncio.ensure_future(way) for way in ways]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -100,8 +103,9 @@ class Wires:
                 end.transport.abort()
                 wire.writers.discard(end)
 
-    @staticmethod
-    async def _carry(wire: Wire, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, wire: Wire, source: asyncio.StreamReader, sink: asyncio.StreamWriter, back: bool = False
+    ) -> None:
         try:
             while data := await source.read(_PIECE):
                 if wire.delay or wire.rate:
@@ -111,7 +115,15 @@ class Wires:
                 if wire.wrong > 0:
                     wire.wrong -= 1
                     data = bytes([data[0] ^ 1]) + data[1:]
+                last = back and wire.left is not None and len(data) >= wire.left
+                if back and wire.left is not None:
+                    data = data[: wire.left]
+                    wire.left = None if last else wire.left - len(data)
                 sink.write(data)
                 await sink.drain()
+                if last:
+                    # A close, not a reset: what has passed arrives.
+                    sink.close()
+                    return
         except OSError:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 UNPROVEN = 3
 """Exit code: nothing contradicts what was checked, but something of it is proven by nothing."""
+NO_PROOF_YET = 4
+"""Exit code: nothing contradicts what was checked, and what is not proven yet is still asked for."""
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 ca_option = click.option(
     "--ca", "authority", type=FILE, default="ca.crt", show_default=True, help="The root's certificate."
@@ -124,23 +127,34 @@ def _say(file: Path, log: Log, proven: int) -> None:
 @ca_option
 @json_option
 def cross_check(coordinators: Path, silos: Path, authority: Path, as_json: bool) -> int:
-    """Lay a silo's own log beside the coordinator's: do both tell the same story?"""
+    """Lay a silo's own log beside the coordinator's: do both tell the same story?
+
+    Exit code 1: they contradict each other. 3: nothing does, but the silo has lost a proof. 4: it is still to
+    get one; compare again when its agent has had the coordinator's answer.
+    """
     from roundtable.core.evidence.audit_log import check_signed
-    from roundtable.core.evidence.cross_check import differences
+    from roundtable.core.evidence.cross_check import compare_logs
 
     theirs, own = read_export(coordinators, authority, False), read_export(silos, authority, True)
     check_signed(theirs)
     name = owner_of(silos, own)
-    contradictions = differences(theirs, own, name, authority.read_bytes())
+    found = compare_logs(theirs, own, name, authority.read_bytes())
     receipts = sum(item.action == "receipt" for item in own.entries)
     if as_json:
-        print_json({"silo": name, "receipts": receipts, "differences": contradictions})
-        return 1 if contradictions else 0
-    for line in contradictions:
-        say(line)
-    if not contradictions:
-        say(f"Both logs agree on {name}: {receipts} receipts, all signed by the coordinator.")
-    return 1 if contradictions else 0
+        print_json({"silo": name, "receipts": receipts, **asdict(found)})
+    else:
+        for word, lines in (
+            ("CONTRADICTION", found.contradictions),
+            ("UNPROVEN", found.lost),
+            ("WAITING", found.pending),
+        ):
+            for line in lines:
+                say(f"{word}: {line}")
+        if found == type(found)():
+            say(f"Both logs agree on {name}: {receipts} receipts, all signed by the coordinator.")
+    if found.contradictions:
+        return 1
+    return UNPROVEN if found.lost else NO_PROOF_YET if found.pending else 0
 
 
 @click.group()

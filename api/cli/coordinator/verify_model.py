@@ -60,7 +60,7 @@ def verify_model(
     Exit code 1: something contradicts what was signed. 3: nothing does, but something is shown by nothing.
     """
     from roundtable.core.evidence.audit_log import check_signed
-    from roundtable.core.evidence.cross_check import differences, witnessed
+    from roundtable.core.evidence.cross_check import compare_logs, witnessed
     from roundtable.engine.verification.bundle import LOG, Bundle
     from roundtable.engine.verification.job_audit import JobAudit
     from roundtable.server.versions import versions
@@ -70,7 +70,9 @@ def verify_model(
     check_signed(log)
     silos = {path: read_export(path, authority, True) for path in witnesses}
     contradictions = [
-        line for path, own in silos.items() for line in differences(log, own, owner_of(path, own), ca)
+        line
+        for path, own in silos.items()
+        for line in compare_logs(log, own, owner_of(path, own), ca).contradictions
     ]
     seen = [] if contradictions else [n for own in silos.values() for n in witnessed(log, own, ca)]
     audit = JobAudit(found, log, ca, log.proven(time.time(), seen), versions())

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +24,12 @@ from service import AGENTS, Operator, running
 
 from roundtable.administration import Administrator
 from roundtable.cli.coordinator.audit import UNPROVEN
+from roundtable.cli.coordinator.audit import audit as audit_command
 from roundtable.cli.main import cli
 from roundtable.client.agent.silo_log import SiloLog
 from roundtable.core.errors import AuditError
 from roundtable.core.evidence.audit_log import AuditEntry, Log, compare, entry, read_log
-from roundtable.core.evidence.cross_check import differences, witnessed
+from roundtable.core.evidence.cross_check import LogComparison, compare_logs, witnessed
 from roundtable.core.evidence.provenance_check import check_provenance, is_recorded
 from roundtable.core.identity.certificates import load_key
 from roundtable.core.identity.credentials import SiloIdentity, create_ca, issue, load_silo_identity
@@ -413,7 +415,7 @@ def both_logs(signers: tuple[bytes, SiloIdentity, SiloIdentity], folder: Path) -
         journal.note("coordinator", "receipt", "j", **values, signed=True, **proof)
         detail = {"config": "c" * 64, "round": number, "attempt": 1, "cohort": ["north"]}
         detail |= {"updates": {"north": f"{number}" * 64}}
-        last = entry(1.0, "coordinator", "round_committed", "j", detail).after(last)
+        last = entry(time.time() + 60, "coordinator", "round_committed", "j", detail).after(last)
         lines.append(last.to_line())
     silo = read_log((folder / "audit.jsonl").read_text().splitlines(), ca, "agent")
     return read_log(lines, ca), silo, ca
@@ -421,30 +423,84 @@ def both_logs(signers: tuple[bytes, SiloIdentity, SiloIdentity], folder: Path) -
 
 def test_two_logs_that_agree(signers: tuple[bytes, SiloIdentity, SiloIdentity], tmp_path: Path) -> None:
     coordinator, silo, ca = both_logs(signers, tmp_path)
-    assert differences(coordinator, silo, "north", ca) == []
+    assert compare_logs(coordinator, silo, "north", ca) == LogComparison()
+
+
+def alter(log: Log, index: int, **changes: Any) -> None:
+    """Another entry in the place of one; the chain is not looked at any more."""
+    log.entries[index] = replace(log.entries[index], **changes)
+
+
+RECEIPT_LOST = {"action": "sent"}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "kind", "said"),
     [
-        (lambda c, s: c.entries[0].detail["updates"].update(north="f" * 64), "holds another one"),
-        (lambda c, s: c.entries[0].detail["updates"].clear(), "holds none"),
-        (lambda c, s: c.entries[0].detail.update(config="e" * 64), "another configuration"),
-        (lambda c, s: s.entries.pop(1), "never sent"),
-        (lambda c, s: s.entries[1].detail.update(signature="00" * 64), "proves nothing"),
-        (lambda c, s: s.entries[1].detail.pop("signature"), "proves nothing"),
+        (lambda c, s: c.entries[0].detail["updates"].update(north="f" * 64), "contradictions", "never sent"),
+        (lambda c, s: c.entries[0].detail["updates"].clear(), "contradictions", "holds none"),
+        (lambda c, s: c.entries[0].detail.update(config="e" * 64), "contradictions", "another configuration"),
+        (lambda c, s: s.entries.pop(1), "contradictions", "never sent"),
+        (lambda c, s: s.entries[1].detail.update(sealed_hash="f" * 64), "lost", "proves nothing"),
+        (lambda c, s: s.entries[1].detail.update(signature="00" * 64), "lost", "proves nothing"),
+        (lambda c, s: s.entries[1].detail.pop("signature"), "lost", "proves nothing"),
+        (lambda c, s: s.entries[1].detail.update(time=5.0), "lost", "proves nothing"),
+        (lambda c, s: alter(s, 1, **RECEIPT_LOST), "lost", "sent its update and has no receipt"),
+        (lambda c, s: alter(s, 3, **RECEIPT_LOST), "pending", "no proof yet"),
+        (lambda c, s: (s.entries.pop(1), alter(c, 0, time=1.0)), "lost", "log begins only later"),
     ],
 )
-def test_two_logs_that_contradict_each_other(
+def test_two_logs_that_do_not_agree(
     signers: tuple[bytes, SiloIdentity, SiloIdentity],
     tmp_path: Path,
     change: Callable[[Log, Log], None],
+    kind: str,
     said: str,
 ) -> None:
     coordinator, silo, ca = both_logs(signers, tmp_path)
     change(coordinator, silo)
-    (found,) = differences(coordinator, silo, "north", ca)
-    assert said in found
+    found = compare_logs(coordinator, silo, "north", ca)
+    assert said in " ".join(getattr(found, kind))
+    assert kind == "contradictions" or not found.contradictions
+
+
+@pytest.mark.parametrize(
+    ("kept", "sent", "code", "word"),
+    [
+        (2, (), 0, "Both logs agree"),
+        (1, (), 1, "CONTRADICTION"),
+        (1, (2, 3), 3, "UNPROVEN"),
+        (1, (2,), 4, "WAITING"),
+    ],
+)
+def test_cross_check_says_by_its_exit_code_what_kind_of_difference_there_is(
+    signers: tuple[bytes, SiloIdentity, SiloIdentity],
+    tmp_path: Path,
+    kept: int,
+    sent: tuple[int, ...],
+    code: int,
+    word: str,
+) -> None:
+    coordinator, silo, ca = both_logs(signers, tmp_path)
+    last = coordinator.entries[-1]
+    values = {"sequence": last.sequence, "hash": last.hash, "time": time.time()}
+    lines = [entry.to_line() for entry in coordinator.entries]
+    lines.append(json.dumps({"seal": envelope(signers[1], "seal", values)}))
+    (tmp_path / "theirs").write_text("\n".join(lines))
+    own = SiloLog(tmp_path / "own", tmp_path)
+    for item in silo.entries[: 2 * kept]:
+        own.note(item.actor, item.action, item.object, **item.detail)
+    for number in sent:
+        own.note("north", "sent", "j", round=number, attempt=1, update=f"{number}" * 64)
+    (tmp_path / "ca.crt").write_bytes(ca)
+    files = [str(tmp_path / name) for name in ("theirs", "own", "ca.crt")]
+    arguments = ["cross-check", files[0], files[1], "--ca", files[2]]
+    said = CliRunner().invoke(audit_command, arguments, standalone_mode=False)
+    assert (said.return_value, word in said.output) == (code, True), said.output
+    told = CliRunner().invoke(audit_command, [*arguments, "--json"], standalone_mode=False)
+    assert sum(bool(json.loads(told.output)[kind]) for kind in ("contradictions", "lost", "pending")) == (
+        code > 0
+    )
 
 
 async def test_a_refused_transaction_leaves_no_entry(tmp_path: Path) -> None:

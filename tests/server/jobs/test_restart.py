@@ -102,7 +102,7 @@ async def _the_other_half(
     async with Operator(port, certificates / "olga") as operator, agents[0], agents[1], agents[2]:
         detail = await operator.job(job)
         assert (detail.job.status, detail.round, detail.attempt, detail.phase) == ("running", 1, 1, "train")
-        assert (await agents[0].answer(held, torch.full((1000,), 3.0))).status == Status.DUPLICATE
+        assert (await agents[0].answer(held, torch.full((1000,), 3.0))).status == Status.ACCEPTED
         told = [await agent.expect("instruction") for agent in agents[1:]]
         assert all(instruction.step == held.step for instruction in told)
         state = await agents[1].stub.UploadStatus(header)

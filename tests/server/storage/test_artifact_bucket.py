@@ -261,7 +261,7 @@ async def the_other_half(config: ServerConfig, certificates: Path, job: str, hel
         alder, birch = (ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS[:2])
         async with Operator(coordinator.port, certificates / "olga") as operator, alder, birch:
             again = await alder.answer(held, torch.full((3000,), 3.0))
-            assert again.status == agent_pb2.UploadReceipt.DUPLICATE
+            assert again.status == agent_pb2.UploadReceipt.ACCEPTED
             told = await birch.expect("instruction")
             assert told.step == held.step
             data = await birch.download(told.train.model.digest)
