@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,14 @@ class Delivery:
         step, backoff, place = finished.step, Backoff(), self._spool.bytes_of(finished.step)
         while True:
             stub = await self._link.stub()
-            self._reporter.report(step, "uploading", 0, finished.size)
+            self._reporter.transferred(step, "uploading", 0, finished.size)
             try:
                 with calling("the upload broke off"):
                     return await upload(
                         stub,
                         finished,
                         place,
-                        lambda sent, total: self._reporter.report(step, "uploading", sent, total),
+                        partial(self._reporter.transferred, step, "uploading"),
                         header=lambda update, offset: self._sign(header_of(update, offset)),
                         ask=ask,
                     )
@@ -181,8 +182,7 @@ def header_of(update: Finished, offset: int = 0) -> Any:
         update.content,
         update.layout,
         update.encoding,
-        update.examples,
-        update.metrics,
+        update.told,
         announcement,
         offset,
         update.model,

@@ -17,7 +17,7 @@ from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.silo_log import NAME, SiloLog
 from roundtable.client.agent.spool import Finished
 from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstruction, SubmissionProof
-from roundtable.client.door.outgoing import receipt_statement, sign_update
+from roundtable.client.door.outgoing import ProgressFigures, UpdateFigures, receipt_statement, sign_update
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
@@ -28,7 +28,7 @@ from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, load_silo_identity, verify_identity
 from roundtable.core.identity.signing import check_submission, job_digest, job_values, verify
-from roundtable.core.observability.released import Tells, is_told
+from roundtable.core.observability.released import Tells, Told, tell
 
 _log = logging.getLogger("roundtable.agent")
 _TRAIN = "train"
@@ -88,17 +88,20 @@ class Gatekeeper:
         most = self._config.policy.seconds
         return max(0.0, deadline if most is None else min(deadline, most))
 
-    def evaluated(self, metrics: Metrics) -> dict[str, tuple[float, int]]:
-        """What of an evaluation's metrics leaves the silo; whether any may, `admit` has decided."""
-        return self.rules.leaving(metrics)
+    def evaluated(self, job: JobConfig, metrics: Metrics) -> Told[dict[str, tuple[float, int]]]:
+        """What of an evaluation's metrics leaves the silo: none where the job hides them; whether the policy
+        lets any, `admit` has decided."""
+        return tell(job.privacy, Tells.EVALUATION, self.rules.leaving(metrics), {})
 
-    def trained(
-        self, job: JobConfig, examples: int, metrics: Metrics
-    ) -> tuple[int, dict[str, tuple[float, int]]]:
+    def trained(self, job: JobConfig, examples: int, metrics: Metrics) -> Told[UpdateFigures]:
         """The example count and the metrics that go with an update: 1 and none where they may not be told."""
-        if not is_told(job.privacy, Tells.SILO):
-            return 1, {}
-        return examples, self.rules.leaving(metrics)
+        figures = UpdateFigures(examples, self.rules.leaving(metrics))
+        return tell(job.privacy, Tells.SILO, figures, UpdateFigures(1))
+
+    def working(self, job: JobConfig, seen: ProgressFigures) -> Told[ProgressFigures] | None:
+        """How far training or evaluating is; None where it stays here, as it holds counts and the loss."""
+        told: Told[ProgressFigures | None] = tell(job.privacy, Tells.SILO, seen, None)
+        return None if told.value is None or not self.measures else Told(told.value)
 
     @property
     def measures(self) -> bool:
@@ -108,10 +111,6 @@ class Gatekeeper:
     def summed(self, metrics: Metrics) -> dict[str, tuple[float, int]]:
         """What of a step's metrics may be in a secure sum."""
         return self.rules.leaving(metrics)
-
-    def is_quiet(self, job: JobConfig) -> bool:
-        """Whether the progress of training stays here: it holds counts and the loss in the clear."""
-        return not is_told(job.privacy, Tells.SILO) or not self.measures
 
     def sign_update(self, header: Any) -> Any:
         """The header of an upload, signed if this silo has an identity: what it then cannot deny."""

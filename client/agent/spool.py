@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from roundtable.client.door.incoming import ArtifactName
+from roundtable.client.door.outgoing import UpdateFigures
 from roundtable.client.durable_files import digest_of, sync, write_file
 from roundtable.client.step_key import StepKey
-from roundtable.client.training.metrics import Metrics
 from roundtable.core.failpoints import failpoint
+from roundtable.core.observability.released import Told, public
 
 _log = logging.getLogger("roundtable.agent")
+_NOTHING = public(UpdateFigures())
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Finished:
     """An update that is ready to be sent.
 
     `announcement` signs a masked one (hexadecimal), which holds its example count and metrics inside; `model`
-    is the digest of the model that it was trained from.
+    is the digest of the model that it was trained from, `told` what of its training may go with it.
     """
 
     step: StepKey
@@ -33,8 +36,7 @@ class Finished:
     size: int
     layout: str
     encoding: str
-    examples: int = 0
-    metrics: Metrics = field(default_factory=dict)
+    told: Told[UpdateFigures] = _NOTHING
     announcement: str = ""
     model: str = ""
 
@@ -107,8 +109,7 @@ class Spool:
         for path in self._folder.glob("*.json"):
             try:
                 fields = json.loads(path.read_bytes())
-                metrics = {name: (value, count) for name, (value, count) in fields.pop("metrics").items()}
-                item = Finished(**{**fields, "step": StepKey(*fields["step"]), "metrics": metrics})
+                item = Finished(**{**fields, "step": StepKey(*fields["step"]), "told": _told(fields["told"])})
                 whole = digest_of(self.bytes_of(item.step)) == item.digest
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 _log.warning("the finished update %s cannot be read and is dropped: %s", path.stem, error)
@@ -123,3 +124,9 @@ class Spool:
 
     def _description(self, step: StepKey) -> Path:
         return self._folder / f"{step.slug}.json"
+
+
+def _told(kept: Mapping[str, Any]) -> Told[UpdateFigures]:
+    """What was held against the job's level before it was written down."""
+    metrics = {name: (value, count) for name, (value, count) in kept["value"]["metrics"].items()}
+    return Told(UpdateFigures(kept["value"]["examples"], metrics))

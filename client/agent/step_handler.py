@@ -141,7 +141,7 @@ class StepHandler:
             return
         self._link.send(outgoing.accepted(step))
         if _goes_on(self._delivering.get(step)):
-            self._report(step, "uploading", 0, 0)
+            self._report(step, "uploading")
             return
         if _goes_on(self._working.get(step)):
             self._worker.advertise(step)

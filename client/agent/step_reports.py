@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 
 from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Link
 from roundtable.client.door import outgoing
+from roundtable.client.door.outgoing import ProgressFigures
 from roundtable.client.step_key import StepKey
-from roundtable.client.trainer import Figures
+from roundtable.core.observability.released import Told, public
 
 _log = logging.getLogger("roundtable.agent")
 _PROGRESS_SECONDS = 0.5
+_BEGINS = public(ProgressFigures())
 
 
 class StepReporter:
@@ -28,22 +29,22 @@ class StepReporter:
         self,
         step: StepKey,
         activity: str,
-        done: int,
-        total: int,
-        loss: float = math.nan,
-        figures: Figures | None = None,
-        *,
-        quiet: bool = False,
+        told: Told[ProgressFigures] | None = _BEGINS,
+        seen: ProgressFigures | None = None,
     ) -> None:
-        """Reports `done` of `total`, in examples or bytes; a `quiet` report stays on the agent's own page."""
+        """Shows `seen` on the agent's own page, and sends what of it may be told, if anything."""
         now = time.monotonic()
         self._observer.doing(step, activity)
-        if figures is not None:
-            self._observer.stepped(loss, figures)
-        if quiet or (done and now - self._told.get(step, 0.0) < _PROGRESS_SECONDS):
+        if seen is not None and seen.figures is not None:
+            self._observer.stepped(seen.loss, seen.figures)
+        if told is None or (told.value.done and now - self._told.get(step, 0.0) < _PROGRESS_SECONDS):
             return
         self._told[step] = now
-        self._link.send(outgoing.progress(step, activity, done, total, loss, figures))
+        self._link.send(outgoing.progress(step, activity, told))
+
+    def transferred(self, step: StepKey, activity: str, done: int, total: int) -> None:
+        """Reports how many bytes of an artifact have gone: that follows from the model's size alone."""
+        self.report(step, activity, public(ProgressFigures(done, total)))
 
     def trouble(self, step: StepKey, kind: str, detail: str, action: str) -> None:
         """Reports an incident that the silo deals with itself."""

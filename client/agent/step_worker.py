@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import nan
 
 from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Link
@@ -32,7 +33,7 @@ from roundtable.client.door import outgoing
 from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.step_key import StepKey
-from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
+from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
 from roundtable.core.errors import ResourceError
 from roundtable.core.failpoints import failpoint
@@ -77,7 +78,7 @@ class StepWorker:
         asked = instruction.work
         task = self._gate.admit(step, instruction, job)
         assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
-        arriving = partial(self._report, step, "downloading")
+        arriving = partial(self._reporter.transferred, step, "downloading")
         model = await self._models.obtain(self._link, asked.model, arriving, working)
         failpoint("model_here", step.round, step.phase)
         work = StepWork(
@@ -106,15 +107,13 @@ class StepWorker:
         failpoint("update_written", work.step.round, work.step.phase)
         with refusing():
             await asyncio.to_thread(self._ledger.update, work.step, model, trained.digest)
-        examples, metrics = self._gate.trained(work.job, trained.examples, trained.metrics)
         return Finished(
             step=work.step,
             digest=trained.digest,
             size=trained.size,
             layout=work.layout,
             encoding=work.job.transfer.encoding,
-            examples=examples,
-            metrics=metrics,
+            told=self._gate.trained(work.job, trained.examples, trained.metrics),
             model=model,
         )
 
@@ -135,9 +134,9 @@ class StepWorker:
         """What the model that the round begins with gives, for the round's sum; nothing of it is reported."""
         if not bounds or not self._gate.measures:
             return {}
-        step, report = work.step, partial(self._report, work.step, "evaluating")
-        report(0, 0)
-        metrics = await self._trainer.evaluate(work, partial(report, quiet=True))
+        step = work.step
+        self._report(step, "evaluating")
+        metrics = await self._trainer.evaluate(work, partial(self._progressed, work, "evaluating"))
         for words in left_out_or_cut(metrics, bounds).values():
             _log.warning("%s: %s", step, words)
         return self._gate.summed(summable(metrics, bounds))
@@ -162,14 +161,23 @@ class StepWorker:
     def _reply(self, step: StepKey, payload: bytes) -> None:
         self._link.send(outgoing.reply(step._replace(phase=PHASE), payload))
 
+    def _progressed(
+        self,
+        work: StepWork,
+        activity: str,
+        done: int,
+        total: int,
+        loss: float = nan,
+        figures: Figures | None = None,
+    ) -> None:
+        seen = outgoing.ProgressFigures(done, total, loss, figures)
+        self._report(work.step, activity, self._gate.working(work.job, seen), seen)
+
     async def _trained(self, work: StepWork) -> TrainedUpdate:
         step, began = work.step, time.monotonic()
         _log.info("%s: training", step)
-        self._report(step, "training", 0, 0)
-        quiet = self._gate.is_quiet(work.job)
-        trained = await self._trainer.train(
-            work, lambda *seen: self._report(step, "training", *seen, quiet=quiet)
-        )
+        self._report(step, "training")
+        trained = await self._trainer.train(work, partial(self._progressed, work, "training"))
         _log.info(
             "%s: trained on %d examples in %.2f s%s",
             step,
@@ -181,11 +189,11 @@ class StepWorker:
 
     async def _evaluate(self, work: StepWork, model: str) -> outgoing.FromAgent:
         step = work.step
-        self._report(step, "evaluating", 0, 0)
-        metrics = await self._trainer.evaluate(work, lambda *seen: self._report(step, "evaluating", *seen))
+        self._report(step, "evaluating")
+        metrics = await self._trainer.evaluate(work, partial(self._progressed, work, "evaluating"))
         with refusing():
             await asyncio.to_thread(self._ledger.evaluation, step, model)
         _log.info("%s: evaluated%s", step, loss_of(metrics))
         self._observer.ended(step, "done")
         failpoint("evaluated", step.round, step.phase)
-        return outgoing.evaluated(step, self._gate.evaluated(metrics))
+        return outgoing.evaluated(step, self._gate.evaluated(work.job, metrics))

@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from roundtable.client.door.incoming import STATUSES, ArtifactName, Receipt
 from roundtable.client.step_key import StepKey
@@ -14,8 +15,28 @@ from roundtable.client.training.metrics import Metrics
 from roundtable.core.errors import ProtocolError
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import sign
+from roundtable.core.observability.released import Told
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values, update_values
+
+
+@dataclass(frozen=True)
+class ProgressFigures:
+    """How far local work is: `done` of `total`, in examples or bytes; its newest loss and step."""
+
+    done: int = 0
+    total: int = 0
+    loss: float = math.nan
+    figures: Figures | None = None
+
+
+@dataclass(frozen=True)
+class UpdateFigures:
+    """What goes with an update in the clear: its example count and training metrics."""
+
+    examples: int = 0
+    metrics: Metrics = field(default_factory=dict)
+
 
 FromAgent = agent_pb2.FromAgent
 """A message of the control stream, made here and handed on unread."""
@@ -76,18 +97,17 @@ def accepted(step: StepKey) -> FromAgent:
     return FromAgent(accepted=agent_pb2.Accepted(step=_step(step)))
 
 
-def progress(
-    step: StepKey,
-    activity: str,
-    done: int,
-    total: int,
-    loss: float = math.nan,
-    figures: Figures | None = None,
-) -> FromAgent:
-    """How far local work is: `done` of `total`, in examples or bytes."""
-    message = agent_pb2.Progress(step=_step(step), done=done, total=total, loss=loss, activity=activity)
-    if figures is not None:
-        message.figures.CopyFrom(figures_message(figures))
+def progress(step: StepKey, activity: str, told: Told[ProgressFigures]) -> FromAgent:
+    """How far local work is."""
+    seen = told.value
+    message = agent_pb2.Progress(
+        step=_step(step),
+        activity=activity,
+        done=seen.done,
+        total=seen.total,
+        loss=seen.loss,
+        figures=None if seen.figures is None else figures_message(seen.figures),
+    )
     return FromAgent(progress=message)
 
 
@@ -101,9 +121,9 @@ def failure(step: StepKey, kind: str, detail: str) -> FromAgent:
     return FromAgent(failure=agent_pb2.Failure(step=_step(step), kind=kind, detail=detail))
 
 
-def evaluated(step: StepKey, metrics: Metrics) -> FromAgent:
+def evaluated(step: StepKey, told: Told[Metrics]) -> FromAgent:
     """The answer to an evaluation."""
-    return FromAgent(evaluated=agent_pb2.Evaluated(step=_step(step), metrics=_metrics(metrics)))
+    return FromAgent(evaluated=agent_pb2.Evaluated(step=_step(step), metrics=_metrics(told.value)))
 
 
 def reply(step: StepKey, payload: bytes) -> FromAgent:
@@ -116,8 +136,7 @@ def upload_header(
     content: ArtifactName,
     layout: str,
     encoding: str,
-    examples: int,
-    metrics: Metrics,
+    told: Told[UpdateFigures],
     announcement: bytes = b"",
     offset: int = 0,
     model: str = "",
@@ -128,8 +147,8 @@ def upload_header(
         content=common_pb2.Artifact(digest=content.digest, size=content.size),
         layout=layout,
         encoding=encoding,
-        examples=examples,
-        metrics=_metrics(metrics),
+        examples=told.value.examples,
+        metrics=_metrics(told.value.metrics),
         offset=offset,
         announcement=announcement,
         model=model,

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar, final
 
 from roundtable.core.privacy_table import BareUpdates, NoPrivacy, Private, has_secret_cohorts, hides_figures
+
+_Value = TypeVar("_Value")
 
 
 class Tells(Enum):
@@ -51,6 +53,27 @@ def withheld(privacy: NoPrivacy | Private) -> frozenset[Tells]:
 def is_told(privacy: NoPrivacy | Private, *kinds: Tells) -> bool:
     """Whether values that tell all this may be sent."""
     return withheld(privacy).isdisjoint(kinds)
+
+
+@final
+@dataclass(frozen=True)
+class Told(Generic[_Value]):
+    """A value that may leave, held against what it tells. Encoders of what data have made take nothing else.
+
+    `tell` and `public` make it, and the doors beside them that withhold a part; a test knows their names.
+    """
+
+    value: _Value
+
+
+def tell(privacy: NoPrivacy | Private, kind: Tells, value: _Value, instead: _Value) -> Told[_Value]:
+    """The value where this level tells such things, otherwise the other one."""
+    return Told(value if is_told(privacy, kind) else instead)
+
+
+def public(value: _Value) -> Told[_Value]:
+    """A value that is a function of the job, the software or the clock, and of no silo's data."""
+    return Told(value)
 
 
 def released(

@@ -23,6 +23,7 @@ from roundtable.client.door.incoming import (
     SubmissionProof,
     receipt_of,
 )
+from roundtable.client.door.outgoing import ProgressFigures, UpdateFigures
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
@@ -39,6 +40,7 @@ from roundtable.core.evidence.audit_log import read_log
 from roundtable.core.identity.credentials import create_ca, issue, load_silo_identity
 from roundtable.core.identity.revocation import revoke
 from roundtable.core.identity.signing import job_identifier, job_values, sign, vouch
+from roundtable.core.observability.released import Told
 from roundtable.privacy.accounting.accountants import gaussian_epsilon
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
@@ -237,6 +239,17 @@ def admit(gate: Gatekeeper, *made: Any, wanted: JobConfig) -> str:
     return gate.admit(*made, wanted)
 
 
+@pytest.mark.parametrize("activity", ["", "public_evaluation = true\n"])
+def test_no_count_leaves_with_the_progress_of_private_work(silo: AgentConfig, activity: str) -> None:
+    """Not with that of an evaluation on public test data either, whose counts the table withholds alike."""
+    gate, seen = gatekeeper(silo), ProgressFigures(7, 9, 0.5)
+    assert gate.working(job(), seen) == Told(seen)
+    assert gate.working(job(EXAMPLE + activity), seen) is None
+    assert gate.trained(job(EXAMPLE + activity), 7, {"loss": (3.5, 7)}).value == UpdateFigures(1)
+    closed = gatekeeper(replace(silo, policy=PolicyTable(metrics="none")))
+    assert closed.working(job(), seen) is None
+
+
 def test_a_changed_job_is_refused_under_its_old_name(silo: AgentConfig) -> None:
     gate = Gatekeeper(silo, "north")
     assert admit(gate, *instruction(job()), wanted=job()) == "t.py:T"
@@ -408,7 +421,7 @@ def test_the_silos_log_is_chained_signed_and_notices_every_change(silo: AgentCon
     for number in (1, 2, 3):
         step, message = instruction(wanted, number=number)
         gate.admit(step, message, wanted)
-        finished = Finished(step, "c" * 64, 16, "d" * 64, "float32", 10, {})
+        finished = Finished(step, "c" * 64, 16, "d" * 64, "float32")
         header = agent_pb2.UploadHeader(step=common_pb2.Step(**step._asdict()))
         header.content.digest, header.content.size = finished.digest, finished.size
         receipt = agent_pb2.UploadReceipt(status=agent_pb2.UploadReceipt.ACCEPTED, time=5.0)

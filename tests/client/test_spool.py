@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from roundtable.client.agent.delivery import header_of
 from roundtable.client.agent.spool import Finished, Spool
 from roundtable.client.door.incoming import step_of
+from roundtable.client.door.outgoing import UpdateFigures
 from roundtable.client.durable_files import replace_synced, write_file
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import write_update
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import EncodingError, ProtocolError, ResourceError
+from roundtable.core.observability.released import public
 from roundtable.proto import common_pb2
 
 STEP = StepKey("job-1", 3, 1, "train")
@@ -26,7 +28,7 @@ STEP = StepKey("job-1", 3, 1, "train")
 
 def finish(spool: Spool, step: StepKey = STEP, content: bytes = b"update") -> Finished:
     digest, size = write_file(spool.bytes_of(step), [content])
-    finished = Finished(step, digest, size, "f" * 64, "float32", 7, {"loss": (3.5, 7)})
+    finished = Finished(step, digest, size, "f" * 64, "float32", public(UpdateFigures(7, {"loss": (3.5, 7)})))
     spool.describe(finished)
     spool.sync(finished.step)
     return finished

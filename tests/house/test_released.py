@@ -11,6 +11,8 @@ import pytest
 from privacy_table import LEVELS, markdown
 from promises import PRIVACY
 
+from roundtable.client.door import outgoing
+from roundtable.client.step_key import StepKey
 from roundtable.core.observability.released import (
     EVENTS,
     FIELDS,
@@ -18,6 +20,7 @@ from roundtable.core.observability.released import (
     event_released,
     is_told,
     released,
+    tell,
     withheld,
 )
 from roundtable.engine.messages import RoundRecord
@@ -92,6 +95,75 @@ def test_an_event_tells_only_what_its_level_may(level: str) -> None:
         assert withheld(privacy).isdisjoint(known.detail[name] for name in detail)
         assert (message == "the whole truth") is is_told(privacy, *known.message)
         assert "alder" not in message or is_told(privacy, Tells.COHORT)
+
+
+MAKE_TOLD = {
+    "core/observability/released.py",
+    # The silo's policy withholds more than the table does; what it wrote down it had asked before.
+    "client/agent/gatekeeper.py",
+    "client/agent/spool.py",
+}
+SAY_PUBLIC = {"client/agent/spool.py", "client/agent/step_reports.py"}
+"""An update without figures; the bytes of an artifact that have gone, and that work begins."""
+
+
+def calls_of(name: str) -> set[str]:
+    """The files of the package that call a function or class by this name."""
+    return {
+        str(file.relative_to(ROOT))
+        for folder in ("core", "privacy", "engine", "client", "cluster", "server", "simulation", "api")
+        for file in (ROOT / folder).rglob("*.py")
+        if name in file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == name
+    }
+
+
+def test_only_the_doors_say_that_a_value_may_leave() -> None:
+    assert calls_of("Told") == MAKE_TOLD
+    assert calls_of("public") == SAY_PUBLIC
+
+
+def test_an_agent_encodes_what_its_data_made_from_told_values_alone() -> None:
+    """Fields that the table calls anything but public come out of a `Told`, to which mypy holds callers."""
+    place = ROOT / "client" / "door" / "outgoing.py"
+    found = set()
+    for function in ast.parse(place.read_text(encoding="utf-8")).body:
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        typed = {arg.arg for arg in function.args.args if "Told[" in ast.unparse(arg.annotation or arg)}
+        opened = {
+            ast.unparse(node.targets[0])
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and ast.unparse(node.value) in {f"{name}.value" for name in typed}
+        }
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func).removeprefix("agent_pb2.")
+            for field, value in ((each.arg or "", each.value) for each in call.keywords):
+                if FIELDS.get(name, {}).get(field, Tells.PUBLIC) is Tells.PUBLIC:
+                    continue
+                names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+                assert names & (typed | opened), f"{name}.{field} leaves by {function.name} unasked"
+                found.add((name, field))
+    silent = {"Exchange", "Train", "Evaluate"}
+    wanted = {
+        (name, field)
+        for name, table in FIELDS.items()
+        if name in agent_pb2.DESCRIPTOR.message_types_by_name and name not in silent
+        for field, kind in table.items()
+        if kind is not Tells.PUBLIC
+    }
+    assert found == wanted
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_encoder_refuses_what_nobody_asked_for(level: str) -> None:
+    step, seen = StepKey("job", 1, 1, "train"), outgoing.ProgressFigures(7, 9, 0.5)
+    with pytest.raises(AttributeError):
+        outgoing.progress(step, "training", seen)  # type: ignore[arg-type]
+    told = tell(LEVELS[level], Tells.SILO, seen, outgoing.ProgressFigures())
+    sent = outgoing.progress(step, "training", told).progress
+    assert (sent.done == 7) is is_told(LEVELS[level], Tells.SILO)
 
 
 def test_the_page_shows_the_tables() -> None:
