@@ -1,7 +1,8 @@
 """Saves and loads a round's state while it goes on: asynchronously, in safetensors, for any number of ranks.
 
 torch's distributed checkpoint does the work, on a process group of its own. A checkpoint counts once its
-`state.json` is there, which names every file by digest; copies go to other places, old ones are removed.
+`state.json` is there, which names every file by digest: a thread of rank 0 writes it as soon as all ranks
+have written, then makes copies in other places and removes old ones, while training goes on.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -55,7 +58,8 @@ class Checkpoints:
         self._folders = folders
         self._keep = keep
         self._group = group
-        self._pending: tuple[Any, Path, Position] | None = None
+        self._writing: Any = None
+        self.sealing: Future[None] | None = None
 
     def save(
         self,
@@ -82,22 +86,34 @@ class Checkpoints:
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
             staging.result()
-        self._pending = (getattr(response, "upload_completion", response), folder, position)
+        self._writing = getattr(response, "upload_completion", response)
+        if dist.get_rank() == 0:
+            self.sealing = Future()
+            arguments = (self._writing, self.sealing, folder, position)
+            Thread(target=self._settle, args=arguments, name="checkpoint", daemon=True).start()
 
     def finish(self) -> None:
-        """Waits for a save that is under way, and makes it count; all ranks call it together."""
-        if self._pending is None:
-            return
-        future, folder, position = self._pending
-        self._pending = None
-        future.result()
-        dist.barrier(self._group)
-        if dist.get_rank() == 0:
+        """Waits for a save that is under way until it counts; raises what went wrong with it."""
+        writing, sealing = self._writing, self.sealing
+        self._writing = self.sealing = None
+        if writing is not None:
+            writing.result()
+        if sealing is not None:
+            sealing.result()
+
+    def _settle(self, writing: Any, sealing: Future[None], folder: Path, position: Position) -> None:
+        """Makes a checkpoint count. Rank 0's writing has ended when every rank's has."""
+        try:
+            writing.result()
             _seal(folder, position)
             for other in self._folders[1:]:
                 _copy(folder, other / folder.name)
             for place in self._folders:
                 _prune(place, self._keep)
+        except BaseException as error:  # noqa: BLE001 - `finish` raises it on the thread that trains
+            sealing.set_exception(error)
+        else:
+            sealing.set_result(None)
 
     def newest(self, round: int, model: str) -> tuple[Path, Position] | None:
         """The newest whole checkpoint within this round from this model."""

@@ -75,6 +75,7 @@ class GroupExecutor:
         self._state = SiloState(Path(group.settings.jobs))
         self._job = ""
         self._ended = 0
+        self._saved: Checkpoints | None = None
         self._trainer: RankTrainer | None = None
         self._data: tuple[Any, Any] = (None, None)
         self._site = Site(group.settings.client)
@@ -271,12 +272,16 @@ class GroupExecutor:
         return ChainMap(*known)  # type: ignore[arg-type]
 
     def _checkpoints(self, job: str) -> Checkpoints:
+        """The job's checkpoints, when what the order before was writing is written."""
+        if self._saved is not None:
+            self._saved.finish()
         table = self._group.table
         places = checkpoint_places(self._group.folder, table, job)
         if dist.get_rank() == 0:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)
-        return Checkpoints(places, table.keep, self._group.saving)
+        self._saved = Checkpoints(places, table.keep, self._group.saving)
+        return self._saved
 
     def _resume(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from cluster_cases import Case, job_of, peak_memory, resume, save_midway, wide
+from cluster_cases import Case, job_of, peak_memory, resume, save_and_stop, save_midway, wide
 from cluster_plans import case, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +43,17 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_two(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
     for found in run_ranks(resume, 2, others, tmp_path):
         assert max(found.values()) < 1e-10, found
+
+
+def test_a_checkpoint_counts_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    each = case("zero3", plan("zero3", fsdp=2))
+    assert run_ranks(save_and_stop, 2, each, tmp_path) == [True, True]
+    for place in ("first", "second"):
+        assert [path.parent.name for path in (tmp_path / place).glob("*/state.json")] == [
+            "round-000001-step-00000002"
+        ]
+    for found in run_ranks(resume, 2, [each], tmp_path):
+        assert found["zero3"] < 1e-10
 
 
 @settings(deadline=None)

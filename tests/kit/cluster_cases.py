@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from roundtable.client.durable_files import digest_of
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import LocalWork
 from roundtable.cluster.parallel.anatomy import dissect
@@ -25,6 +28,7 @@ from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.links import Links, known_links
 from roundtable.cluster.plan.model_probe import example_batch
+from roundtable.cluster.train import checkpoints as saving
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.gradient_hooks import TopK, topk_hook
 from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
@@ -164,6 +168,37 @@ def save_midway(rank: int, case: Case, folder: Path) -> None:
 
     trainer.fit(batches, 1, done, watch)
     checkpoints.finish()
+
+
+def save_and_stop(rank: int, case: Case, folder: Path) -> bool:
+    """Trains some steps beyond a checkpoint, and stops without waiting; was it hashed by another thread?"""
+    _, _, start = reference(case)
+    trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    trainer.load(start, {})
+    data, _ = case.task.data(Site("silo"))
+    batches, done = trainer.batches(data, 1), RoundProgress()
+    checkpoints = Checkpoints([folder / "first", folder / "second"], 2, _cpu_group())
+    hashing: set[int] = set()
+
+    def watch(report: StepReport) -> None:
+        if report.step == 2:
+            assert trainer.optimizer is not None
+            position = Position(1, "m", report.step, done.seen, done.loss_sum)
+            checkpoints.save(trainer.replica, trainer.optimizer, position)
+        if report.step == 3:
+            if checkpoints.sealing is not None:
+                checkpoints.sealing.result(60)
+            raise KeyboardInterrupt
+
+    def hashed(path: Path) -> str:
+        hashing.add(threading.get_ident())
+        return digest_of(path)
+
+    with mock.patch.object(saving, "digest_of", hashed), contextlib.suppress(KeyboardInterrupt):
+        trainer.fit(batches, 1, done, watch)
+    # A rank's process group ends with it, and not while another rank still writes.
+    dist.barrier()
+    return threading.get_ident() not in hashing and (rank > 0 or bool(hashing))
 
 
 def resume(rank: int, cases: list[Case], folder: Path) -> dict[str, float]:
