@@ -120,6 +120,7 @@ class BookKeeping:
             if record.gradient is None:
                 continue
             inputs, gradient = record.inputs, record.gradient
+            _check_precision(record, gradient)
             if self._axis(record, gradient, size):
                 inputs, gradient = inputs.transpose(0, 1), gradient.transpose(0, 1)
             if without is not None:
@@ -198,6 +199,17 @@ def _check(model: nn.Module) -> None:
         if reason := objection(module):
             place = f"{name or 'the model itself'} ({type(module).__name__})"
             raise UnsupportedModel(f"{place} {reason}")
+
+
+def _check_precision(record: _Record, gradient: Tensor) -> None:
+    """A norm from fewer bits than the parameters have could be too small."""
+    own = next(record.owner.parameters()).dtype
+    kinds = {own, gradient.dtype} | ({record.inputs.dtype} if record.inputs.is_floating_point() else set())
+    if len(kinds) > 1:
+        raise UnsupportedModel(
+            f"{type(record.owner).__name__} computes in mixed precision "
+            f"({', '.join(sorted(map(str, kinds)))}): leave autocast out of the model and its loss"
+        )
 
 
 def _joined(uses: Sequence[Use]) -> list[Use]:

@@ -86,14 +86,22 @@ def sums_one_by_one(
 
     Call it before anything is attached to the model. Dropout is off meanwhile.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    sums = {p: torch.zeros_like(p) for p in parameters}
-    with _without_dropout(model):
-        for example in examples:
-            loss = loss_fn(model, fetch(torch.tensor([example]))).mean()
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            _add_clipped(sums, dict(zip(parameters, gradients, strict=True)), clip_norm)
+    sums = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
+    for gradients in _one_by_one(model, loss_fn, fetch, examples):
+        _add_clipped(sums, gradients, clip_norm)
     return sums
+
+
+def clipping_norm(
+    model: nn.Module, loss_fn: LossFunction, fetch: Fetch, examples: Sequence[int], clip_norm: float
+) -> float:
+    """A clip norm, no greater than the given one, by which more than half of the examples are clipped.
+
+    Where none is, sums are right whatever is taken for an example's norm, and a check of them shows nothing.
+    """
+    norms = torch.stack([_norm(each) for each in _one_by_one(model, loss_fn, fetch, examples)])
+    there = norms[norms.isfinite() & (norms > 0)]
+    return min(clip_norm, float(there.median()) / 2) if len(there) else clip_norm
 
 
 def check_sums(
@@ -141,14 +149,28 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
             attention.dropout = dropout
 
 
+def _one_by_one(
+    model: nn.Module, loss_fn: LossFunction, fetch: Fetch, examples: Sequence[int]
+) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Each example's gradient, of the parameters that its loss depends on."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with _without_dropout(model):
+        for example in examples:
+            loss = loss_fn(model, fetch(torch.tensor([example]))).mean()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            yield {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def _norm(gradients: dict[nn.Parameter, Tensor]) -> Tensor:
+    if not gradients:
+        return torch.zeros(())
+    return torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+
+
 def _add_clipped(
-    sums: dict[nn.Parameter, Tensor], gradients: dict[nn.Parameter, Tensor | None], clip_norm: float
+    sums: dict[nn.Parameter, Tensor], gradients: dict[nn.Parameter, Tensor], clip_norm: float
 ) -> None:
-    present = {p: g for p, g in gradients.items() if g is not None}
-    norm = (
-        torch.stack([g.square().sum() for g in present.values()]).sum().sqrt() if present else torch.zeros(())
-    )
-    factors, bad = clip_factors(norm.view(1), clip_norm)
+    factors, bad = clip_factors(_norm(gradients).view(1), clip_norm)
     if bad is None:
-        for parameter, gradient in present.items():
+        for parameter, gradient in gradients.items():
             sums[parameter].add_(gradient * factors[0])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from roundtable.core.errors import PrivacyError
 from roundtable.privacy.example_level.bookkeeping import BookKeeping
-from roundtable.privacy.example_level.checks import Fetch, check_sums, sums_one_by_one
+from roundtable.privacy.example_level.checks import Fetch, check_sums, clipping_norm, sums_one_by_one
 from roundtable.privacy.example_level.opacus_sums import INSTANTIATING, opacus_sum
 from roundtable.privacy.example_level.opacus_sums import MODES as OPACUS_MODES
 from roundtable.privacy.example_level.per_example_clipping import ClippedSum, LossFunction, UnsupportedModel
@@ -33,9 +33,9 @@ def choose(
 ) -> ClippedSum:
     """The first of `MODES` that gives the right sums for this model, a clearly faster one, or the one named.
 
-    Each is first checked against one backward pass for each of a few examples. Modes that would hold
-    more than a gibibyte of per-example gradients are left out. Raises `PrivacyError` with every mode's
-    reason where none works.
+    Each is first checked against one backward pass for each of a few examples, with the job's clip norm and
+    with one that clips most of them. Modes that would hold more than a gibibyte of per-example gradients are
+    left out. Raises `PrivacyError` with every mode's reason where none works.
     """
     if mode not in ("auto", "first", *MODES):
         raise PrivacyError(
@@ -47,17 +47,25 @@ def choose(
     model.train()
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
     with torch.random.fork_rng(devices=devices):
-        expected = sums_one_by_one(model, loss_fn, fetch, examples, clip_norm)
+        clipping = clipping_norm(model, loss_fn, fetch, examples, clip_norm)
+        expected = {
+            norm: sums_one_by_one(model, loss_fn, fetch, examples, norm) for norm in {clip_norm, clipping}
+        }
 
-        def attach(name: str) -> ClippedSum:
-            _check_memory(name, model, batch_size)
-            candidate = _attach(name, model, loss_fn, clip_norm)
+        def checked(name: str, norm: float) -> ClippedSum:
+            candidate = _attach(name, model, loss_fn, norm)
             try:
-                check_sums(candidate, model, expected, fetch(torch.tensor(examples)), len(examples))
+                check_sums(candidate, model, expected[norm], fetch(torch.tensor(examples)), len(examples))
             except UnsupportedModel:
                 candidate.close()
                 raise
             return candidate
+
+        def attach(name: str) -> ClippedSum:
+            _check_memory(name, model, batch_size)
+            if clipping != clip_norm:
+                checked(name, clipping).close()
+            return checked(name, clip_norm)
 
         batch = fetch(torch.arange(batch_size))
         names = MODES if mode in ("auto", "first") else (mode,)

@@ -22,6 +22,7 @@ from roundtable.privacy.example_level import (
 )
 from roundtable.privacy.example_level.checks import sums_one_by_one
 from roundtable.privacy.example_level.parameter_gradients import Product
+from roundtable.privacy.example_level.probe import choose
 
 WIDTH, WORDS, EMPTY = 8, 11, 2
 
@@ -336,6 +337,58 @@ def test_a_batch_as_large_as_a_sequence_is_long_keeps_the_dimension_it_was_found
     book.close()
     expected = sums_one_by_one(model, mean_loss, Sentences(), square, 0.02)
     torch.testing.assert_close(found, torch.cat([total.flatten() for total in expected.values()]))
+
+
+class Turned(nn.Module):
+    """Positions first inside: with as many examples as positions, no shape tells which is which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(0, 1)).sum((0, 2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("positions", [8, 7])
+def test_norms_are_checked_where_the_checked_examples_need_no_clipping(positions: int) -> None:
+    """Eight examples of eight positions, clipped by position: the sum is right while nothing is long."""
+    x = torch.randn(20, positions, 3, generator=torch_generator(3))
+    model = Turned()
+
+    def one_long_example() -> Tensor:
+        book = choose(model, lambda m, b: m(b), lambda i: x[i], 20, 8, 50.0, "bookkeeping")
+        sums = {p: torch.zeros_like(p) for p in model.parameters()}
+        book.accumulate(x[:8] + 1e3 * (torch.arange(8) == 3)[:, None, None], 8, sums)
+        book.close()
+        return torch.cat([total.flatten() for total in sums.values()])
+
+    if positions == 8:
+        with pytest.raises(PrivacyError, match="differ from those of each alone"):
+            one_long_example()
+    else:
+        others = sums_one_by_one(model, lambda m, b: m(b), lambda i: x[i], [0, 1, 2, 4, 5, 6, 7], 50.0)
+        rest = torch.cat([total.flatten() for total in others.values()])
+        assert float((one_long_example() - rest).norm()) <= 50.0
+
+
+class Halved(nn.Module):
+    """Autocast inside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.last(self.first(x)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def test_mixed_precision_is_refused_with_what_to_do() -> None:
+    book, x = BookKeeping(model := Halved(), lambda m, b: m(b), 1.0), torch.randn(4, 3)
+    with pytest.raises(UnsupportedModel, match="autocast"):
+        book.accumulate(x, 4, {p: torch.zeros_like(p) for p in model.parameters()})
+    book.close()
 
 
 def test_attention_across_the_examples_of_a_batch_is_refused() -> None:
