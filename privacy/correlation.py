@@ -88,6 +88,6 @@ def _words(job: JobConfig, models: Workload) -> str:
     server = job.aggregation.server_optimizer
     if server.name not in ("fedavg", "fedavgm"):
         return f"optimised for prefix sums, since steps of {server.name} are no sums of the rounds"
-    parts = [f"momentum {models.momentum:g}"] if models.momentum else []
+    parts = [f"the server's momentum {models.momentum:g}"] if models.momentum else []
     parts += [] if models.is_toeplitz else ["the learning-rate schedule"]
-    return "optimised for " + ("the server's " + " and ".join(parts) if parts else "prefix sums")
+    return f"optimised for {' and '.join(parts) or 'prefix sums'}"

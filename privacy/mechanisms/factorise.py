@@ -74,15 +74,18 @@ class Buffered:
     def __post_init__(self) -> None:
         if len(self.weights) != len(self.decays) or not self.weights:
             raise PrivacyError(
-                f"{len(self.weights)} weights and {len(self.decays)} decays: each buffer has one of both"
+                f"{len(self.weights)} coefficients and {len(self.decays)} decays: each buffer has one of both"
             )
         if not all(weight > 0.0 for weight in self.weights) or not sum(self.weights) <= 1.0:
             raise PrivacyError(
-                f"the buffers' weights {self.weights} must be above 0 and add up to at most 1: otherwise "
-                "the sensitivity is not known"
+                f"coefficients = {list(self.weights)}: the weights of buffers are above 0 and add up to at "
+                "most 1, or the sensitivity is not known; leave privacy.coefficients and decays out"
             )
         if not all(0.0 <= decay <= 1.0 - _LEAST_GAP for decay in self.decays):
-            raise PrivacyError(f"the buffers' decays {self.decays} must be from 0 to {1.0 - _LEAST_GAP:.6f}")
+            raise PrivacyError(
+                f"decays = {list(self.decays)}: those of buffers are from 0 to {1.0 - _LEAST_GAP:.6f}; leave "
+                "privacy.decays and coefficients out"
+            )
 
     @property
     def kept(self) -> int:
@@ -181,9 +184,11 @@ def best_factorisation(
 
 def _check(column: Vector) -> None:
     if len(column) == 0 or column[0] != 1.0 or not is_monotone(column):
+        begin = ", ".join(f"{value:g}" for value in column[:4]) + (", …" if len(column) > 4 else "")
         raise PrivacyError(
-            "the coefficients of a factorisation begin with 1, fall and stay at 0 or above: for others the "
-            "largest sensitivity over all ways to take part is not known"
+            f"coefficients = [{begin}]: banded noise takes those that begin with 1, never rise and are not "
+            "below 0, as for others the largest sensitivity over all ways to take part is not known; leave "
+            "privacy.coefficients out and have them optimised"
         )
 
 

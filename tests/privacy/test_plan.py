@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,32 @@ def test_amplified_sampling_and_correlated_noise_are_compared() -> None:
     assert poisson.prefix_error < plain.prefix_error
     assert ftrl.prefix_error < plain.prefix_error
     assert "MiB" in ftrl.remark
+
+
+@pytest.mark.parametrize(
+    ("changes", "server", "said"),
+    [
+        ({}, {}, ["which keeps the least of those with little noise; optimised for prefix sums"]),
+        ({"bands": 3}, {}, ["banded, 3 bands, as the job says", "independent"]),
+        ({"buffers": 2}, {"name": "fedavgm"}, ["BLT, 2 buffers", "the server's momentum 0.9"]),
+        (
+            {"coefficients": [1.0, 0.5]},
+            {"schedule": {"name": "step", "every": 3}},
+            ["with the job's own coefficients", "optimised for the learning-rate schedule"],
+        ),
+        ({"bands": 2}, {"name": "fedadam"}, ["prefix sums, since steps of fedadam are no sums"]),
+    ],
+)
+def test_the_plan_says_how_noise_is_correlated_and_why(
+    changes: dict[str, Any], server: dict[str, Any], said: list[str]
+) -> None:
+    job = config("dp_ftrl", **changes)
+    table = job.aggregation.model_dump() | {"server_optimizer": server}
+    job = JobConfig.model_validate({**job.model_dump(), "aggregation": table})
+    found = plan(job)
+    assert [part for part in said if part not in found.correlation] == []
+    assert found.correlation in render(found)
+    assert plan(config("client")).correlation == ""
 
 
 def test_a_meaningless_epsilon_is_called_so() -> None:
