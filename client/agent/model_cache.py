@@ -32,7 +32,6 @@ class ModelCache:
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
-        self._verified: set[str] = set()
         self._turn = asyncio.Lock()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -70,23 +69,29 @@ class ModelCache:
         """
         async with self._turn:
             path = self._folder / f"{artifact.digest}.safetensors"
-            if not self._have(path, artifact):
+            if not await asyncio.to_thread(self._have, path):
                 # Before and not after: the pages of memory that the oldest file had serve the new one.
                 self._prune(max(self._keep, users) - 1)
                 await self._download(stub, artifact, path, received)
             os.utime(path)
-            self._verified.add(artifact.digest)
             return path
 
-    def _have(self, path: Path, artifact: ArtifactName) -> bool:
-        if not path.is_file():
-            return False
-        # A file from before this process started may have been cut short by a crash of the machine.
-        if artifact.digest in self._verified or digest_of(path) == artifact.digest:
-            return True
-        _log.warning("the cached model %s is damaged and is downloaded again", artifact.digest[:12])
-        path.unlink()
-        return False
+    async def check(self, path: Path) -> None:
+        """TransferError unless a file that `fetch` gave is still whole: what came of it must not leave."""
+        if not await asyncio.to_thread(_is_whole, path):
+            raise TransferError(
+                f"the model {path.stem[:12]} was damaged on the silo's own disk while it was used: nothing "
+                "that came of it is sent, and the next step downloads it again; check the disk"
+            )
+
+    def _have(self, path: Path) -> bool:
+        """Whether the file is here and whole; a damaged one is removed. Blocks."""
+        # What was whole once may have been cut short by a crash, or have rotted since.
+        whole = _is_whole(path)
+        if not whole and path.is_file():
+            _log.warning("the cached model %s is damaged and is downloaded again", path.stem[:12])
+            path.unlink()
+        return whole
 
     async def _download(
         self,
@@ -128,7 +133,11 @@ class ModelCache:
         files = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
         for file in files[: max(0, len(files) - keep)]:
             file.unlink()
-            self._verified.discard(file.stem)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is here and has the bytes of the digest in its name."""
+    return path.is_file() and digest_of(path) == path.stem
 
 
 async def _receive(

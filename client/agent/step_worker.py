@@ -137,6 +137,7 @@ class StepWorker:
         step = work.step
         self._report(step, "evaluating")
         metrics = await self._trainer.evaluate(work, partial(self._progressed, work, "evaluating"))
+        await self._models.check(work.model)
         for words in left_out_or_cut(metrics, bounds).values():
             _log.warning("%s: %s", step, words)
         return self._gate.summed(summable(metrics, bounds))
@@ -178,6 +179,7 @@ class StepWorker:
         _log.info("%s: training", step)
         self._report(step, "training")
         trained = await self._trainer.train(work, partial(self._progressed, work, "training"))
+        await self._models.check(work.model)
         _log.info(
             "%s: trained on %d examples in %.2f s%s",
             step,
@@ -191,6 +193,7 @@ class StepWorker:
         step = work.step
         self._report(step, "evaluating")
         metrics = await self._trainer.evaluate(work, partial(self._progressed, work, "evaluating"))
+        await self._models.check(work.model)
         with refusing():
             await asyncio.to_thread(self._ledger.evaluation, step, model)
         _log.info("%s: evaluated%s", step, loss_of(metrics))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,33 @@ async def test_a_step_asked_twice_is_done_once(silo) -> None:
             await coordinator.hear("evaluated")
     assert [step.phase for step in trainer.done] == ["train", "evaluate"]
     assert coordinator.uploads[KEY].offsets == [0]
+
+
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+async def test_nothing_leaves_that_came_of_a_model_that_rotted_meanwhile(silo, log, phase: str) -> None:
+    coordinator, trainer = silo.coordinator, silo.inline()
+    done = getattr(trainer, phase)
+
+    async def spoiled(work: Any, progress: Any) -> Any:
+        result, before = await done(work, progress), work.model.stat()
+        data = work.model.read_bytes()
+        work.model.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        os.utime(work.model, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return result
+
+    setattr(trainer, phase, spoiled)
+    async with silo.agent(trainer):
+        coordinator.say(instruction=silo.instruction(phase=phase))
+        failed = await coordinator.hear("failure")
+        assert (failed.kind, "damaged on the silo's own disk" in failed.detail) == ("data_corruption", True)
+        assert not coordinator.uploads
+        setattr(trainer, phase, done)
+        coordinator.say(instruction=silo.instruction(attempt=2, phase=phase))
+        if phase == "train":
+            await coordinator.until(lambda: coordinator.receipts)
+        else:
+            await coordinator.hear("evaluated")
+    assert coordinator.downloads == [0, 0]
 
 
 async def test_a_newer_attempt_ends_the_older_one(silo) -> None:
