@@ -65,6 +65,13 @@ class Places:
         self._specs = {
             spec.name: own[spec.alias_of] if spec.alias_of is not None else spec for spec in layout.tensors
         }
+        self._names: dict[str, list[str]] = {}
+        for name, spec in self._specs.items():
+            self._names.setdefault(spec.name, []).append(name)
+
+    def names(self, spec: TensorSpec) -> list[str]:
+        """All names of a tensor, its own first: a file may hold it under any of them."""
+        return self._names[spec.name]
 
     def find(self, name: str) -> TensorSpec:
         """The spec that holds this tensor's place; LayoutError for a name that the layout lacks."""
@@ -89,8 +96,8 @@ def read_shards(
         spec = places.find(name)
         if spec.offset >= 0:
             whole = vector[spec.offset : spec.offset + spec.size].view(spec.shape)
-        elif spec.name in others:
-            whole = others[spec.name]
+        elif (known := next((each for each in places.names(spec) if each in others), None)) is not None:
+            whole = others[known]
         else:
             missing.append(name)
             continue

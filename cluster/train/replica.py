@@ -111,7 +111,8 @@ class Replica:
         if missing:
             raise LayoutError(
                 f"{missing[0]!r} has no initial value: it has the rule drop in [model], and the "
-                "task has no pretrained(site) that gives a safetensors file with it; or use the rule local"
+                "task has no pretrained(site) whose safetensors file has a tensor of that name; write "
+                "one from the model in memory (safetensors.torch.save_model), or use the rule local"
             )
         if (
             self.strategy.data_parallel in ("ddp", "zero1")

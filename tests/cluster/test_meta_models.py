@@ -16,9 +16,11 @@ from roundtable.cluster.parallel.meta_init import (
     model_on_meta,
     tied_names,
 )
+from roundtable.cluster.parallel.shards import Places, named_tensors, read_shards
 from roundtable.cluster.parallel.unsaved_constants import constants, drawn_constants
 from roundtable.core import Layout, Task
 from roundtable.core.errors import TaskError
+from roundtable.core.layout import LayoutRules
 from roundtable.core.task import initial_state
 
 CPU = torch.device("cpu")
@@ -52,6 +54,21 @@ def test_what_is_drawn_or_computed_from_weights_is_told_from_what_is_not() -> No
     values = {each.name: each.value for each in constants(real)}
     assert set(values) == {"positions", "drawn", "lengths", "offset"}
     assert torch.equal(values["positions"], dict(made.named_buffers())["positions"])
+
+
+def test_a_tied_weight_is_found_under_the_name_that_a_file_has() -> None:
+    task = Language(kind=Knotted)
+    real = task.model()
+    layout = Layout.of(real, LayoutRules(drop=("*",)))
+    # Files hold a weight once, under any of its names; here under the last.
+    last = {id(weight): name for name, weight in real.named_parameters(remove_duplicate=False)}
+    held = {name: real.get_parameter(name).detach() for name in last.values()}
+    assert len(held) < len(real.state_dict())
+    made = model_on_meta(task)
+    allocate(made, CPU)
+    assert read_shards(named_tensors([made]), Places(layout), torch.zeros(0), held) == []
+    for name, weight in real.named_parameters():
+        assert torch.equal(made.get_parameter(name), weight), name
 
 
 def shared_by_data() -> nn.Module:
