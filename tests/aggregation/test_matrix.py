@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,9 @@ from roundtable.aggregation import (
 )
 from roundtable.aggregation.rows import matrix as matrix_module
 from roundtable.aggregation.rows.matrix import CELL
+from roundtable.aggregation.rows.row_digests import DamagedRows
 from roundtable.core.errors import InvalidUpdate
+from roundtable.privacy import CentralDP, SecureNoise
 
 ROWS, COLUMNS = 11, 5 * CELL + 123
 RULES: list[tuple[str, dict[str, Any]]] = [
@@ -103,6 +106,54 @@ def test_files_give_what_memory_gives(
     )
     assert torch.equal(in_memory.vector, out_of_core.vector)
     assert in_memory.weights == out_of_core.weights
+
+
+@pytest.mark.parametrize("pre", [(), (("arc", {"f": 2}), ("nnm", {"f": 2}))], ids=["alone", "arc+nnm"])
+@pytest.mark.parametrize(("rule", "parameters"), RULES, ids=[name for name, _ in RULES])
+def test_whatever_a_rule_reads_is_hashed(
+    rule: str,
+    parameters: dict[str, Any],
+    pre: tuple[tuple[str, dict[str, Any]], ...],
+    values: torch.Tensor,
+    tmp_path: Path,
+) -> None:
+    """The lowest bit of one value: too little for a rule to notice by itself."""
+    paths, digests = stored_rows(values, tmp_path)
+    config = AggregationConfig(rule, parameters, pre)
+    whole = FileMatrix(paths, COLUMNS, digests=digests)
+    aggregate(whole, clients(), config, seed=3, context=context(values))
+    flip(paths[5], 2 * COLUMNS)
+    with pytest.raises(DamagedRows) as raised:
+        aggregate(
+            FileMatrix(paths, COLUMNS, digests=digests), clients(), config, seed=3, context=context(values)
+        )
+    assert raised.value.digests == (digests[5],)
+
+
+@pytest.mark.parametrize("slices", [(), (slice(0, 9000), slice(9000, COLUMNS))], ids=["whole", "by layer"])
+def test_whatever_central_noise_is_added_to_is_hashed(
+    slices: tuple[slice, ...], values: torch.Tensor, tmp_path: Path
+) -> None:
+    paths, digests = stored_rows(values, tmp_path)
+    mechanism = CentralDP(1.0, 1.0, float(ROWS), slices)
+    mechanism.prepare(FileMatrix(paths, COLUMNS, digests=digests), SecureNoise())
+    flip(paths[2], -1)
+    with pytest.raises(DamagedRows):
+        mechanism.prepare(FileMatrix(paths, COLUMNS, digests=digests), SecureNoise())
+
+
+def stored_rows(values: torch.Tensor, folder: Path) -> tuple[list[Path], list[str]]:
+    """Files with the rows alone, and their digests."""
+    paths = [folder / str(index) for index in range(ROWS)]
+    for path, row in zip(paths, values, strict=True):
+        path.write_bytes(row.numpy().tobytes())
+    return paths, [blake3(path.read_bytes()).hexdigest() for path in paths]
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
 
 
 def test_order_of_arrival_does_not_show(values: torch.Tensor, files: list[Path]) -> None:
