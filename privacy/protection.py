@@ -30,7 +30,7 @@ SILOS = "silos that collude"
 MACHINE = "who runs the coordinator's machine"
 
 _HONEST = "the coordinator adds the noise as it says, and keeps updates and noise to itself"
-_SECRET = f"{_HONEST}, and tells nobody who was drawn"
+_SECRET = f"{_HONEST}, and tells nobody who was drawn, nor does the time at which rounds end"
 _APART = f"{_HONEST}, and holds silos to the separation"
 _SHARES = "as many honest silos as planned finish each round, and secure aggregation is not broken"
 _OWN = "none: each silo adds all of the noise before anything leaves it"

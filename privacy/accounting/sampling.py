@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roundtable.core.errors import PrivacyError
+
+_RARELY = 1e-3
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class SamplingModel:
     def rate(self) -> float:
         """Cohort over the population of a group."""
         return self.cohort * self.groups / self.population
+
+    @property
+    def nobody(self) -> float:
+        """The chance that a round's cohort is empty, over the division into groups too; 0 of a fixed size."""
+        return (1.0 - self.cohort / self.population) ** self.population if self.kind == "poisson" else 0.0
 
     def fields(self) -> Mapping[str, Any]:
         """The fields of a `Charge` that describe this sampling."""
@@ -53,7 +60,19 @@ def cyclic_poisson(population: int, groups: int, probability: float) -> Sampling
         "but those who run the coordinator's machine. A silo knows its own coin, which tells nothing of "
         "another's."
     )
-    return SamplingModel("poisson", population, probability * population / groups, text, groups)
+    return _ending(SamplingModel("poisson", population, probability * population / groups, text, groups))
+
+
+def _ending(sampling: SamplingModel) -> SamplingModel:
+    """With a sentence on when empty rounds end, which tells who did not take part, where they are likely."""
+    if sampling.nobody < _RARELY:
+        return sampling
+    text = (
+        f"{sampling.sentence} A round of nobody, which comes with probability {sampling.nobody:.2g}, ends at "
+        "once, and everybody can tell that by the time: what it says of who took part is not in epsilon. "
+        "More silos in a round, or in a group, make it rare."
+    )
+    return replace(sampling, sentence=text)
 
 
 def accountant_for(strategy: str, population: int, cohort: float, secret: bool = True) -> SamplingModel:
@@ -81,7 +100,7 @@ def accountant_for(strategy: str, population: int, cohort: float, secret: bool =
             "who is not told who took part: all but those who run the coordinator's machine. A silo knows "
             "its own coin, which tells nothing of another's."
         )
-        return SamplingModel("poisson", population, cohort, text)
+        return _ending(SamplingModel("poisson", population, cohort, text))
     if strategy == "uniform" and cohort == population:
         text = (
             f"All of the {population} silos take part in every round: there is no sampling to amplify it, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roundtable.core.config import JobConfig, parse_job
@@ -21,6 +22,7 @@ from roundtable.privacy import (
     render,
 )
 from roundtable.privacy.accounting.accountants import gaussian_epsilon
+from roundtable.privacy.accounting.sampling import cyclic_poisson
 
 POPULATION = 1000
 
@@ -123,6 +125,16 @@ def test_fixed_size_sampling_is_charged_as_such() -> None:
     assert 3.9 < compose(as_drawn, 1e-5, "rdp") <= 4.0
     as_poisson = charges(config(), noise, POPULATION, 10, 30)
     assert compose(as_poisson, 1e-5, "rdp") < 2.0
+
+
+@pytest.mark.parametrize(("silos", "groups", "told"), [(100, 16, "0.37"), (100, 4, "0.017"), (400, 4, "")])
+def test_the_chance_of_a_round_of_nobody_is_told(silos: int, groups: int, told: str) -> None:
+    """Its end at once tells that no silo of the group took part, which no amplification allows for."""
+    sampling = cyclic_poisson(silos, groups, 0.16)
+    drawn = np.random.default_rng(1).random((4000, silos)) < 0.16 / groups
+    assert float((~drawn.any(axis=1)).mean()) == pytest.approx(sampling.nobody, abs=0.03)
+    assert ("ends at once" in sampling.sentence) == bool(told)
+    assert f"probability {told}" in sampling.sentence
 
 
 def test_a_cohort_too_small_for_any_signal_is_warned_of_with_the_ratio() -> None:
