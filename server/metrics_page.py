@@ -28,6 +28,7 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.privacy_report import Books, books
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Sessions
+from roundtable.server.leadership.election import Sight
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.services.security import Security
 from roundtable.server.store import AgentRow, Database
@@ -52,7 +53,9 @@ class CoordinatorPage:
         credentials: Credentials,
         observer: CoordinatorObserver,
         clock: Callable[[], float],
+        sight: Callable[[], Sight | None],
     ) -> None:
+        self._sight = sight
         self._config = config
         self._credentials = credentials
         self._observer = observer
@@ -77,9 +80,9 @@ class CoordinatorPage:
         self._parts = None
 
     async def ready(self) -> tuple[bool, str]:
-        """One that stands by is ready: it answers callers and takes over by itself."""
+        """One that stands by is ready while its database answers: else it could not take over."""
         if self._parts is None:
-            return True, "standing by"
+            return _stands_by(self._sight())
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._parts[2].read(lambda connection: connection.execute(sa.select(1)).scalar())
@@ -104,8 +107,11 @@ class CoordinatorPage:
             open_ones = (runner for runner in jobs.runners() if runner.tells_cohorts)
             waiting["events",] = float(sum(runner.inbox.waiting for runner in open_ones))
             page.gauge("roundtable_queue_length", "what waits to be done", waiting, ("queue",))
-            answers = {(): float(self._answers)}
-            page.gauge("roundtable_database_up", "whether the database answered when asked last", answers)
+            _database_up(page, self._answers)
+        elif (sight := self._sight()) is not None:
+            _database_up(page, not sight.trouble)
+            text = "how long ago one that stands by has read the lease"
+            page.gauge("roundtable_standby_lag_seconds", text, {(): sight.lag})
         return page.made
 
     def _counted(self, page: Families) -> None:
@@ -225,8 +231,21 @@ class DatabaseAway:
     async def figures(self) -> list[Metric]:
         page = Families()
         page.gauge("roundtable_coordinator_active", "1 active, 0 standing by", {(): 0.0})
-        page.gauge("roundtable_database_up", "whether the database answered when asked last", {(): 0.0})
+        _database_up(page, False)
         return page.made
+
+
+def _database_up(page: Families, answers: bool) -> None:
+    text = "whether the database answered when asked last"
+    page.gauge("roundtable_database_up", text, {(): float(answers)})
+
+
+def _stands_by(sight: Sight | None) -> tuple[bool, str]:
+    if sight is None:
+        return False, "starting"
+    if sight.trouble:
+        return False, f"standing by, and the database does not answer: {sight.trouble}"
+    return True, f"standing by, the lease read {sight.lag:.1f} s ago"
 
 
 def _expected(connection: Connection) -> list[AgentRow]:

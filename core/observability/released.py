@@ -205,7 +205,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
             Tells.PUBLIC,
             "coordinator_active database_up calls_refused round_seconds phase_seconds jobs job_rounds_done "
             "job_rounds_wanted job_running job_silos_online job_silos_known job_silos_needed "
-            "silos_silent quota_refusals privacy_epsilon_spent privacy_epsilon_budget "
+            "silos_silent standby_lag_seconds quota_refusals privacy_epsilon_spent privacy_epsilon_budget "
             "privacy_epsilon_left event_loop_lag_seconds disk_free_bytes disk_size_bytes "
             "certificate_expires_timestamp_seconds transfer_bytes rounds",
         ),

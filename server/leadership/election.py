@@ -7,7 +7,8 @@ import fcntl
 import logging
 import os
 import secrets
-from contextlib import suppress
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundtable.core.errors import ResourceError, StorageError
@@ -27,10 +28,34 @@ SHARE_OF_LEASE = 0.25
 """How often, in parts of its length, a lease is renewed, and asked for by those that stand by."""
 
 
+@dataclass(frozen=True)
+class Sight:
+    """What a coordinator that stands by has seen of the lease: whose it is, and when that was read (monotonic
+    seconds). `failure` is why reading it failed since, empty if it did not."""
+
+    active: str
+    read: float
+    patience: float
+    failure: str = ""
+
+    @property
+    def lag(self) -> float:
+        """Seconds since the lease was read. Rows and models are shared: it is behind in nothing else."""
+        return time.monotonic() - self.read
+
+    @property
+    def trouble(self) -> str:
+        """Why it could not take over now; empty if it could."""
+        if not self.failure and self.lag > self.patience:
+            return f"no answer for {self.lag:.0f} s"
+        return self.failure
+
+
 class Leadership:
     """The hold on a database and its artifacts: by locks on files with SQLite, by a lease with PostgreSQL.
 
     `taken` opens the database once it is this process's to write; `kept` returns when it no longer is.
+    `sight` is what it sees while it stands by, None before and after.
     """
 
     def __init__(self, config: ServerConfig, credentials: Credentials) -> None:
@@ -40,6 +65,7 @@ class Leadership:
         self._locks: list[int] = []
         self._database: Database | None = None
         self._lease: Lease | None = None
+        self.sight: Sight | None = None
 
     async def taken(self) -> Database:
         """Waits until the database is ours; at once, unless another coordinator on PostgreSQL has it.
@@ -98,18 +124,30 @@ class Leadership:
             os.close(descriptor)
         self._locks = []
 
+    def _active(self) -> str:
+        return self.sight.active if self.sight else ""
+
     async def _stand_by(self, lease: Lease) -> None:
         """Refuses calls while another coordinator is active; also waits while the database is away."""
-        active = ""
-        async with standing_by(self.listen, self._credentials, lambda: active) as port:
+        self.sight = sight = Sight("", time.monotonic(), lease.seconds)
+        async with standing_by(self.listen, self._credentials, self._active) as port:
             self.listen = f"{self.listen.rpartition(':')[0]}:{port}"
             announce(f"coordinator is standing by on {self.listen}; Ctrl-C stops it")
             while True:
-                with suppress(StorageError):
+                try:
                     active = (await asyncio.to_thread(lease.holder)).address
                     if await asyncio.to_thread(lease.acquire):
                         break
+                    if sight.failure:
+                        log.info("the database answers again")
+                    sight = Sight(active, time.monotonic(), lease.seconds)
+                except StorageError as error:
+                    if not sight.failure:
+                        log.error("this coordinator stands by and cannot take over: %s", error)
+                    sight = replace(sight, failure=str(error))
+                self.sight = sight
                 await asyncio.sleep(SHARE_OF_LEASE * lease.seconds)
+        self.sight = None
         log.warning("this coordinator takes over, under lease number %d", lease.token)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from roundtable.core.errors import ResourceError
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.coordinator import until_it_answers
+from roundtable.server.leadership.election import Sight
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -234,6 +236,51 @@ async def test_a_database_that_stays_away_is_told_until_it_answers(
     async with asyncio.timeout(60):
         await waiting
     stopping.cancel()
+
+
+async def test_one_that_stands_by_tells_whether_it_could_take_over(
+    settings: Callable[..., ServerConfig], postgresql: PostgreSQL
+) -> None:
+    database, port = postgresql.fresh(), free_port()
+    second = Coordinator(settings(database=database, metrics=f"127.0.0.1:{port}", lease=1.0, state="second"))
+    async with running(settings(database=database, lease=60.0)) as active:
+        starting = asyncio.create_task(second.start())
+        try:
+            _, said = await until_ready(port, 200)
+            assert said.startswith("standing by, the lease read ")
+            found = await figures(port)
+            assert value(found, "roundtable_database_up") == 1
+            assert 0 <= value(found, "roundtable_standby_lag_seconds") < 1
+            assert value(found, "roundtable_coordinator_active") == 0
+            postgresql.stop()
+            _, said = await until_ready(port, 503)
+            assert said.startswith("standing by, and the database does not answer: database postgresql")
+            assert value(await figures(port), "roundtable_database_up") == 0
+            postgresql.start()
+            _, said = await until_ready(port, 200)
+            assert said.startswith("standing by, the lease read ")
+            assert value(await figures(port), "roundtable_database_up") == 1
+            assert not starting.done()
+            assert not active.deposed.is_set()
+        finally:
+            starting.cancel()
+            await asyncio.wait([starting])
+
+
+def test_a_lease_that_cannot_be_read_for_its_length_is_trouble() -> None:
+    """A database that takes the question and never answers raises nothing."""
+    assert Sight("hub:1", time.monotonic(), 6.0).trouble == ""
+    assert Sight("hub:1", time.monotonic() - 9.0, 6.0).trouble == "no answer for 9 s"
+
+
+async def until_ready(port: int, wanted: int) -> tuple[int, str]:
+    """Asks until the page of readiness has this status."""
+    async with asyncio.timeout(60):
+        while not await listens(port):
+            pass
+        while (answer := await get(port, "/readyz"))[0] != wanted:
+            pass
+    return answer
 
 
 async def listens(port: int) -> bool:
