@@ -17,7 +17,7 @@ from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.plain_rounds import DamagedUpdates
 from roundtable.server.jobs.round_collection import RoundCollection
-from roundtable.server.operations.incidents import storage_incident
+from roundtable.server.operations.incidents import rot_incident, storage_incident
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.storage.location import Unreachable
 from roundtable.server.store.database import LeaseLost
@@ -107,6 +107,7 @@ class AggregateAction:
                     raise
                 stored = {*clients, action.model, action.optimizer}
                 await self._mend([digest for digest in digests if digest in stored], clients)
+                self._services.alerts.tell(rot_incident(), str(error), self._services.clock(), self._job)
         raise AssertionError("the last try returns or raises")
 
     async def _mend(self, digests: Sequence[str], clients: Mapping[str, str]) -> None:

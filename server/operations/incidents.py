@@ -124,6 +124,12 @@ def storage_incident(detail: str) -> Incident:
     )
 
 
+def rot_incident() -> Incident:
+    """The coordinator's disk gave back other bytes than were stored, and a whole copy took their place."""
+    advice = "check the coordinator's disk: what it has spoilt once it spoils again"
+    return Incident("data_corruption", "error", advice, "fetched a whole copy and combined the round again")
+
+
 def driver_incident() -> Incident:
     """A job's driver has met an error that nobody expected."""
     advice = "report what the coordinator's log says of it; `roundtable job resume` tries again"

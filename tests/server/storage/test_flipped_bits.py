@@ -26,6 +26,7 @@ from roundtable.aggregation.rows.row_digests import DamagedRows
 from roundtable.proto import operator_pb2
 from roundtable.server import ServerConfig, load_server_config
 from roundtable.server.jobs import combiner
+from roundtable.server.operations.alerts import Alerts
 from roundtable.server.services import transfer
 from roundtable.server.storage import bucket, replicas
 from roundtable.server.storage.artifact_store import ArtifactStore, DamagedArtifact
@@ -213,12 +214,16 @@ async def test_what_lies_elsewhere_too_is_fetched(
 ) -> None:
     for module in (bucket, replicas):
         monkeypatch.setattr(module, "LONGEST_PAUSE", 0.05)
+    told: list[str] = []
+    monkeypatch.setattr(Alerts, "tell", lambda self, incident, *_: told.append(incident.kind))
     rot = Rot(kind, place, 1)
     at(stage, rot, monkeypatch)
     address = f"memory://{secrets.token_hex(4)}"
     config = settings(bucket=f"{address}/home", copies=[f"{address}/copy"])
     assert await models(config, certificates) == (undisturbed, DONE)
     assert rot.done
+    if stage in ("combining", "combined"):
+        assert told == ["data_corruption"], "an operator hears of a disk that forgets"
 
 
 @pytest.mark.parametrize(
