@@ -6,7 +6,7 @@ table (`tools/privacy_table.py`), and a test compares it with every message, rec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar, final
@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, final
 from roundtable.core.privacy_table import BareUpdates, NoPrivacy, Private, has_secret_cohorts, hides_figures
 
 _Value = TypeVar("_Value")
+_Other = TypeVar("_Other")
 
 
 class Tells(Enum):
@@ -64,6 +65,10 @@ class Told(Generic[_Value]):
     """
 
     value: _Value
+
+    def become(self, change: Callable[[_Value], _Other]) -> Told[_Other]:
+        """What follows from the value alone may leave as it may."""
+        return Told(change(self.value))
 
 
 def tell(privacy: NoPrivacy | Private, kind: Tells, value: _Value, instead: _Value) -> Told[_Value]:
@@ -191,6 +196,12 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.NOISY, "model optimizer"),
         **_of(Tells.COHORT, "cohort contributors closed asked"),
         "updates": Tells.UPDATE,
+    },
+    # Where a job stands, behind JobDetail and ClientActivity.
+    "view": {
+        **_of(Tells.PUBLIC, "round attempt phase status reason deadline"),
+        "model": Tells.NOISY,
+        **_of(Tells.COHORT, "clients waiting_for"),
     },
     # A round in numbers: trackers and spans. A mean has the prefix `train_` or `before_`, or its own name.
     "figures": {

@@ -21,6 +21,7 @@ from roundtable.core.errors import (
     StorageError,
 )
 from roundtable.core.failpoints import failpoint
+from roundtable.core.observability.released import public
 from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import CentralNoise, RoundEngine
@@ -147,7 +148,9 @@ class JobRegistry:
             await self._check_model(submission.model)
             population, spent = await self._population(job), await self._spent(job)
             row, artifact = await asyncio.to_thread(self._prepare, submission, job, population, spent)
-            first = EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
+            first = public(
+                EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
+            )
             await self._services.database.write(
                 lambda connection: store.insert_job(connection, row, artifact, [first])
             )
@@ -356,7 +359,7 @@ class JobRegistry:
         def write(connection: Connection) -> None:
             store.mark(connection, job, "paused", reason, now)
             number = store.last_sequence(connection, job) + 1
-            event = EventRow(number, now, "job_paused", reason, detail={"incident": incident.plain()})
+            event = public(EventRow(number, now, "job_paused", reason, detail={"incident": incident.plain()}))
             store.insert_events(connection, job, [event])
 
         self._services.alerts.tell(incident, reason, now, job)

@@ -40,7 +40,7 @@ class JobTracking:
         if self._thread is not None:
             self._began = record.started if self._began is None else self._began
             passed = {"time": record.ended - self._began, "seconds": record.ended - record.started}
-            values = {**Publication(self._config.privacy).figures(record), **passed}
+            values = {**Publication(self._config.privacy).figures(record).value, **passed}
             self._thread.submit(self._log, record.round, values)
 
     def close(self, finished: bool) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from sqlalchemy.engine import Connection
@@ -22,6 +24,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.foreign_text import printable
 from roundtable.core.layout import Layout
 from roundtable.core.observability.logs import belongs_to
+from roundtable.core.observability.released import Told
 from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.server.jobs.actions import JobActions, JobParts
@@ -44,10 +47,10 @@ _QUIET = (m.WorkStarted, m.ClientJoined, m.ClientLeft, m.Evaluated)
 class PendingTransition:
     """What one transaction has to hold, and the actions that are performed after it."""
 
-    events: list[EventRow] = field(default_factory=list)
+    events: list[Told[EventRow]] = field(default_factory=list)
     updates: list[UpdateRow] = field(default_factory=list)
     artifacts: list[ArtifactRow] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[Told[dict[str, Any]]] = field(default_factory=list)
     actions: list[m.Action] = field(default_factory=list)
     worth_writing: bool = False
 
@@ -134,11 +137,14 @@ class JobRunner:
         attempt = state.attempt
         return digest == (attempt.aggregated.model if attempt and attempt.aggregated else state.model)
 
-    def view(self) -> EngineView:
+    def view(self) -> Told[EngineView]:
         """The job's current state; a database or bucket that is away shows as what the job waits for."""
-        view = self._publication.view(self._engine.view())
-        waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for)))
-        return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
+
+        def with_trouble(view: EngineView) -> EngineView:
+            waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for)))
+            return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
+
+        return self._publication.view(self._engine.view()).become(with_trouble)
 
     def fault(self, error: BaseException) -> str:
         """What an unexpected error of this driver is, in words: where, at whose event, and what."""
@@ -238,24 +244,12 @@ class JobRunner:
             return
         self._sequence += 1
         now = self._services.clock()
-        detail = dict(shown.detail)
         incident = incident_of(shown)
         self._services.observer.noted(shown, incident)
         if incident is not None:
-            detail["incident"] = incident.plain()
-            self._services.alerts.tell(incident, shown.message, now, self.row.id, self.row.name)
-        batch.events.append(
-            EventRow(
-                self._sequence,
-                now,
-                shown.kind,
-                shown.message,
-                shown.round,
-                shown.attempt,
-                shown.client,
-                detail,
-            )
-        )
+            self._services.alerts.tell(incident, shown.value.message, now, self.row.id, self.row.name)
+        more = {} if incident is None else {"incident": incident.plain()}
+        batch.events.append(shown.become(partial(_event_row, self._sequence, now, more)))
 
     async def _finish(self, batch: PendingTransition) -> None:
         """Makes a batch durable, then performs its actions."""
@@ -273,7 +267,7 @@ class JobRunner:
     def _place(self, batch: PendingTransition) -> tuple[int, str]:
         """(round, phase) that this batch leads to, for failpoints; a commit counts as a phase."""
         if batch.records:
-            return batch.records[-1]["round"], m.COMMIT
+            return batch.records[-1].value["round"], m.COMMIT
         attempt = self._engine.state.attempt
         return (attempt.round, attempt.phase) if attempt else (0, "")
 
@@ -298,7 +292,7 @@ class JobRunner:
         await self._until_written(step, place)
         failpoint("transition_stored", *place)
         row = replace(self.row, version=step.version, status=step.status, reason=step.reason, updated=now)
-        for record in batch.records:
+        for record in (told.value for told in batch.records):
             row = replace(
                 row, model=record["model"], optimizer=record["optimizer"], rounds_done=record["round"]
             )
@@ -328,6 +322,11 @@ class JobRunner:
             else:
                 self._trouble = ""
                 return
+
+
+def _event_row(sequence: int, now: float, more: Mapping[str, Any], note: m.Note) -> EventRow:
+    detail = {**note.detail, **more}
+    return EventRow(sequence, now, note.kind, note.message, note.round, note.attempt, note.client, detail)
 
 
 def _client_of(event: m.Event) -> str:

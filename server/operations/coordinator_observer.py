@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundtable.core.observability.histograms import ProcessMetrics
+from roundtable.core.observability.released import Told
 from roundtable.core.observability.tracing import Span, Tracer
 from roundtable.engine import messages as m
 from roundtable.server.operations.incidents import Incident
@@ -33,9 +34,9 @@ class CoordinatorObserver:
         self._clock = clock
         self._places: dict[str, _Place] = {}
 
-    def noted(self, note: m.Note, incident: Incident | None) -> None:
+    def noted(self, told: Told[m.Note], incident: Incident | None) -> None:
         """Counts an event of a job's history."""
-        tally = self.tally
+        tally, note = self.tally, told.value
         tally.count("events", note.kind)
         if incident is not None:
             tally.count("incidents", incident.kind, incident.severity)
@@ -52,14 +53,16 @@ class CoordinatorObserver:
         if result in ("stale", "duplicate"):
             self.tally.count("refused", result)
 
-    def moved(self, job: str, step: m.Step | None, records: Sequence[dict[str, Any]], stored: float) -> None:
+    def moved(
+        self, job: str, step: m.Step | None, records: Sequence[Told[dict[str, Any]]], stored: float
+    ) -> None:
         """Times a job's durable transition: rounds in `records` are committed, and the job is at `step` now.
 
         `stored` is how long the transaction took, in seconds.
         """
         now = self._clock()
         for record in records:
-            self._committed(job, record, now, stored)
+            self._committed(job, record.value, now, stored)
         place = self._places.get(job)
         if place is not None and (step is None or step != place.step):
             self._left(job, place, step, now, bool(records))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from roundtable.core.observability.released import Told
 from roundtable.engine import messages as m
 
 Severity = Literal["info", "warning", "error", "critical"]
@@ -69,8 +70,9 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
 }
 
 
-def incident_of(note: m.Note) -> Incident | None:
+def incident_of(told: Told[m.Note]) -> Incident | None:
     """The incident that an event of a job reports; None for events that report none."""
+    note = told.value
     incident = _kind_of_incident(note)
     return incident and replace(incident, site=note.client, round=note.round, attempt=note.attempt)
 

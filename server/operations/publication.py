@@ -13,6 +13,7 @@ from roundtable.core.observability.released import (
     FIELDS,
     IN_THE_LOG,
     Tells,
+    Told,
     event_released,
     is_told,
     released,
@@ -40,16 +41,16 @@ class Publication:
     def _tells_updates(self) -> bool:
         return is_told(self._privacy, Tells.UPDATE)
 
-    def event(self, note: m.Note) -> m.Note | None:
+    def event(self, note: m.Note) -> Told[m.Note] | None:
         """The event as everybody may see it; None for one that stays in the coordinator's log."""
         place = {"round": note.round, "attempt": note.attempt, "client": note.client}
         found = event_released(note.kind, note.message, place, note.detail, self._privacy)
         if found is None:
             return None
         message, detail = found
-        return replace(note, message=message, detail=detail)
+        return Told(replace(note, message=message, detail=detail))
 
-    def record(self, record: m.RoundRecord) -> m.RoundRecord:
+    def record(self, record: m.RoundRecord) -> Told[m.RoundRecord]:
         """A committed round as everybody may see it; `withheld` names what was left out."""
         charge, kept_back = released("charge", record.charge, self._privacy)
         plain = {name: getattr(record, name) for name in record.__dataclass_fields__}
@@ -61,34 +62,37 @@ class Publication:
             # Who was left out could be told from who is missing.
             kept["contributors"] = tuple(sorted({*record.contributors, *record.excluded}))
         withheld = tuple(sorted([*gone, *(f"charge.{name}" for name in kept_back)]))
-        return m.RoundRecord(**{**kept, **empty, "charge": charge, "withheld": withheld})
+        return Told(m.RoundRecord(**{**kept, **empty, "charge": charge, "withheld": withheld}))
 
-    def plain(self, record: m.RoundRecord) -> dict[str, Any]:
+    def plain(self, record: m.RoundRecord) -> Told[dict[str, Any]]:
         """The record's JSON-able form, as the database keeps it."""
-        return record_to_plain(self.record(record))
+        return self.record(record).become(record_to_plain)
 
-    def figures(self, record: m.RoundRecord) -> dict[str, int | float]:
+    def figures(self, record: m.RoundRecord) -> Told[dict[str, int | float]]:
         """A committed round in numbers, for trackers; what is withheld is not there."""
-        shown = self.record(record)
-        measured = figures(shown)
         table = FIELDS["figures"]
-        return {
-            name: value
-            for name, value in measured.items()
-            if name not in table or is_told(self._privacy, table[name])
-        }
 
-    def view(self, view: EngineView) -> EngineView:
+        def measured(shown: m.RoundRecord) -> dict[str, int | float]:
+            # A mean has a name of its own, and is of what the record shows.
+            return {
+                name: value
+                for name, value in figures(shown).items()
+                if name not in table or is_told(self._privacy, table[name])
+            }
+
+        return self.record(record).become(measured)
+
+    def view(self, view: EngineView) -> Told[EngineView]:
         """Where the job stands, as everybody may see it."""
-        if not self.tells_cohorts:
-            waiting = "the updates of a secret cohort" if view.phase == m.TRAIN else view.waiting_for
-            if view.phase == m.EVALUATE:
-                waiting = "evaluations"
-            return replace(view, clients={}, waiting_for=waiting)
-        if not self._tells_updates:
-            clients = {name: replace(each, note="") for name, each in view.clients.items()}
-            return replace(view, clients=clients)
-        return view
+        plain = {name: getattr(view, name) for name in view.__dataclass_fields__}
+        kept, gone = released("view", plain, self._privacy)
+        waiting = "the updates of a secret cohort" if view.phase == m.TRAIN else view.waiting_for
+        hidden: dict[str, Any] = {name: type(plain[name])() for name in gone}
+        if "waiting_for" in gone:
+            hidden["waiting_for"] = "evaluations" if view.phase == m.EVALUATE else waiting
+        if "clients" in kept and not self._tells_updates:
+            kept["clients"] = {name: replace(each, note="") for name, each in view.clients.items()}
+        return Told(EngineView(**kept, **hidden))
 
     def fault(self, where: str, handled: str, what: str) -> str:
         """An unexpected error of the driver in words; at whose event, where that may be told."""

@@ -31,7 +31,7 @@ def _position(jobs: JobRegistry, job: str, stored: JobPosition | None) -> tuple[
     """(round, attempt) that the job has come to; every attempt at the last round of one that is over."""
     runner = jobs.runner(job)
     if runner is not None:
-        view = runner.view()
+        view = runner.view().value
         return view.round, view.attempt
     if stored is None:
         return None

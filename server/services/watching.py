@@ -23,7 +23,7 @@ def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> o
     """A job's current state, without its configuration and history."""
     if runner is None:
         return operator_pb2.JobDetail(job=job, round=row.rounds_done, waiting_for="")
-    view = runner.view()
+    view = runner.view().value
     return operator_pb2.JobDetail(
         job=job,
         round=view.round,

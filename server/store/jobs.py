@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.observability.released import Told
 from roundtable.server.store import tables
 from roundtable.server.store.artifacts import note_artifact
 from roundtable.server.store.audit import append_rounds
@@ -53,14 +54,16 @@ class Transition:
     snapshot: dict[str, Any]
     status: str
     reason: str
-    events: list[EventRow] = field(default_factory=list)
+    events: list[Told[EventRow]] = field(default_factory=list)
     updates: list[UpdateRow] = field(default_factory=list)
     artifacts: list[ArtifactRow] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[Told[dict[str, Any]]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
 
 
-def insert_job(connection: Connection, job: JobRow, artifact: ArtifactRow, events: list[EventRow]) -> None:
+def insert_job(
+    connection: Connection, job: JobRow, artifact: ArtifactRow, events: Sequence[Told[EventRow]]
+) -> None:
     """A new job with its initial model; IntegrityError for a request_id that is taken."""
     connection.execute(sa.insert(tables.jobs).values({**asdict(job), "snapshot": to_json(job.snapshot)}))
     note_artifact(connection, artifact)
@@ -72,6 +75,7 @@ def apply(connection: Connection, step: Transition) -> None:
 
     LeaseLost if somebody else has taken the job further in the meantime.
     """
+    records = [told.value for told in step.records]
     values: dict[str, Any] = {
         "snapshot": to_json(step.snapshot),
         "status": step.status,
@@ -80,7 +84,7 @@ def apply(connection: Connection, step: Transition) -> None:
         "writer": step.writer,
         "updated": step.time,
     }
-    for record in step.records:
+    for record in records:
         values |= {"model": record["model"], "optimizer": record["optimizer"], "rounds_done": record["round"]}
     table = tables.jobs.c
     change = sa.update(tables.jobs).where(table.id == step.job, table.version == step.version - 1)
@@ -89,13 +93,13 @@ def apply(connection: Connection, step: Transition) -> None:
         return
     for artifact in step.artifacts:
         note_artifact(connection, artifact)
-    for record in step.records:
+    for record in records:
         _insert_record(connection, step.job, record)
     _insert_updates(connection, step.job, step.updates)
     insert_events(connection, step.job, step.events)
-    charged = [(r["round"], r["attempt"]) for r in step.records if r["charge"]]
+    charged = [(r["round"], r["attempt"]) for r in records if r["charge"]]
     settle(connection, step.job, [*step.released, *charged], over=step.status in FINAL)
-    append_rounds(connection, step.job, step.time, step.records, step.events)
+    append_rounds(connection, step.job, step.time, records, [told.value for told in step.events])
 
 
 def _check_already_made(connection: Connection, step: Transition) -> None:
@@ -299,10 +303,11 @@ def _event(row: Any) -> EventRow:
     return EventRow(**{**values, "detail": json.loads(values["detail"])})
 
 
-def insert_events(connection: Connection, job: str, events: Sequence[EventRow]) -> None:
+def insert_events(connection: Connection, job: str, events: Sequence[Told[EventRow]]) -> None:
     """Adds events to a job's history."""
     if events:
-        rows = [{"job": job, **asdict(event), "detail": to_json(dict(event.detail))} for event in events]
+        told = [event.value for event in events]
+        rows = [{"job": job, **asdict(event), "detail": to_json(dict(event.detail))} for event in told]
         connection.execute(sa.insert(tables.events), rows)
 
 

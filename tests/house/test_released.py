@@ -24,6 +24,7 @@ from roundtable.core.observability.released import (
     withheld,
 )
 from roundtable.engine.messages import RoundRecord
+from roundtable.engine.view import EngineView
 from roundtable.proto import agent_pb2, operator_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,7 @@ def test_every_message_that_leaves_is_in_the_table_field_by_field() -> None:
 
 def test_every_field_of_a_rounds_record_is_in_the_table() -> None:
     assert {field.name for field in fields(RoundRecord)} == FIELDS["round"].keys()
+    assert {field.name for field in fields(EngineView)} == FIELDS["view"].keys()
 
 
 def kinds_of_events() -> Iterator[str]:
@@ -102,9 +104,12 @@ MAKE_TOLD = {
     # The silo's policy withholds more than the table does; what it wrote down it had asked before.
     "client/agent/gatekeeper.py",
     "client/agent/spool.py",
+    # Which parts of an event, a record and a view may be told.
+    "server/operations/publication.py",
 }
-SAY_PUBLIC = {"client/agent/spool.py", "client/agent/step_reports.py"}
-"""An update without figures; the bytes of an artifact that have gone, and that work begins."""
+SAY_PUBLIC = {"client/agent/spool.py", "client/agent/step_reports.py", "server/jobs/job_registry.py"}
+"""An update without figures; the bytes of an artifact that have gone, and that work begins; that a job was
+submitted, or is paused at the coordinator's own fault."""
 
 
 def calls_of(name: str) -> set[str]:

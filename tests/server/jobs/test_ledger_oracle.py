@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 
 from roundtable.core import Layout, parse_job
 from roundtable.core.errors import PrivacyError, SiteFailure
+from roundtable.core.observability.released import public
 from roundtable.engine import RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.engine.validation.round_noise import CorrelatedRounds
@@ -137,7 +138,7 @@ class World(RuleBasedStateMachine):
             submitted=0.0,
             updated=0.0,
         )
-        first = EventRow(1, 0.0, "job_submitted", "here")
+        first = public(EventRow(1, 0.0, "job_submitted", "here"))
         artifact = ArtifactRow("0" * 64, 1, "model", 0.0)
         self.wait(self.database.write(lambda c: store.insert_job(c, row, artifact, [first])))
         driving.failpoint = self.reach

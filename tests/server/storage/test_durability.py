@@ -21,6 +21,7 @@ from scripted_agent import ScriptedAgent
 from service import Operator, running
 
 from roundtable.core.errors import ConfigError, ResourceError, StorageError
+from roundtable.core.observability.released import public
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig, clock
@@ -258,8 +259,8 @@ async def test_faults_are_events_with_advice_and_alerts_by_webhook_and_command(
 
 
 def test_an_operators_pause_is_no_fault() -> None:
-    assert incident_of(m.Note("job_paused", "paused by olga")) is None
-    assert incident_of(m.Note("round_started", "round 1")) is None
+    assert incident_of(public(m.Note("job_paused", "paused by olga"))) is None
+    assert incident_of(public(m.Note("round_started", "round 1"))) is None
 
 
 def test_a_clock_that_was_set_is_noticed_and_moves_nothing(

@@ -17,6 +17,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from roundtable.core.errors import ConfigError, StorageError
+from roundtable.core.observability.released import public
 from roundtable.server.store import (
     AgentRow,
     ArtifactRow,
@@ -83,6 +84,7 @@ def transition(version: int, **changes: Any) -> Transition:
         "status": "running",
         "reason": "",
     }
+    changes["records"] = [public(each) for each in changes.get("records", ())]
     return Transition(**{**values, **changes})
 
 
@@ -114,7 +116,7 @@ OLGA = ("operator", "olga")
 
 async def with_job(database: Database, **changes: Any) -> JobRow:
     row = job_row(**changes)
-    first = EventRow(1, 1.0, "job_submitted", "here")
+    first = public(EventRow(1, 1.0, "job_submitted", "here"))
     await write(database, store.insert_job, row, ArtifactRow("0" * 64, 10, "model", 1.0), [first])
     return row
 
@@ -172,7 +174,7 @@ async def test_a_transition_is_made_once(opened: Database) -> None:
     row = await with_job(opened)
     step = transition(
         2,
-        events=[EventRow(2, 2.0, "k", "m", 1, 1, "alder", {"x": 1})],
+        events=[public(EventRow(2, 2.0, "k", "m", 1, 1, "alder", {"x": 1}))],
         updates=[update()],
         artifacts=[ArtifactRow("d" * 64, 16, "update", 2.0)],
         records=[record(1)],
@@ -187,7 +189,7 @@ async def test_a_transition_is_made_once(opened: Database) -> None:
     assert events[1].detail == {"x": 1}
     assert len(await opened.read(lambda connection: store.history(connection, row.id))) == 1
     receipt = await opened.read(lambda connection: store.receipt_of(connection, row.id, 1, 1, "alder"))
-    assert receipt == ("accepted", "")
+    assert receipt == ("accepted", "", "d" * 64, 16)
 
 
 async def test_the_newest_rounds_are_read_a_page_at_a_time(
