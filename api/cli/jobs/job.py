@@ -16,7 +16,16 @@ from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
 from roundtable.cli.jobs.watch import follow, make_display
 from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
-from roundtable.cli.shared.output import ago, as_dict, interruptible, print_json, print_table, say, say_lines
+from roundtable.cli.shared.output import (
+    ago,
+    as_dict,
+    interruptible,
+    print_json,
+    print_table,
+    say,
+    say_lines,
+    working,
+)
 from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +49,8 @@ def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
     """Check a job file: its keys, its task, the model's layout, aggregation and privacy."""
     from roundtable.preparation import prepare
 
-    summary = summary_of(prepare(file, overrides))
+    with interruptible("Nothing was changed."), working(f"checking {file}"):
+        summary = summary_of(prepare(file, overrides))
     if as_json:
         print_json(summary)
         return
@@ -78,7 +88,8 @@ def submit(
 
     with connect(coordinator, credentials) as operator:
         operator.status()
-        prepared = prepare(file, overrides, start)
+        with working(f"checking {file}"):
+            prepared = prepare(file, overrides, start)
         for warning in prepared.warnings:
             say(f"warning: {warning}", err=True)
         with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:

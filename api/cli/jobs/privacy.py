@@ -11,7 +11,7 @@ import click
 from roundtable.cli.jobs.privacy_audit import audit
 from roundtable.cli.jobs.privacy_ledger import budget, export, show
 from roundtable.cli.shared.options import json_option, set_option
-from roundtable.cli.shared.output import print_json, say_lines
+from roundtable.cli.shared.output import interruptible, print_json, say_lines, working
 
 
 @click.group()
@@ -44,15 +44,16 @@ def plan(file: Path, overrides: dict[str, Any], image: Path | None, group: int |
     from roundtable.privacy import plot, privacy_plan, render
     from roundtable.privacy.levels import group_spending
 
-    prepared = prepare(file, overrides)
-    job = prepared.job
-    plan_of_job = privacy_plan(job, likely_population(job), prepared.model.layout.size)
-    if image is not None:
-        plot(plan_of_job, image)
-    of_group = None
-    if group is not None:
-        population, noise = likely_population(job), plan_of_job.noise_multiplier
-        of_group = group_spending(job, noise, population, prepared.model.layout.size, group)
+    with interruptible("Nothing was changed."), working("solving for the noise, and comparing mechanisms"):
+        prepared = prepare(file, overrides)
+        job = prepared.job
+        plan_of_job = privacy_plan(job, likely_population(job), prepared.model.layout.size)
+        if image is not None:
+            plot(plan_of_job, image)
+        of_group = None
+        if group is not None:
+            population, noise = likely_population(job), plan_of_job.noise_multiplier
+            of_group = group_spending(job, noise, population, prepared.model.layout.size, group)
     if as_json:
         print_json({**asdict(plan_of_job), **({"group": group, "group_epsilon": of_group} if group else {})})
         return

@@ -91,6 +91,17 @@ def console() -> Console:
     return Console(width=_WIDE, highlight=False, markup=False, emoji=False)
 
 
+@contextmanager
+def working(on: str) -> Iterator[None]:
+    """Says what takes seconds, with a moving sign, until the block ends; on a terminal only."""
+    screen = console()
+    if not screen.is_terminal:
+        yield
+        return
+    with screen.status(cell(on)):
+        yield
+
+
 def cell(text: object, style: str = "", limit: int = _CELL) -> Text:
     """A word for a table or a live display: plain, in one line, of bounded length."""
     from rich.text import Text
