@@ -22,7 +22,7 @@ from roundtable.core.identity.credentials import Credentials, load_credentials
 from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
-from roundtable.core.observability.watchdog import keep_watchdog
+from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
@@ -50,6 +50,7 @@ from roundtable.server.storage.retention import Retention
 from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import seen
 from roundtable.server.store.artifacts import Keep, all_digests
+from roundtable.server.store.database import DatabaseUnreachable
 from roundtable.server.store.group_commit import GroupedWrites
 
 log = logging.getLogger("roundtable.server")
@@ -58,6 +59,10 @@ TRANSFER_THREADS = 4
 STOP_SECONDS = 2.0
 SWEEP_SECONDS = 3600.0
 RETURN_SECONDS = 2.0
+SIGHUP_ANSWER = (
+    "SIGHUP changes nothing: certificates, revocations and tokens are read anew by themselves, "
+    "coordinator.toml at the next start"
+)
 
 
 class Coordinator:
@@ -266,35 +271,42 @@ async def _until_signal(config: ServerConfig, trusted: TrustedTraining | None) -
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
+    # Whoever sends it wants files read anew, and those that can be are read without being asked.
+    loop.add_signal_handler(signal.SIGHUP, log.info, SIGHUP_ANSWER)
     stopping = loop.create_task(stopped.wait())
     watchdog = loop.create_task(keep_watchdog())
     stopping.add_done_callback(lambda _: watchdog.cancel())
-    begun = False
+    # At the start what only a person can mend ends it; once it has run, it waits however long.
+    patience: type[StorageError] = DatabaseUnreachable
     while not stopped.is_set():
         try:
-            begun = await _one_term(config, stopping, trusted) or begun
-        except StorageError as error:
-            # Once it has run, a coordinator waits for its database however long that is away.
-            if not begun:
-                raise
+            if await _one_term(config, stopping, trusted):
+                patience = StorageError
+        except patience as error:
             log.error("not active: %s; trying again", error)
-            await until_it_answers(config, stopping, str(error))
+            tell_systemd(f"waiting for the database: {error}")
+            await until_it_answers(config, stopping, str(error), patience)
 
 
-async def until_it_answers(config: ServerConfig, stopping: asyncio.Task[bool], reason: str) -> None:
-    """Between two terms: shows on the page of metrics that the database is away, until it answers."""
+async def until_it_answers(
+    config: ServerConfig, stopping: asyncio.Task[bool], reason: str, patience: type[StorageError]
+) -> None:
+    """Shows on the page of metrics that the database is away, until it answers or `stopping` is done.
+
+    Raises StorageError where it answers with one that is not of the class `patience`.
+    """
     async with monitored(config.metrics, DatabaseAway(reason)):
         while not stopping.done():
             await asyncio.wait([stopping], timeout=RETURN_SECONDS)
-            if stopping.done() or await asyncio.to_thread(_answers, config.database):
+            if stopping.done() or await asyncio.to_thread(_answers, config.database, patience):
                 return
 
 
-def _answers(address: str) -> bool:
+def _answers(address: str, patience: type[StorageError]) -> bool:
     with closing(Database.connect(address)) as database:
         try:
             database.look()
-        except StorageError:
+        except patience:
             return False
     return True
 
@@ -313,6 +325,7 @@ async def _one_term(
     starting.result()
     host = config.listen.rpartition(":")[0]
     announce(f"coordinator is listening on {host}:{coordinator.port}; Ctrl-C stops it")
+    tell_systemd("active", ready=True)
     deposed = asyncio.get_running_loop().create_task(coordinator.deposed.wait())
     await asyncio.wait([deposed, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():

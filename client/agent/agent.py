@@ -40,7 +40,7 @@ from roundtable.core.identity.credentials import Credentials, load_credentials
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
-from roundtable.core.observability.watchdog import keep_watchdog
+from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
 from roundtable.proto.pieces import agents_stub
 
 _log = logging.getLogger("roundtable.agent")
@@ -269,6 +269,7 @@ async def _run(config: AgentConfig, trainer: Trainer | None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt, number)
+    tell_systemd("started", ready=True)
     watchdog = asyncio.create_task(keep_watchdog())
     try:
         load_credentials(config.credentials)

@@ -14,6 +14,7 @@ from pathlib import Path
 from roundtable.core.errors import ResourceError, StorageError
 from roundtable.core.identity.credentials import Credentials
 from roundtable.core.observability.logs import announce
+from roundtable.core.observability.watchdog import tell_systemd
 from roundtable.server.config import ServerConfig
 from roundtable.server.leadership.lease import Lease
 from roundtable.server.leadership.standby import standing_by
@@ -133,6 +134,7 @@ class Leadership:
         async with standing_by(self.listen, self._credentials, self._active) as port:
             self.listen = f"{self.listen.rpartition(':')[0]}:{port}"
             announce(f"coordinator is standing by on {self.listen}; Ctrl-C stops it")
+            tell_systemd("standing by", ready=True)
             while True:
                 try:
                     active = (await asyncio.to_thread(lease.holder)).address

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.server.store import tables
@@ -25,7 +25,12 @@ from roundtable.server.store.migrate import is_current, upgrade
 
 Result = TypeVar("Result")
 BUSY_SECONDS = 10
+PASSING = ("starting up", "shutting down", "in recovery mode", "too many clients", "not yet accepting")
 UPGRADE_LOCK = 7443
+
+
+class DatabaseUnreachable(StorageError):
+    """Nobody answers at the database's address, or it is just starting or stopping: it may answer later."""
 
 
 class LeaseLost(StorageError):
@@ -165,6 +170,10 @@ def explain(error: SQLAlchemyError, url: str) -> StorageError:
         advice = "the password in `database` is wrong or missing: correct it there, or in ~/.pgpass"
     elif url.startswith("postgresql"):
         advice = "is PostgreSQL running there, and may this user connect?"
+        # What PostgreSQL itself refuses is FATAL: a name or a right that is missing does not heal by waiting.
+        passing = any(words in lowered for words in PASSING)
+        if isinstance(error, OperationalError) and (passing or "fatal" not in lowered):
+            return DatabaseUnreachable(f"database {url}: {text}; {advice}")
     else:
         advice = "see the coordinator's log"
     return StorageError(f"database {url}: {text}; {advice}")

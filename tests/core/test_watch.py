@@ -15,7 +15,7 @@ import pytest
 from roundtable.core.observability.histograms import Histogram, ProcessMetrics
 from roundtable.core.observability.logs import ConsoleFormatter, JsonFormatter, belongs_to
 from roundtable.core.observability.tracing import Span, Tracer, span_of, trace_of
-from roundtable.core.observability.watchdog import keep_watchdog
+from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
 
 
 @pytest.fixture
@@ -82,10 +82,14 @@ async def test_the_watchdog_is_told_that_the_service_is_up_and_lives(
         systemd.setblocking(False)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "20000")
+        tell_systemd("waiting\nREADY=1")
+        tell_systemd("active", ready=True)
         kept, loop = asyncio.create_task(keep_watchdog()), asyncio.get_running_loop()
         told = [await loop.sock_recv(systemd, 100) for _ in range(4)]
         kept.cancel()
-    assert told == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1", b"WATCHDOG=1"]
+    assert b"\n" not in told[0], "what another wrote is one line of status, and no word of ours"
+    lives = b"WATCHDOG=1\nEXTEND_TIMEOUT_USEC=20000"
+    assert told[1:] == [b"STATUS=active\nREADY=1", lives, lives]
 
 
 def test_a_spread_counts_up_to_each_bound() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from postgresql import PostgreSQL
+from processes import Federation
 from service import running
 
 from roundtable.core.errors import ConfigError, ResourceError, RoundtableError, StorageError
@@ -69,12 +73,53 @@ def test_databases(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "file").write_text("not a database " * 100)
     for address, words in (
         (f"sqlite:///{tmp_path / 'file'}", "damaged or is none of ours"),
-        ("postgresql://u:hidden@127.0.0.1:1/x", "is PostgreSQL running there"),
         ("oracle://x", "not supported"),
     ):
         said = complaint(settings(database=address), capsys)
         assert words in said
         assert "hidden" not in said
+
+
+def test_a_database_that_refuses_is_not_waited_for(
+    settings: Settings, postgresql: PostgreSQL, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "does not exist" in complaint(settings(database=f"{postgresql.address}-nowhere"), capsys)
+
+
+def test_a_database_that_comes_later_is_waited_for(
+    postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that boots: systemd hears of the wait, and READY only then; SIGHUP ends nothing."""
+    federation = Federation(tmp_path, silos=(), settings={"database": postgresql.fresh()})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(60)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        told: list[str] = []
+
+        def hear(words: str) -> None:
+            while words not in "\n".join(told[-1:]):
+                told.append(systemd.recv(4096).decode())
+
+        postgresql.stop()
+        try:
+            starting = Thread(target=federation.coordinator)
+            starting.start()
+            hear("STATUS=waiting for the database: ")
+            process = federation.processes["hub"]
+            process.send_signal(signal.SIGHUP)
+            federation.until(lambda: "SIGHUP changes nothing" in federation.log("hub"))
+            assert any("EXTEND_TIMEOUT_USEC=" in each for each in told)
+            assert not any("READY=1" in each for each in told)
+            assert process.poll() is None
+        finally:
+            postgresql.start()
+        hear("STATUS=active\nREADY=1")
+        starting.join()
+        process.send_signal(signal.SIGHUP)
+        federation.until(lambda: federation.log("hub").count("SIGHUP changes nothing") == 2)
+        process.terminate()
+        assert federation.died("hub") == 0
 
 
 async def test_a_second_coordinator_on_the_same_files(settings: Settings) -> None:

@@ -24,6 +24,7 @@ from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.coordinator import until_it_answers
 from roundtable.server.leadership.election import Sight
+from roundtable.server.store.database import DatabaseUnreachable
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -221,7 +222,9 @@ async def test_a_database_that_stays_away_is_told_until_it_answers(
     stopping = asyncio.create_task(asyncio.Event().wait())
     postgresql.stop()
     try:
-        waiting = asyncio.create_task(until_it_answers(config, stopping, "the database is away"))
+        waiting = asyncio.create_task(
+            until_it_answers(config, stopping, "the database is away", DatabaseUnreachable)
+        )
         async with asyncio.timeout(60):
             while not await listens(port):
                 assert not waiting.done()
