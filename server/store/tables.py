@@ -5,6 +5,8 @@ JSON is kept as text: it is read whole by one owner and never searched.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -17,6 +19,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    text,
 )
 
 metadata = MetaData(
@@ -151,6 +154,10 @@ artifacts = Table(
     Column("created", Double, nullable=False),
 )
 
+_SHARED: dict[str, Any] = {
+    dialect: text("silo IN ('', '*')") for dialect in ("sqlite_where", "postgresql_where")
+}
+
 ledger = Table(
     "ledger",
     metadata,
@@ -167,7 +174,9 @@ ledger = Table(
     Column("released", Boolean, nullable=False),
     Column("time", Double, nullable=False),
     Index("ix_ledger_account", "population", "silo"),
-    Index("uq_ledger_step", "job", "round", "attempt", "silo", unique=True),
+    # What all silos bear is charged once to an attempt; a silo's own charges are one for each version of its
+    # update: trained again, it has other noise.
+    Index("uq_ledger_step", "job", "round", "attempt", "silo", unique=True, **_SHARED),
 )
 
 budgets = Table(

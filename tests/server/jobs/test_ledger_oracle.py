@@ -257,6 +257,13 @@ class World(RuleBasedStateMachine):
         row = UpdateRow(step.round, step.attempt, name, digest, 16, 1, None, {}, "accepted", "", 0.0)
         self.tell(m.UpdateArrived(step, m.Update(name, m.BlobReference(digest), 1)), row)
 
+    @rule(name=st.sampled_from(NAMES))
+    def begin_to_send(self, name: str) -> None:
+        """The first bytes of an update arrive, and no more of it: the silo trains again, with other noise."""
+        if (step := self.wanted(name)) is not None:
+            self.wait(self.runner.receive(name, step))
+            self.sent[name, step.round, step.attempt] += 1
+
     @rule()
     def all_send(self) -> None:
         for name in NAMES:
