@@ -70,11 +70,12 @@ def noise_caught(coordinates: int, releases: int, confidence: float, power: floa
     return math.sqrt(stats.chi2.ppf(1.0 - confidence, degrees) / stats.chi2.ppf(power, degrees))
 
 
-def least_mean(sums: Matrix, counts: Matrix, deviation: float, degrees: int, confidence: float) -> float:
-    """A lower bound on the largest of K means, from sums of `counts` `[K]` draws with one standard deviation.
+def least_mean(sums: Matrix, counts: Matrix, deviations: Matrix, degrees: int, confidence: float) -> float:
+    """A lower bound on the largest of K means, from independent sums of `counts` `[K]` draws.
 
-    `deviation` was estimated with so many `degrees` of freedom (Student's t; K bounds at once by
-    Bonferroni). The mean of all together is another candidate. Sums of no draws do not count.
+    `deviations` `[K]` are those of the sums, whose draws may be correlated; they were estimated with at least
+    so many `degrees` of freedom (Student's t; K bounds at once by Bonferroni). The mean of all together is
+    another candidate. Sums of no draws do not count.
     """
     from scipy import stats
 
@@ -82,8 +83,8 @@ def least_mean(sums: Matrix, counts: Matrix, deviation: float, degrees: int, con
     if not seen.any():
         raise PrivacyError("no draw at all: there is nothing to take the mean of")
     alpha = 0.5 * (1.0 - confidence)
-    each = stats.t.isf(alpha / seen.sum(), degrees) * deviation / np.sqrt(counts[seen])
-    together = stats.t.isf(alpha, degrees) * deviation / math.sqrt(counts.sum())
+    each = stats.t.isf(alpha / seen.sum(), degrees) * deviations[seen] / counts[seen]
+    together = stats.t.isf(alpha, degrees) * np.linalg.norm(deviations[seen]) / counts.sum()
     alone = (sums[seen] / counts[seen] - each).max()
     return float(max(alone, sums[seen].sum() / counts.sum() - together))
 

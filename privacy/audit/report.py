@@ -89,7 +89,7 @@ def report(
             "no canary left a trace in what was published: either nobody took part, or contributions are "
             "held below half the clip norm. See that [cohort] lets the job's clients take part"
         )
-    change = _change(faint, each)
+    change = change_by_one(faint, each)
     apart, sampling = _separation(canary, faint), _sampling(canary, faint, each)
     noise = _noise(canary, faint, own, each)
     odd = odd_noise(own.noise, each)
@@ -111,13 +111,15 @@ def report(
     )
 
 
-def _change(faint: CanaryTraces, confidence: float) -> Finding:
+def change_by_one(faint: CanaryTraces, confidence: float) -> Finding:
     """The most that one unit changes, over the clip norm."""
     took_part = faint.scores > 0.5
     counts = took_part.sum(axis=0).astype(np.float64)
     sums = np.where(took_part, faint.scores, 0.0).sum(axis=0)
-    deviation = math.sqrt(float(np.square(faint.noise).mean()))
-    seen = least_mean(sums, counts, deviation, faint.noise.shape[1], confidence)
+    # Correlated noise adds up, in the rounds in which one unit took part, to more or less than fresh noise.
+    coordinates, part = faint.noise.shape[1], took_part.astype(np.float64)
+    squares = (part * (faint.noise @ faint.noise.T @ part)).sum(axis=0) / coordinates
+    seen = least_mean(sums, counts, np.sqrt(np.maximum(squares, 0.0)), coordinates, confidence)
     margin = float(sums.sum() / counts.sum()) - seen
     caught = 1.0 + 2.0 * max(margin, _ROUNDING)
     words = f"over {int(counts.sum())} contributions of {int((counts > 0).sum())} canaries"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from roundtable.core.errors import PrivacyError
+from roundtable.privacy.audit.canary_job import CanaryTraces
 from roundtable.privacy.audit.gaussian_bounds import (
     easiest_signs,
     least_mean,
@@ -19,6 +20,7 @@ from roundtable.privacy.audit.gaussian_bounds import (
     odd_noise,
     rate_caught,
 )
+from roundtable.privacy.audit.report import change_by_one
 from roundtable.privacy.audit.step_draws import (
     log_chance_of_pairs,
     pairs_of,
@@ -114,14 +116,14 @@ def test_the_largest_mean_is_found_among_others() -> None:
     means = np.ones(40)
     means[7] = 1.5
     sums = 9.0 * means + 0.3 * rng.standard_normal(40)
-    assert 1.3 < least_mean(sums, counts, 0.1, 4000, 0.999) < 1.55
+    assert 1.3 < least_mean(sums, counts, 0.1 * np.sqrt(counts), 4000, 0.999) < 1.55
     honest = 9.0 + 0.3 * rng.standard_normal((400, 40))
-    assert sum(least_mean(row, counts, 0.1, 4000, 0.9) > 1.0 for row in honest) <= 55
-    assert least_mean(np.array([0.0, 2.0]), np.array([0.0, 2.0]), 1e-6, 100, 0.9) == pytest.approx(
-        1.0, abs=1e-4
-    )
+    assert sum(least_mean(row, counts, 0.1 * np.sqrt(counts), 4000, 0.9) > 1.0 for row in honest) <= 55
+    assert least_mean(
+        np.array([0.0, 2.0]), np.array([0.0, 2.0]), np.full(2, 1e-6), 100, 0.9
+    ) == pytest.approx(1.0, abs=1e-4)
     with pytest.raises(PrivacyError, match="no draw"):
-        least_mean(np.zeros(2), np.zeros(2), 0.1, 10, 0.9)
+        least_mean(np.zeros(2), np.zeros(2), np.zeros(2), 10, 0.9)
 
 
 def test_scores_that_never_err_give_the_exact_binomial_bound() -> None:
@@ -159,3 +161,17 @@ def test_noise_of_another_kind_is_named() -> None:
     block = rng.standard_normal((1, 2048))
     assert "repeats itself after 2048" in odd_noise(np.hstack([block, block, block, block]), 0.999)
     assert odd_noise(np.zeros((1, 4096)), 0.999) == "release 1 has no noise"
+
+
+def test_noise_that_adds_up_over_a_units_rounds_accuses_nobody() -> None:
+    """Momentum makes banded noise change its sign each round: in every second round it is nearly the same."""
+    rng, rounds, alarms = np.random.default_rng(6), 60, 0
+    column = 0.95 ** np.arange(rounds) * (-1.0) ** np.arange(rounds)
+    mixing = np.array([[column[t - s] if s <= t else 0.0 for s in range(rounds)] for t in range(rounds)])
+    turns = np.zeros((rounds, 4))
+    turns[::2, :2] = turns[1::2, 2:] = 1.0
+    for _ in range(200):
+        noise = 0.005 * mixing @ rng.standard_normal((rounds, 204))
+        part = turns * (rng.random((rounds, 4)) < 0.7)
+        alarms += change_by_one(CanaryTraces(part + noise[:, :4], noise[:, 4:]), 0.99).refuted
+    assert alarms <= 6
