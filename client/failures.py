@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundtable.client.device_faults import DeviceFault, device_fault
 from roundtable.client.training.batches import NoExamples
 from roundtable.core.errors import (
     BudgetExceeded,
@@ -23,8 +24,6 @@ from roundtable.core.errors import (
 from roundtable.core.plugins.doors import foreign_frames
 
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
-_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-_DEVICE = re.compile(r"CUDA error|cuDNN|NCCL|CUBLAS|device-side assert", re.IGNORECASE)
 
 
 class WorkFailed(RoundtableError):
@@ -61,10 +60,8 @@ def diagnose(error: Exception) -> FailureDiagnosis:
         )
     if isinstance(error, RoundtableError):
         return FailureDiagnosis(kind, _FOLDERS.sub("", str(error)), trace)
-    advice = {
-        "out_of_memory": "the training process ran out of memory; a smaller batch_size needs less",
-        "gpu_error": "the GPU reported an error",
-    }.get(kind, "the task's code raised an exception")
+    fault = _fault_of(error)
+    advice = "the task's code raised an exception" if fault is None else fault.meaning
     return FailureDiagnosis(kind, f"{advice}: {_place_of(error)} (the silo's log has the details)", trace)
 
 
@@ -81,13 +78,15 @@ def _kind_of(error: Exception) -> str:
         return "protocol_violation"
     if isinstance(error, ResourceError):
         return "node_failure"
+    fault = _fault_of(error)
+    return "task_error" if fault is None else fault.kind
+
+
+def _fault_of(error: Exception) -> DeviceFault | None:
+    """What the error shows of memory or device; None for every other exception of the task's."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return "out_of_memory"
-    if isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)):
-        return "out_of_memory"
-    if isinstance(error, RuntimeError) and _DEVICE.search(str(error)):
-        return "gpu_error"
-    return "task_error"
+        return device_fault("out of memory")
+    return device_fault(str(error)) if isinstance(error, RuntimeError) else None
 
 
 def _place_of(error: Exception) -> str:

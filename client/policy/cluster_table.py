@@ -2,6 +2,7 @@
 
 [cluster]
 nodes = 2
+launch = "external"          # Slurm, Kubernetes or torchrun on each node starts the ranks
 devices = 8                  # of each node; "auto" counts the GPUs of this machine
 memory = "80GiB"             # of one device; "auto" asks it
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.toml_tables import Names, Seconds, Table
@@ -110,3 +111,12 @@ class ClusterTable(Table):
     )
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
     strategy: StrategyTable = Field(default_factory=StrategyTable)
+
+    @model_validator(mode="after")
+    def _started(self) -> ClusterTable:
+        if self.nodes > 1 and self.launch == "torchrun":
+            raise ValueError(
+                f'nodes = {self.nodes} needs launch = "external": the agent starts ranks on its own '
+                "machine only; deploy/cluster has the files that start them on every node"
+            )
+        return self

@@ -39,7 +39,11 @@ _LINE_LIMIT = 16 << 20
 
 
 class _Lost(Exception):
-    """The connection to rank 0 is gone, or was silent for too long."""
+    """The connection to rank 0 is gone."""
+
+
+class _Unanswered(_Lost):
+    """No rank answers, though the group may still run: it is ended, as nothing else would end it."""
 
 
 class ClusterTrainer:
@@ -154,8 +158,13 @@ class ClusterTrainer:
                     failures.append(await self._learn(lost, attempt))
                     if attempt < self._table.restarts:
                         last = failures[-1]
-                        work.trouble(last.kind, last.detail, _DONE.get(last.kind, "started the ranks again"))
+                        work.trouble(last.kind, last.detail, self._done_about(last.kind))
             raise _given_up(failures)
+
+    def _done_about(self, kind: str) -> str:
+        if kind == "gpu_error" and self._table.launch == "external":
+            return "wait for the scheduler to start the ranks again; its node is to be taken out there"
+        return _DONE.get(kind, "started the ranks again")
 
     async def _new_job(self, job: str) -> None:
         if self._table.launch == "torchrun":
@@ -184,7 +193,7 @@ class ClusterTrainer:
             try:
                 line = await asyncio.wait_for(reader.readline(), patience)
             except TimeoutError:
-                raise _Lost(f"no rank sent anything for {patience:.0f} s") from None
+                raise _Unanswered(f"no rank sent anything for {patience:.0f} s") from None
             except ConnectionError as error:
                 raise _Lost("rank 0 is gone") from error
             if not line:
@@ -228,7 +237,7 @@ class ClusterTrainer:
             raise _Lost(
                 f"the ranks could not start: {self._launcher.last_failure() if self._launcher else ''}"
             )
-        raise _Lost(f"no rank connected within {_START_SECONDS:.0f} s")
+        raise _Unanswered(f"no rank connected within {_START_SECONDS:.0f} s")
 
     async def _follow_devices(self) -> None:
         """Ends the ranks where the usable devices have changed; the next order starts them on the new."""
@@ -269,12 +278,15 @@ class ClusterTrainer:
     async def _learn(self, lost: _Lost, attempt: int) -> Report:
         """Reads the reports of a failure and advises the next start; WorkFailed where none would help."""
         await self._hang_up()
-        if self._launcher is not None and not await self._launcher.restarting():
+        launcher = self._launcher
+        if self._launcher is not None and (
+            isinstance(lost, _Unanswered) or not await self._launcher.restarting()
+        ):
             await self._end()
         reports = take_reports(self._folder)
-        first = next((one for one in reports if one.kind != "node_failure"), reports[0] if reports else None)
+        first = min(reports, key=_tells_least, default=None)
         if first is None:
-            output = self._launcher.last_failure() if self._launcher is not None else ""
+            output = launcher.last_failure() if launcher is not None else ""
             detail = f"{lost}; {output}".rstrip("; ")
             first = Report(rank=-1, kind="node_failure", detail=detail, trace="", at=0.0)
         _log.warning("cluster: attempt %d failed: rank %d: %s", attempt + 1, first.rank, first.detail)
@@ -285,6 +297,8 @@ class ClusterTrainer:
         if first.kind == "out_of_memory":
             advice.halvings += 1
             _log.warning("cluster: the micro-batch is halved")
+        elif first.kind == "gpu_error" and self._table.launch == "external":
+            _log.warning("cluster: take the device of rank %d out at the scheduler", first.rank)
         elif first.kind == "gpu_error":
             advice.lost = (*advice.lost, self._devices[first.rank % len(self._devices)])
             _log.warning("cluster: going on without device %d", advice.lost[-1])
@@ -337,6 +351,13 @@ def figures_of(step: dict[str, Any]) -> dict[str, float]:
         "waiting_seconds": step["waiting"],
     }
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def _tells_least(report: Report) -> int:
+    """Sorts what caused a failure before what only followed: a mistake, then a device, then a lost peer."""
+    if report.kind not in _AGAIN:
+        return 0
+    return 2 if report.kind == "node_failure" else 1
 
 
 def _given_up(failures: list[Report]) -> WorkFailed:

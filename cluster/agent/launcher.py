@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -18,6 +19,8 @@ from roundtable.core.identity.certificates import SECRET_VARIABLES
 
 _log = logging.getLogger("roundtable.agent")
 _END_SECONDS = 10.0
+_LINE = 2000
+_ENDS = re.compile(r"[\r\n]+")
 
 
 class Launcher:
@@ -43,7 +46,6 @@ class Launcher:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 20,
             cwd=cwd,
             env=_environment(folder, table, resources, devices),
             start_new_session=True,
@@ -85,9 +87,22 @@ class Launcher:
             os.killpg(self._process.pid, number)
 
     async def _listen(self) -> None:
+        """Logs what the ranks print, however it is printed: who does not read blocks who writes.
+
+        A progress bar ends its lines with carriage returns, or with nothing at all; what has no end is cut.
+        """
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            text = line.decode(errors="replace").rstrip()
+        rest = ""
+        while piece := await self._process.stdout.read(1 << 16):
+            *lines, rest = _ENDS.split(rest + piece.decode(errors="replace"))
+            if len(rest) > _LINE:
+                lines, rest = [*lines, rest[:_LINE]], ""
+            for line in lines:
+                self._hear(line)
+        self._hear(rest)
+
+    def _hear(self, line: str) -> None:
+        if text := line.strip()[:_LINE]:
             self._output.append(text)
             _log.info("ranks: %s", text)
 

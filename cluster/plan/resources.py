@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -67,7 +70,7 @@ def find_resources(table: ClusterTable) -> Resources:
         raise ConfigError(f"[cluster] devices = {devices}: this machine has {gpus} CUDA devices")
     memory = table.memory
     if memory == "auto":
-        memory = torch.cuda.get_device_properties(0).total_memory if gpus else _memory_of_cpu() // devices
+        memory = _memory_of_gpus(gpus) if gpus else _memory_of_cpu() // devices
     return Resources(table.nodes, devices, memory, device)
 
 
@@ -82,6 +85,25 @@ def allowed_resources(table: ClusterTable, policy: PolicyTable) -> Resources:
     return replace(
         present, devices=devices, memory=min(present.memory, policy.gpu_memory_bytes or present.memory)
     )
+
+
+@cache
+def _memory_of_gpus(count: int) -> int:
+    """The bytes of the smallest of so many devices, asked in a process of its own.
+
+    To ask would begin CUDA here: that takes memory of each device for the agent's whole life, and freezes the
+    number of devices that torch finds, so that none that goes or comes would be seen.
+    """
+    script = (
+        f"import torch; print(min(torch.cuda.get_device_properties(i).total_memory for i in range({count})))"
+    )
+    asked = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise ConfigError(
+            f"the memory of {count} CUDA devices could not be asked ({last[:200]}); set [cluster] memory"
+        )
+    return int(asked.stdout)
 
 
 def _memory_of_cpu() -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from roundtable.client.device_faults import device_fault
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import bound_gpu_memory
@@ -39,7 +40,8 @@ SETTINGS = "settings.json"
 _AGENT_SECONDS = 300.0
 _IDLE = timedelta(days=30)
 _PEERS = re.compile(
-    r"[Cc]onnection (closed|reset|refused|was)|[Tt]imed out|[Gg]loo|NCCL|ProcessGroup|TCPStore|Broken pipe"
+    r"[Cc]onnection (closed|reset|refused|was)|[Tt]imed out|[Gg]loo|NCCL|nccl|ProcessGroup|TCPStore|"
+    r"Broken pipe"
 )
 
 
@@ -71,7 +73,12 @@ def _serve(folder: Path, rank: int) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=table.timeout))
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=table.timeout),
+        # With the device known, NCCL connects at once, and a rank on a wrong device is an error, not a hang.
+        device_id=device if device.type == "cuda" else None,
+    )
     control = dist.new_group(backend="gloo", timeout=_IDLE)
     saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=table.timeout))
     assert isinstance(control, dist.ProcessGroup)
@@ -156,7 +163,10 @@ def check_versions(control: dist.ProcessGroup) -> None:
 
 def _explained(error: Exception) -> Exception:
     """The error, or WorkFailed in its place where it only shows that another rank is gone."""
-    if isinstance(error, (RuntimeError, dist.DistError)) and _PEERS.search(str(error)):
+    if not isinstance(error, (RuntimeError, dist.DistError)):
+        return error
+    fault = device_fault(str(error))
+    if (fault is None or fault.kind == "node_failure") and _PEERS.search(str(error)):
         first = str(error).splitlines()[0][:200]
         lost = WorkFailed("node_failure", f"a rank lost contact with the others: {first}")
         lost.__cause__ = error

@@ -34,3 +34,33 @@ def test_the_line_that_is_named_is_the_tasks_own(call: str, tmp_path: Path) -> N
     assert "in ward.py, line 11, in loss()" in diagnosis.detail
     assert "Jane" not in diagnosis.detail
     assert "Jane" in diagnosis.trace or "json" not in call
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (
+            "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported",
+            "task_error",
+        ),
+        ("CUDA error: uncorrectable ECC error encountered", "gpu_error"),
+        ("CUDA error: an illegal memory access was encountered", "gpu_error"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out_of_memory"),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "out_of_memory"),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`", "gpu_error"),
+        ("cuDNN error: CUDNN_STATUS_BAD_PARAM", "task_error"),
+        ("CUDA error: no kernel image is available for execution on the device", "protocol_violation"),
+        (
+            "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error (run with NCCL_DEBUG=INFO)",
+            "gpu_error",
+        ),
+        ("NCCL error in: x.cpp:1, remote process exited or there was a network error", "node_failure"),
+        ("ncclInvalidUsage: ... Duplicate GPU detected : rank 0 and rank 1", "protocol_violation"),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", "out_of_memory"),
+        ("The size of tensor a (3) must match the size of tensor b (4)", "task_error"),
+    ],
+)
+def test_a_devices_text_says_whose_fault_it_is(text: str, kind: str) -> None:
+    assert diagnose(RuntimeError(text)).kind == kind
+    # A text that merely quotes such words is a mistake of the task's.
+    assert diagnose(ValueError(text)).kind == "task_error"

@@ -13,7 +13,7 @@ from cluster_silo import ALGORITHM, TASK, Silo, watched
 
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.cluster.train.orders import Advice
+from roundtable.cluster.train.orders import SOCKET, Advice, leave_report
 from roundtable.core import JobConfig, load_task, save_model
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.initial_model import initial_model
@@ -87,7 +87,7 @@ def test_a_place_that_would_become_a_folder_of_its_name_is_refused(place: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["kill", "hang", "memory"])
+@pytest.mark.parametrize("trouble", ["kill", "hang", "freeze", "memory"])
 async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> None:
     silo = Silo(tmp_path, trouble=trouble, table={"timeout": 6.0, "checkpoint_steps": 2})
     told: list[tuple[str, str, str]] = []
@@ -157,12 +157,45 @@ async def test_only_adapters_travel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_mistake_in_the_task_is_reported_once(tmp_path: Path) -> None:
-    silo = Silo(tmp_path, trouble="mistake")
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [("mistake", r"ValueError in toy\.py"), ("assert", r"label or index.*RuntimeError in toy\.py")],
+)
+async def test_a_mistake_in_the_task_is_reported_once(trouble: str, said: str, tmp_path: Path) -> None:
+    silo = Silo(tmp_path, trouble=trouble)
     async with silo.trainer() as trainer:
-        with pytest.raises(WorkFailed, match=r"ValueError in toy\.py") as failed:
+        with pytest.raises(WorkFailed, match=said) as failed:
             await trainer.train(silo.work(), watched([]))
         assert failed.value.kind == "task_error"
+        assert Advice.read(silo.config.state / "cluster").lost == ()
+        assert trainer.launches == 1
+
+
+async def test_a_device_that_a_scheduler_gave_is_the_schedulers_to_take(tmp_path: Path) -> None:
+    silo = Silo(tmp_path, table={"launch": "external", "restarts": 1})
+    told: list[tuple[str, str, str]] = []
+    folder = silo.config.state / "cluster"
+    async with silo.trainer() as trainer:
+        work = replace(silo.work(), trouble=lambda *fault: told.append(fault))
+        training = asyncio.create_task(trainer.train(work, watched([])))
+        for _ in range(2):
+            line, stream = await asyncio.open_unix_connection(folder / SOCKET)
+            await line.readline()
+            leave_report(folder, 5, RuntimeError("CUDA error: uncorrectable ECC error encountered"))
+            stream.close()
+        with pytest.raises(WorkFailed, match="failed 2 times") as failed:
+            await training
+    assert failed.value.kind == "gpu_error"
+    assert "taken out there" in told[0][2]
+
+
+@pytest.mark.slow
+async def test_output_without_an_end_of_line_does_not_hold_up_training(tmp_path: Path) -> None:
+    silo = Silo(tmp_path, trouble="chatter")
+    async with silo.trainer() as trainer:
+        await trainer.train(silo.work(), watched([]))
+        assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+        assert trainer.launches == 1
 
 
 @pytest.mark.slow

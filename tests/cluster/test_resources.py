@@ -15,9 +15,10 @@ from roundtable.cluster.plan.resources import Resources, allowed_resources
 
 
 def test_a_cluster_uses_no_more_than_the_policy_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    stated = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: stated)
+    # What a process of its own says of the memory; nothing of CUDA is begun in this one.
+    answer = SimpleNamespace(returncode=0, stdout=f"{80 << 30}\n", stderr="")
+    monkeypatch.setattr("subprocess.run", lambda *asked, **options: answer)
     allowed = allowed_resources(ClusterTable(), PolicyTable(max_gpus=2, max_gpu_memory="20GiB"))
     assert allowed == Resources(1, 2, 20 << 30, "cuda")
     assert allowed_resources(ClusterTable(devices=4), PolicyTable()) == Resources(1, 4, 80 << 30, "cuda")

@@ -42,19 +42,26 @@ class Toy(Task):
         return (x[:64], y[:64]), (x[64:], y[64:])
     def loss(self, model, batch):
         trouble = self.options.get("trouble", "")
-        if trouble and model.training and int(os.environ.get("RANK", 0)) == 1:
+        rank = int(os.environ.get("RANK", 0))
+        if trouble == "chatter":
+            print("#" * (1 << 21), end="", flush=True)
+        elif trouble and model.training and (rank == 1 or trouble == "freeze"):
             self.calls += 1
-            mark = pathlib.Path(self.options["mark"])
+            mark = pathlib.Path(self.options["mark"] + ("-0" if rank == 0 else ""))
             if self.calls == self.options.get("call", 6) and not mark.exists():
                 mark.touch()
                 if trouble == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if trouble == "hang":
                     signal.pause()
+                if trouble == "freeze":
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 if trouble == "device":
-                    raise RuntimeError("CUDA error: device-side assert (not really)")
+                    raise RuntimeError("CUDA error: uncorrectable ECC error encountered (not really)")
                 if trouble == "memory":
                     raise torch.OutOfMemoryError("CUDA out of memory (not really)")
+                if trouble == "assert":
+                    raise RuntimeError("CUDA error: device-side assert triggered (not really)")
                 raise ValueError("a mistake in the task")
         return F.cross_entropy(model(batch[0]), batch[1])
     def metrics(self, model, batch):
