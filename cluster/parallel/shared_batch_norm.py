@@ -111,9 +111,12 @@ class SharedBatchNorm(nn.Module):
         self._check_shape(x)
         if not self.training:
             batch = self.running_mean is None
-            return F.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, batch, 0.0, self.eps
+            # Shards gather weights in bfloat16 beside statistics in float32, a mixture that no kernel takes.
+            weight, bias = (None if one is None else _widened(one) for one in (self.weight, self.bias))
+            wide = F.batch_norm(
+                _widened(x), self.running_mean, self.running_var, weight, bias, batch, 0.0, self.eps
             )
+            return wide.to(x.dtype)
         counts = self._current.counts
         y, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self._group, counts

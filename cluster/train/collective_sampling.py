@@ -1,4 +1,4 @@
-"""Measures how much of a step collectives take, on a step under torch's profiler now and then."""
+"""Measures how much of a step collectives take, on one early step under torch's profiler."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The first steps fill caches; later ones are alike, so seldom is enough.
-_FIRST, _EVERY_SECONDS = 3, 60.0
+# The first steps fill caches; later ones are alike, and a profiler that stays costs each of them.
+_SAMPLED = 3
 _NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
 
 
 class CollectiveSampler:
-    """`share` is the part of the newest sampled step with a collective under way, overlapped or not."""
+    """`share` is the part of the sampled step with a collective under way, overlapped or not.
+
+    None before that step, and for good where a profiler of the user's runs then: there can be one only.
+    """
 
     def __init__(self, device: torch.device, *, wanted: bool = True) -> None:
         self.share: float | None = None
         self._device = device
         self._wanted = wanted
         self._steps = 0
-        self._due = 0.0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Wraps one step, and measures it where a sample is due."""
+        """Wraps one step, and measures it where it is the one to sample."""
         self._steps += 1
-        now = time.monotonic()
-        if not self._wanted or self._steps < _FIRST or now < self._due:
+        if not self._wanted or self._steps != _SAMPLED or torch._C._autograd._profiler_enabled():
             yield
             return
-        self._due = now + _EVERY_SECONDS
         cuda = self._device.type == "cuda"
         with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
             began = time.perf_counter()

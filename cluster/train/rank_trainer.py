@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -243,19 +244,24 @@ class RankTrainer:
         return OuterOptimizer(parameters, group, strategy.outer_learning_rate, strategy.outer_momentum)
 
     def evaluate(self, data: Any, batch_size: int) -> Metrics:
-        """Evaluates on the test data: named (sum, count), "loss" among them, the same on every rank."""
+        """Evaluates on the test data: named (sum, count), "loss" among them, the same on every rank.
+
+        Ranks with different examples share the batches out. Shards are gathered together, so that all run
+        equally many: who has none left runs another's again, and does not count it.
+        """
         sums: Metrics = {}
         self.replica.train(False)
         ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
+        batches = iter(ordered_batches(data, batch_size, self.device))
         with torch.no_grad(), isolated_randomness(derive_seed(0, "evaluation"), self.device):
-            for index, batch in enumerate(ordered_batches(data, batch_size, self.device)):
+            while turn := list(islice(batches, ranks)):
+                batch = turn[min(rank, len(turn) - 1)]
                 model = self.replica.model_for(batch.data)
-                # Every rank runs every batch, as shards are gathered together; one of them counts it.
-                if model is None or index % ranks != rank or self.meshes.place("tp"):
-                    if model is not None and self.strategy.mesh.pp == 1:
-                        self._measure(model, batch.data, batch.size)
+                if model is None:
                     continue
-                add(sums, self._measure(model, batch.data, batch.size))
+                found = self._measure(model, batch.data, batch.size)
+                if rank < len(turn) and not self.meshes.place("tp"):
+                    add(sums, found)
         return self._summed(sums)
 
     def _measure(self, model: Any, data: Any, size: int) -> Metrics:

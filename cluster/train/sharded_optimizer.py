@@ -79,10 +79,10 @@ def align_gradients(parameters: Sequence[nn.Parameter]) -> None:
 def gradient_norm(parameters: Sequence[nn.Parameter], meshes: Meshes, device: torch.device) -> Tensor:
     """L2 norm of the whole gradient: each part is counted by its owner, and the sums are reduced."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for parameter in parameters:
-        if parameter.grad is not None and meshes.owns(parameter, within=meshes.apart):
-            part = local_of(parameter.grad)
-            total += torch.linalg.vector_norm(part, dtype=torch.float64).square().to(device)
+    owned = [each for each in parameters if meshes.owns(each, within=meshes.apart)]
+    for parts in _parts_by_kind(owned).values():
+        norms = torch._foreach_norm(parts, 2.0, dtype=torch.float64)
+        total += torch.stack(list(norms)).square().sum().to(device)
     dist.all_reduce(total, group=meshes.inner() if meshes.apart else None)
     return total.sqrt()
 
@@ -94,10 +94,8 @@ def clip_gradients(
     """Scales gradients as `torch.nn.utils.clip_grad_norm_` does; gives the norm before."""
     norm = gradient_norm(parameters, meshes, device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            part = local_of(parameter.grad)
-            part.mul_(factor.to(part.dtype).to(part.device))
+    for (place, kind), parts in _parts_by_kind(parameters).items():
+        torch._foreach_mul_(parts, factor.to(kind).to(place))
     return norm
 
 
@@ -133,6 +131,17 @@ def _zero(
     for one in made.param_groups:
         one["initial_lr"] = one["lr"]
     return made
+
+
+def _parts_by_kind(
+    parameters: Iterable[nn.Parameter],
+) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """This rank's parts of the gradients, as foreach kernels take them: of one device and type at a time."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None and (part := local_of(parameter.grad)).numel():
+            groups.setdefault((part.device, part.dtype), []).append(part)
+    return groups
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:

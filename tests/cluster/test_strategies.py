@@ -108,6 +108,7 @@ def check(found: list[dict[str, Any]], cases: list[Case]) -> None:
             assert result["weights"] < each.tolerance, (each.name, rank, result)
             assert result["file"] < max(1e-6, each.tolerance), (each.name, rank, result)
             assert result["loss"] < max(1e-6, each.tolerance), (each.name, rank, result)
+            assert result["evaluated"] < max(1e-5, each.tolerance), (each.name, rank, result)
 
 
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four ranks"])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from roundtable.client.durable_files import digest_of
+from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import LocalWork
 from roundtable.cluster.parallel.anatomy import dissect
@@ -128,9 +129,31 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         "weights": worst,
         "file": float((written - theirs).abs().max() / theirs.abs().max()),
         "loss": abs(done.loss_sum / done.seen - loss),
+        "evaluated": _evaluated(trainer, case, expected, data),
         "norms": norms,
         "tolerance": case.tolerance,
     }
+
+
+def _evaluated(trainer: RankTrainer, case: Case, expected: dict[str, Tensor], data: Any) -> float:
+    """The difference of the metrics from one process's, on batches that no number of ranks divides."""
+    test = tuple(part[:23] for part in data)
+    size = -(-23 // (2 * trainer.strategy.mesh.data + 1))
+    found = trainer.evaluate(test, size)
+    alone = evaluate(
+        case.task,
+        initial_state(case.task, job_of(case).seed),
+        test,
+        trainer.layout,
+        trainer.layout.flatten(expected).clone(),
+        batch_size=size,
+    )
+    assert {name: count for name, (_, count) in found.items()} == {
+        name: count for name, (_, count) in alone.items()
+    }
+    # A count of right answers jumps where a logit is rounded.
+    names = ["loss"] if trainer.strategy.precision == "bfloat16" else list(alone)
+    return max(abs(found[name][0] - alone[name][0]) / max(abs(alone[name][0]), 1.0) for name in names)
 
 
 def fit_and_report(rank: int, case: Case, peak: float) -> list[dict[str, Any]]:
