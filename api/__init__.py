@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from roundtable.operator import OperatorClient
     from roundtable.simulation import simulate
 
-__version__ = "0.1.0"
+    __version__: str
 
 __all__ = [
     "AlgorithmPlace",
@@ -102,6 +102,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("roundtable.core.evidence.release").release().version
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

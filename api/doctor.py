@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from roundtable.core.errors import RoundtableError
+from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import (
     NODE_KEY,
     OPERATOR_ROLES,
@@ -85,7 +86,7 @@ def _versions() -> Iterator[Check]:
     if wrong:
         yield Check("versions", "fail", "; ".join(wrong), "pip install --upgrade roundtable")
     else:
-        yield Check("versions", "ok", f"roundtable {installed('roundtable')} and all that it needs")
+        yield Check("versions", "ok", f"roundtable {release().version} and all that it needs")
 
 
 def _gpu() -> Check:

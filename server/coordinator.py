@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import grpc
 
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import IdentityError, ResourceError, StorageError
+from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import Credentials, load_credentials
 from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
@@ -219,14 +219,14 @@ class Coordinator:
         server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS + most)
         receipts = Receipts(security.identity, lambda: security.audit.sealed, services.clock)
         uploads = Uploads(self.jobs, services, self._transfer, credentials.ca, receipts)
-        release = _version()
-        agents = AgentService(self.jobs, uploads, services, self._transfer, release, credentials.ca, security)
+        version = release().version
+        agents = AgentService(self.jobs, uploads, services, self._transfer, version, credentials.ca, security)
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
         operators = OperatorService(
             self.jobs,
             services,
             self._transfer,
-            release,
+            version,
             storing,
             security.quotas,
             credentials.ca,
@@ -363,10 +363,3 @@ def _port_taken(listen: str, reason: str) -> ResourceError:
         f"cannot listen on {listen}: {reason}; does another coordinator run here? "
         "Choose another address with --listen host:port"
     )
-
-
-def _version() -> str:
-    try:
-        return version("roundtable")
-    except PackageNotFoundError:
-        return "unknown"

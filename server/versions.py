@@ -8,7 +8,9 @@ from importlib.metadata import version
 
 import torch
 
-_NAMED = ("roundtable", "torch", "numpy", "grpcio", "cryptography")
+from roundtable.core.evidence.release import release
+
+_NAMED = ("torch", "numpy", "grpcio", "cryptography")
 
 
 @cache
@@ -16,7 +18,8 @@ def _found() -> dict[str, str]:
     # Which instructions sums are made with: another processor may round otherwise.
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     named = {name: version(name) for name in _NAMED}
-    return named | {"python": platform.python_version(), "processor": processor}
+    ours = {"roundtable": release().version, "commit": release().commit}
+    return ours | named | {"python": platform.python_version(), "processor": processor}
 
 
 def versions() -> dict[str, str]:

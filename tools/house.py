@@ -10,6 +10,7 @@ proto    generated code against the .proto files
 deploy   the compose file's schema, the Helm charts, the manifests kept beside them
 compat   generated code on the oldest and on the newest protobuf and grpcio
 wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
+version  the version and the commit of this tree, for a copy that has no history: see core/evidence/release.py
 pins     writes constraints.txt from what is installed
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -179,6 +181,12 @@ def capture(python: Path, code: str) -> str:
     return done.stdout.strip()
 
 
+def version() -> None:
+    """What this tree is, as every build carries it."""
+    rule = runpy.run_path(str(ROOT / "core" / "evidence" / "release.py"))
+    print(rule["written"](rule["release"]()), end="")
+
+
 def pins() -> None:
     """Pins of everything that an install with every extra brings, without platform suffixes."""
     run(BIN / "python", "tools/pins.py")
@@ -195,7 +203,7 @@ def test() -> None:
     print("\nall checks passed")
 
 
-COMMANDS = (dev, demo, test, lint, types, layers, proto, deploy, compat, wheel, pins)
+COMMANDS = (dev, demo, test, lint, types, layers, proto, deploy, compat, wheel, version, pins)
 
 
 def main() -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
+from importlib.util import find_spec
+from pathlib import Path
 
 import click
 
-from roundtable import __version__
 from roundtable.cli.shared.options import json_option
 from roundtable.cli.shared.output import print_json, say
 
@@ -18,7 +19,7 @@ PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "sqlalchemy", "cryptography"
 @click.command()
 @json_option
 def version(as_json: bool) -> None:
-    """Print the versions of Roundtable, Python and what matters beneath."""
+    """Print the versions of Roundtable, of its tables and protocol, of Python and what matters beneath."""
     installed_versions = versions()
     if as_json:
         print_json(installed_versions)
@@ -28,11 +29,14 @@ def version(as_json: bool) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Name → version; "not installed" for what is missing."""
+    """Name → version; "not installed" for what is missing, "unknown" for a commit that nobody noted."""
+    from roundtable.core.evidence.release import release
     from roundtable.proto import PROTOCOL_VERSION
 
     numbers = {
-        "roundtable": __version__,
+        "roundtable": release().version,
+        "commit": release().commit or "unknown",
+        "schema": _schema(),
         "protocol": str(PROTOCOL_VERSION),
         "python": platform.python_version(),
     }
@@ -42,3 +46,16 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             numbers[package] = "not installed"
     return numbers
+
+
+def _schema() -> str:
+    """The newest migration's number, which is that of the tables that this version's coordinator writes.
+
+    Read from the files' names: a silo has nothing installed that could import them.
+    """
+    found = find_spec("roundtable.server")
+    folders = (found.submodule_search_locations if found else None) or []
+    names = [
+        file.stem for folder in folders for file in Path(folder, "migrations", "versions").glob("v*_*.py")
+    ]
+    return max(names, default="v0000").removeprefix("v").partition("_")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.errors import ProtocolError
+from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import sign
 from roundtable.core.observability.released import Told
@@ -59,7 +59,7 @@ def hello(
     """
     return FromAgent(
         hello=agent_pb2.Hello(
-            version=importlib.metadata.version("roundtable"),
+            version=release().version,
             protocol=PROTOCOL_VERSION,
             tasks=sorted(tasks),
             metadata=metadata,

@@ -14,8 +14,10 @@ from click.testing import CliRunner
 
 from roundtable.cli.main import cli
 from roundtable.core import load_job, parse_job
+from roundtable.core.evidence.release import release
 
 Command = Any
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_help_lists_every_command(roundtable: Command) -> None:
@@ -49,9 +51,11 @@ def test_usage_errors_are_exit_code_2(roundtable: Command) -> None:
 
 def test_version(roundtable: Command) -> None:
     found = json.loads(roundtable("version", "--json").out)
-    assert found["roundtable"] == "0.1.0"
+    assert (found["roundtable"], found["commit"]) == release()
+    migrations = ROOT / "server" / "migrations" / "versions"
+    assert found["schema"] == sorted(file.stem[1:5] for file in migrations.glob("v*.py"))[-1]
     assert found["protocol"] == "1"
-    assert "roundtable 0.1.0" in roundtable("version").out
+    assert f"commit {release().commit}" in roundtable("version").out.splitlines()
 
 
 @pytest.mark.parametrize(

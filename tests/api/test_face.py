@@ -111,9 +111,3 @@ def test_files_named_by_text_are_read_and_written(tmp_path: Path) -> None:
     assert empty.to_csv(str(tmp_path / "history.csv")) == (tmp_path / "history.csv").read_text()
     with pytest.raises(StorageError, match="holds no run"):
         simulation.compare([str(tmp_path)])
-
-
-def test_the_version_is_that_of_the_package() -> None:
-    from importlib.metadata import version
-
-    assert rt.__version__ == version("roundtable")

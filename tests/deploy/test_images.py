@@ -16,6 +16,7 @@ import yaml
 from containers import Engine, image_of, installed, need_namespaces, volumes_of
 from postgresql import PostgreSQL
 
+from roundtable.core.evidence.release import BUILT, release, written
 from roundtable.core.identity.credentials import create_ca, issue
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("images")
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", "runs")
     shutil.copytree(ROOT, folder / "source", ignore=ignored, symlinks=True)
+    (folder / "source" / "core" / "evidence" / BUILT).write_text(written(release()))
     words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, folder / "source"]
     subprocess.run([sys.executable, *map(str, words)], check=True)
     (wheel,) = folder.glob("*.whl")

@@ -31,6 +31,7 @@ from roundtable.core.errors import AuditError
 from roundtable.core.evidence.audit_log import AuditEntry, Log, compare, entry, read_log
 from roundtable.core.evidence.cross_check import LogComparison, compare_logs, witnessed
 from roundtable.core.evidence.provenance_check import check_provenance, is_recorded
+from roundtable.core.evidence.release import release
 from roundtable.core.identity.certificates import load_key
 from roundtable.core.identity.credentials import SiloIdentity, create_ca, issue, load_silo_identity
 from roundtable.core.identity.signing import envelope, verify
@@ -77,7 +78,7 @@ async def test_a_job_leaves_its_traces_and_a_provenance(
     assert log.signers == {"coordinator"}
     actions = [item.action for item in log.entries]
     assert actions[0] == "coordinator_started"
-    assert log.entries[0].detail["roundtable"]
+    assert (log.entries[0].detail["roundtable"], log.entries[0].detail["commit"]) == release()
     assert "Operators/SubmitJob" in actions
     rounds = [item for item in log.entries if item.action == "round_committed"]
     assert [item.detail["round"] for item in rounds] == [1, 2]
