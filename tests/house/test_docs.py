@@ -74,6 +74,15 @@ def test_every_target_of_make_is_a_command_of_the_house() -> None:
         assert told in described
 
 
+def test_the_upgrade_notes_are_those_of_the_migrations() -> None:
+    import upgrade_notes
+
+    assert (ROOT / "docs" / "upgrades.md").read_text() == upgrade_notes.page(), (
+        "python tools/upgrade_notes.py"
+    )
+    assert len(upgrade_notes.notes()) == len(list(upgrade_notes.MIGRATIONS.glob("v*.py")))
+
+
 def test_commands_of_roundtable_that_pages_name_exist() -> None:
     import click
 
