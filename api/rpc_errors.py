@@ -14,6 +14,7 @@ from roundtable.core.errors import (
     ResourceError,
     RoundtableError,
     TransferError,
+    UnavailableError,
 )
 
 _ERRORS: dict[grpc.StatusCode, type[RoundtableError]] = {
@@ -24,6 +25,8 @@ _ERRORS: dict[grpc.StatusCode, type[RoundtableError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
     grpc.StatusCode.ALREADY_EXISTS: ConfigError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceError,
+    # Another call stores the same artifact right now: who asks again finds it whole.
+    grpc.StatusCode.ABORTED: UnavailableError,
     grpc.StatusCode.DATA_LOSS: TransferError,
     grpc.StatusCode.OUT_OF_RANGE: TransferError,
 }

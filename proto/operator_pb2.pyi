@@ -36,6 +36,7 @@ class StatusReply(google.protobuf.message.Message):
     DATABASE_FIELD_NUMBER: builtins.int
     DISK_FREE_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    CALLER_FIELD_NUMBER: builtins.int
     version: builtins.str
     coordinator: builtins.str
     clock: builtins.float
@@ -46,6 +47,8 @@ class StatusReply(google.protobuf.message.Message):
     disk_free: builtins.int
     identity: builtins.bytes
     """The coordinator's identity certificate (PEM): its name is in what a submitter signs. Empty if it has none."""
+    caller: builtins.str
+    """The caller as the coordinator knows it: its role, a slash, its name."""
     def __init__(
         self,
         *,
@@ -58,8 +61,9 @@ class StatusReply(google.protobuf.message.Message):
         database: builtins.str = ...,
         disk_free: builtins.int = ...,
         identity: builtins.bytes = ...,
+        caller: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clients_online", b"clients_online", "clock", b"clock", "coordinator", b"coordinator", "database", b"database", "disk_free", b"disk_free", "identity", b"identity", "jobs_running", b"jobs_running", "uptime_seconds", b"uptime_seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "clients_online", b"clients_online", "clock", b"clock", "coordinator", b"coordinator", "database", b"database", "disk_free", b"disk_free", "identity", b"identity", "jobs_running", b"jobs_running", "uptime_seconds", b"uptime_seconds", "version", b"version"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -182,6 +186,7 @@ class Job(google.protobuf.message.Message):
     SUBMITTED_FIELD_NUMBER: builtins.int
     UPDATED_FIELD_NUMBER: builtins.int
     SUBMITTER_FIELD_NUMBER: builtins.int
+    OWN_FIELD_NUMBER: builtins.int
     id: builtins.str
     name: builtins.str
     status: builtins.str
@@ -194,6 +199,8 @@ class Job(google.protobuf.message.Message):
     submitted: builtins.float
     updated: builtins.float
     submitter: builtins.str
+    own: builtins.bool
+    """Whether the caller submitted it, in the role in which it calls."""
     @property
     def model(self) -> roundtable.proto.common_pb2.Artifact:
         """Newest committed model."""
@@ -211,9 +218,10 @@ class Job(google.protobuf.message.Message):
         submitted: builtins.float = ...,
         updated: builtins.float = ...,
         submitter: builtins.str = ...,
+        own: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "model", b"model", "name", b"name", "reason", b"reason", "rounds", b"rounds", "rounds_done", b"rounds_done", "status", b"status", "submitted", b"submitted", "submitter", b"submitter", "updated", b"updated"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "model", b"model", "name", b"name", "own", b"own", "reason", b"reason", "rounds", b"rounds", "rounds_done", b"rounds_done", "status", b"status", "submitted", b"submitted", "submitter", b"submitter", "updated", b"updated"]) -> None: ...
 
 global___Job = Job
 

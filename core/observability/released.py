@@ -226,14 +226,15 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # The coordinator to operators.
     "StatusReply": _of(
         Tells.PUBLIC,
-        "version coordinator clock uptime_seconds clients_online jobs_running database disk_free identity",
+        "version coordinator clock uptime_seconds clients_online jobs_running database disk_free identity "
+        "caller",
     ),
     "Event": {
         **_of(Tells.PUBLIC, "sequence time kind round attempt message detail"),
         "client": Tells.COHORT,
     },
     "Job": {
-        **_of(Tells.PUBLIC, "id name status reason rounds_done rounds submitted updated submitter"),
+        **_of(Tells.PUBLIC, "id name status reason rounds_done rounds submitted updated submitter own"),
         "model": Tells.NOISY,
     },
     "JobDetail": {

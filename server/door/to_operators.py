@@ -58,8 +58,8 @@ class JobPromise:
     dimension: int | None = None
 
 
-def job_to(row: JobRow, size: int) -> operator_pb2.Job:
-    """A job as operators see it; `size` is its newest model's."""
+def job_to(row: JobRow, size: int, own: bool) -> operator_pb2.Job:
+    """A job as operators see it; `size` is its newest model's, `own` whether it is the caller's."""
     return operator_pb2.Job(
         id=row.id,
         name=row.name,
@@ -71,6 +71,7 @@ def job_to(row: JobRow, size: int) -> operator_pb2.Job:
         submitted=row.submitted,
         updated=row.updated,
         submitter=row.submitter,
+        own=own,
     )
 
 

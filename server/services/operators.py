@@ -92,6 +92,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             database=condition,
             disk_free=self._services.artifacts.free_bytes(),
             identity=self._identity.certificate if self._identity else b"",
+            caller=principal().label,
         )
 
     @override
@@ -225,7 +226,8 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         return to_operators.client_to(replace(row, last_seen=heard), True, state)
 
     def _job(self, row: JobRow) -> operator_pb2.Job:
-        return to_operators.job_to(row, self._services.artifacts.size(row.model) or 0)
+        size = self._services.artifacts.size(row.model) or 0
+        return to_operators.job_to(row, size, row.is_of(*principal().party))
 
     def _proven(self, asked: door.JobWish, who: str) -> Submission:
         """The submission with what shows silos who asked: for one with a token, our own signature."""

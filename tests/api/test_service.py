@@ -279,6 +279,60 @@ def test_ctrl_c_leaves_the_job_running(service: Service, roundtable: Command) ->
     assert roundtable("job", "cancel", name, *service.options).code == 0
 
 
+def test_applying_a_file_again_and_again_starts_its_job_once(service: Service, roundtable: Command) -> None:
+    line = ["job", "apply", "-f", str(service.folder / "job.toml"), *service.options, "--json"]
+    line += ["--set", "name=declared", "--set", "rounds=100000"]
+
+    def state(name: str) -> str:
+        shown = roundtable("job", "show", name, *service.options, "--json").out
+        return str(json.loads(shown)["job"]["status"])
+
+    both = [
+        subprocess.Popen([sys.executable, "-m", "roundtable", *line], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    said = [json.loads(process.communicate(timeout=60)[0]) for process in both]
+    (name,) = {each["job"]["id"] for each in said}
+    assert "started" in {each["action"] for each in said}
+    again = json.loads(roundtable(*line).out)
+    assert (again["action"], again["job"]["id"], again["changes"]) == ("unchanged", name, [])
+    changed = [*line, "--set", "algorithm.learning_rate=0.2"]
+    refused = roundtable(*changed)
+    assert refused.code == 2
+    assert f"job than {name}, which is" in refused.err
+    assert "algorithm.learning_rate: 0.1 → 0.2" in refused.err
+    assert "rounds:" not in refused.err
+    assert state(name) == "running"
+    replaced = json.loads(roundtable(*changed, "--when-changed", "replace").out)
+    second = replaced["job"]["id"]
+    assert (replaced["action"], replaced["changes"]) == ("started", ["algorithm.learning_rate: 0.1 → 0.2"])
+    assert second != name
+    assert state(name) == "cancelled"
+    # Somebody stops it by hand: what is declared does not undo that, and says so.
+    assert roundtable("job", "cancel", second, *service.options).code == 0
+    stopped = roundtable(*changed)
+    assert (stopped.code, json.loads(stopped.out)["action"]) == (1, "unchanged")
+    # Back to what was declared first: a new job, not the old one that was cancelled.
+    third = json.loads(roundtable(*line).out)
+    assert (third["action"], third["job"]["id"] in (name, second)) == ("started", False)
+    assert roundtable("job", "cancel", third["job"]["id"], *service.options).code == 0
+
+
+def test_another_operators_job_of_the_same_name_is_not_ones_own(
+    service: Service, roundtable: Command, tmp_path: Path
+) -> None:
+    issue(service.folder / "ca", "eve", "operator", tmp_path / "eve")
+    line = ["job", "apply", "-f", service.folder / "job.toml", "--json", "--set", "name=common"]
+    whose = {"ada": service.options[-1], "eve": tmp_path / "eve"}
+    said = {
+        name: json.loads(roundtable(*line, "--coordinator", service.address, "--credentials", folder).out)
+        for name, folder in whose.items()
+    }
+    assert {name: each["job"]["submitter"] for name, each in said.items()} == {"ada": "ada", "eve": "eve"}
+    assert said["ada"]["job"]["id"] != said["eve"]["job"]["id"]
+    assert {each["action"] for each in said.values()} == {"started"}
+
+
 def test_an_unknown_job(service: Service, roundtable: Command) -> None:
     said = roundtable("job", "show", "nonsense", *service.options)
     assert said.code == 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,8 @@ import click
 from roundtable.cli.jobs.diagnose import diagnose
 from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
-from roundtable.cli.jobs.watch import follow, make_display
+from roundtable.cli.jobs.submit import apply, submit
+from roundtable.cli.jobs.watch import watch_to_its_end
 from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
 from roundtable.cli.shared.output import (
     ago,
@@ -57,55 +56,6 @@ def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
     say(f"{file} is sound.")
     for name, value in summary.items():
         say(f"  {name}: {value}")
-
-
-@job.command("submit")
-@click.argument("file", type=_FILE)
-@set_option
-@connection_options
-@click.option(
-    "--model",
-    "start",
-    type=_FILE,
-    help="Start from this artifact, such as another job's model; default: the task's own weights.",
-)
-@click.option("--watch", is_flag=True, help="Show the job's progress until it ends.")
-@click.option("--request-id", help="The same one twice gives the same job: for scripts that retry.")
-@json_option
-def submit(
-    file: Path,
-    overrides: dict[str, Any],
-    coordinator: str | None,
-    credentials: Path | None,
-    start: Path | None,
-    watch: bool,
-    request_id: str | None,
-    as_json: bool,
-) -> int:
-    """Start the job that FILE describes, from a model made here under its seed, or from a given one."""
-    from roundtable.core.models import save_model
-    from roundtable.preparation import prepare
-
-    with connect(coordinator, credentials) as operator:
-        operator.status()
-        with working(f"checking {file}"):
-            prepared = prepare(file, overrides, start)
-        for warning in prepared.warnings:
-            say(f"warning: {warning}", err=True)
-        with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
-            model = Path(folder) / "initial.safetensors"
-            save_model(model, prepared.model)
-            with interruptible("Nothing was started; submit again, what has arrived is not sent twice."):
-                submitted = operator.submit(prepared.job, model, request_id)
-        if as_json and not watch:
-            print_json(as_dict(submitted))
-            return 0
-        say(f"Submitted job {submitted.id} ({submitted.name}, {submitted.rounds} rounds).", err=as_json)
-        if watch:
-            return _watch(operator, submitted.id, 1, as_json)
-        say(f"Watch it:   roundtable job watch {shlex.quote(submitted.id)}")
-        say(f"Its model:  roundtable job model {shlex.quote(submitted.id)} -o model.safetensors")
-        return 0
 
 
 @job.command("list")
@@ -168,6 +118,8 @@ def show(
         print_detail(detail)
 
 
+job.add_command(submit)
+job.add_command(apply)
 job.add_command(diagnose)
 job.add_command(job_privacy)
 
@@ -182,7 +134,7 @@ job.add_command(job_privacy)
 def watch(name: str, start: int, coordinator: str | None, credentials: Path | None, as_json: bool) -> int:
     """Show a job's progress until it ends; Ctrl-C leaves the job running."""
     with connect(coordinator, credentials) as operator:
-        return _watch(operator, name, start, as_json)
+        return watch_to_its_end(operator, name, start, as_json)
 
 
 @job.command("cancel")
@@ -249,23 +201,6 @@ def _file_named(job: str) -> Path:
     if job != Path(job).name or job.startswith(".") or not job.isprintable() or len(job) > _LONGEST_NAME:
         raise ConfigError(f"the job's name {job!r} cannot name a file here: say where, with -o FILE")
     return Path(f"{job}.safetensors")
-
-
-def _watch(operator: OperatorClient, name: str, start: int, as_json: bool) -> int:
-    hint = f"The job goes on; see it again with `roundtable job watch {shlex.quote(name)}`."
-    with interruptible(hint):
-        ended = follow(operator.watch(name, start), make_display(as_json))
-    if ended is None:
-        return 0
-    if not as_json:
-        say(
-            f"Job {ended.id} is {ended.status}: {ended.reason}"
-            if ended.reason
-            else f"Job {ended.id} is {ended.status}."
-        )
-        if ended.status == "paused":
-            say(f"Go on with `roundtable job resume {shlex.quote(ended.id)}`.")
-    return 0 if ended.status == "finished" else 1
 
 
 def _steer(

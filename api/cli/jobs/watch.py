@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
@@ -13,6 +14,7 @@ from roundtable.cli.shared.output import (
     console,
     duration,
     grid,
+    interruptible,
     print_json_line,
     say,
     say_above,
@@ -22,6 +24,7 @@ from roundtable.cli.shared.rounds import round_line
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from roundtable.operator import OperatorClient
     from roundtable.proto.common_pb2 import Event
     from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
 
@@ -53,6 +56,24 @@ def follow(updates: Iterable[JobUpdate], display: Display) -> Job | None:
     finally:
         display.close()
     return job
+
+
+def watch_to_its_end(operator: OperatorClient, name: str, start: int, as_json: bool) -> int:
+    """Shows a job's events until it has ended or is paused; gives the exit code of the command."""
+    hint = f"The job goes on; see it again with `roundtable job watch {shlex.quote(name)}`."
+    with interruptible(hint):
+        ended = follow(operator.watch(name, start), make_display(as_json))
+    if ended is None:
+        return 0
+    if not as_json:
+        say(
+            f"Job {ended.id} is {ended.status}: {ended.reason}"
+            if ended.reason
+            else f"Job {ended.id} is {ended.status}."
+        )
+        if ended.status == "paused":
+            say(f"Go on with `roundtable job resume {shlex.quote(ended.id)}`.")
+    return 0 if ended.status == "finished" else 1
 
 
 def make_display(as_json: bool) -> Display:
