@@ -20,15 +20,6 @@ class StepKey(NamedTuple):
         """A file name of its own for each step."""
         return f"{self.job}.{self.round}.{self.attempt}.{self.phase}"
 
-    @property
-    def unseen(self) -> int:
-        """The first round whose training an evaluation in this step does not see.
-
-        The model that a round has made meets what that round's training left at the silo. The model that a
-        round begins with does not, also where the round is done again.
-        """
-        return self.round + (self.phase == "evaluate")
-
     @override
     def __str__(self) -> str:
         attempt = f", attempt {self.attempt}" if self.attempt > 1 else ""

@@ -32,8 +32,9 @@ class StepWork:
 
     `config` is the job as it came, canonical JSON, and `job` the same, checked; `task` is the silo's own
     reference for it; `model` a verified artifact; `layout` the fingerprint that the update must have;
-    `output` the file for the encoded update. `trouble` hears of an incident that does not end the work: its
-    kind (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
+    `output` the file for the encoded update; `counted` the newest of the silo's training steps whose update
+    is in the model or in one before it. `trouble` hears of an incident that does not end the work: its kind
+    (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
     """
 
     step: StepKey
@@ -44,7 +45,13 @@ class StepWork:
     model: Path
     layout: str
     output: Path
+    counted: StepKey | None = None
     trouble: Callable[[str, str, str], None] = field(default=lambda kind, detail, action: None, compare=False)
+
+    @property
+    def kept(self) -> tuple[int, int] | None:
+        """(round, attempt) of `counted`: under it lies what the silo goes on from."""
+        return (self.counted.round, self.counted.attempt) if self.counted is not None else None
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,21 @@ class JobContext:
         for name in names:
             if self.population.is_online(name):
                 self.mark(name, "available", now)
-                self.out.append(m.Instruct(name, attempt.step, model, attempt.deadline, attempt.cohort))
+                counted = self.counted(name)
+                self.out.append(
+                    m.Instruct(name, attempt.step, model, attempt.deadline, attempt.cohort, counted)
+                )
             else:
                 self.mark(name, "offline", now)
+
+    def counted(self, name: str) -> tuple[int, int] | None:
+        """(round, attempt) of the client's newest update that is in the newest model, or in one before it."""
+        attempt, record = self.state.attempt, self.state.clients.get(name)
+        if attempt is not None and attempt.aggregated and name not in attempt.aggregated.excluded:
+            update = attempt.updates.get(name)
+            if update is not None:
+                return update.asked or (attempt.round, attempt.number)
+        return record.counted if record else None
 
     def withdraw_awaited(self, reason: str) -> None:
         """Tells those whose answer the phase awaits that it no longer matters."""

@@ -276,7 +276,9 @@ class Authorize:
 class Instruct:
     """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent.
 
-    `cohort` names everybody who was selected, for work that clients do among themselves.
+    `cohort` names everybody who was selected, for work that clients do among themselves. `counted` is the
+    (round, attempt) of the client's newest update that is in `model` or in a model before it: what that
+    training left at the client is what it goes on from.
     """
 
     client: str
@@ -284,6 +286,7 @@ class Instruct:
     model: str
     deadline: float
     cohort: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    counted: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -308,6 +311,7 @@ class Aggregate:
     """Combine these updates, sorted by client; answer with `Aggregated` or `AggregationFailed`.
 
     `cohort` names everybody who was asked in this attempt: secure aggregation waits for their masks.
+    `population` is how many clients there are.
     """
 
     step: Step
@@ -315,6 +319,7 @@ class Aggregate:
     optimizer: str
     updates: tuple[Update, ...]
     cohort: tuple[str, ...]
+    population: int = 1
 
 
 @dataclass(frozen=True)
@@ -331,7 +336,8 @@ class RoundRecord:
     `evaluation` is of the model that the round has made, `before` of the one that it began with.
     `staleness` tells of each update how many models old its own was, in buffered rounds. `closed` says
     why the round has made no model: `model` is the one before it. `withheld` names the fields that are empty
-    here because they may not be told (core/observability/released.py).
+    here because they may not be told (core/observability/released.py). `population` is how many clients there
+    were when the model was made.
     """
 
     round: int
@@ -354,6 +360,7 @@ class RoundRecord:
     staleness: Mapping[str, int] = field(default_factory=dict)
     closed: str = ""
     withheld: tuple[str, ...] = ()
+    population: int = 1
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class Phases:
         attempt = self._context.attempt()
         self._policy.close(reason, now)
         attempt.phase, attempt.deadline = m.AGGREGATE, None
+        attempt.population = max(1, len(self._population.known()))
         for name in attempt.updates:
             self._context.record(name).completed += 1
         self._context.out.append(self.aggregate_action(attempt))
@@ -85,7 +86,14 @@ class Phases:
     def aggregate_action(self, attempt: Attempt) -> m.Aggregate:
         """The updates in the order of names, so that the order of arrival changes no bit."""
         updates = tuple(attempt.updates[name] for name in sorted(attempt.updates))
-        return m.Aggregate(attempt.step, self._state.model, self._state.optimizer, updates, attempt.cohort)
+        return m.Aggregate(
+            attempt.step,
+            self._state.model,
+            self._state.optimizer,
+            updates,
+            attempt.cohort,
+            attempt.population,
+        )
 
     def evaluation_due(self, number: int) -> bool:
         """Whether the model of round `number` is asked for: every so many rounds, and after the last.
@@ -129,6 +137,8 @@ class Phases:
         """Writes the round's record and asks for it to be made durable."""
         private = not isinstance(self._job.privacy, NoPrivacy)
         record = record_of(self._context.attempt(), now, private)
+        for name in record.contributors:
+            self._context.record(name).counted = self._context.counted(name)
         self._state.model, self._state.optimizer = record.model, record.optimizer
         self._state.summed = ()
         self._close(record)

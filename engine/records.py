@@ -35,6 +35,7 @@ def record_of(attempt: Attempt, now: float, private: bool) -> RoundRecord:
         ended=now,
         before=dict(aggregated.before),
         staleness={n: u.staleness(attempt.round) for n, u in sorted(attempt.updates.items()) if u.asked},
+        population=attempt.population,
     )
 
 

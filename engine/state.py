@@ -24,7 +24,10 @@ from roundtable.engine.round_summary import RoundSummary
 
 @dataclass
 class ClientRecord:
-    """What is remembered of a client that was asked at least once."""
+    """What is remembered of a client that was asked at least once.
+
+    `counted`: (round, attempt) in which its newest update that is in a committed model was asked for.
+    """
 
     state: ClientState = "available"
     since: float = 0.0
@@ -33,6 +36,7 @@ class ClientRecord:
     completed: int = 0
     last_round: int = 0
     examples: int | None = None
+    counted: tuple[int, int] | None = None
 
 
 @dataclass
@@ -71,6 +75,7 @@ class Attempt:
     - `unmeasured`: the first error of the task in an evaluation, "" until there is one: where no client has
       measured anything, the job stops for it.
     - `replacements`: failed client → the one asked in its place.
+    - `population`: how many clients there were when training ended.
     """
 
     round: int
@@ -95,6 +100,7 @@ class Attempt:
     spent: dict[str, Any] | None = None
     replacements: dict[str, str] = field(default_factory=dict)
     unmeasured: str = ""
+    population: int = 1
 
     @property
     def step(self) -> Step:
@@ -159,7 +165,7 @@ def from_plain(plain: Mapping[str, Any]) -> EngineState:
     values = dict(plain)
     values["attempt"] = _attempt(values["attempt"]) if values["attempt"] else None
     values["stopping"] = tuple(values["stopping"]) if values["stopping"] else None
-    values["clients"] = {name: ClientRecord(**record) for name, record in values["clients"].items()}
+    values["clients"] = {name: _client(record) for name, record in values["clients"].items()}
     values["at_work"] = {name: Assignment(**given) for name, given in values.get("at_work", {}).items()}
     values["buffer"] = _updates(values.get("buffer", {}))
     values["summed"] = tuple(values.get("summed", ()))
@@ -181,6 +187,11 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
         values[name] = _sums(values[name])
     values["client_metrics"] = {client: _sums(sums) for client, sums in values["client_metrics"].items()}
     return RoundRecord(**values)
+
+
+def _client(plain: Mapping[str, Any]) -> ClientRecord:
+    counted = plain["counted"]
+    return ClientRecord(**{**plain, "counted": tuple(counted) if counted else None})
 
 
 def _attempt(plain: Mapping[str, Any]) -> Attempt:

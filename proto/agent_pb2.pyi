@@ -532,6 +532,7 @@ class Instruction(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     EXCHANGE_FIELD_NUMBER: builtins.int
     SUBMISSION_FIELD_NUMBER: builtins.int
+    COUNTED_FIELD_NUMBER: builtins.int
     deadline_seconds: builtins.float
     """Seconds from now until the answer is worthless."""
     job_config: builtins.str
@@ -548,6 +549,12 @@ class Instruction(google.protobuf.message.Message):
     def submission(self) -> roundtable.proto.common_pb2.Submission:
         """Who asked for the job, and the proof of it."""
 
+    @property
+    def counted(self) -> roundtable.proto.common_pb2.Step:
+        """The newest of the silo's training steps whose update is in the model that is named here, or in one before it;
+        absent where there is none. The silo goes on from what that step left with it, and forgets what later ones did.
+        """
+
     def __init__(
         self,
         *,
@@ -558,9 +565,10 @@ class Instruction(google.protobuf.message.Message):
         evaluate: global___Evaluate | None = ...,
         exchange: global___Exchange | None = ...,
         submission: roundtable.proto.common_pb2.Submission | None = ...,
+        counted: roundtable.proto.common_pb2.Step | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["evaluate", b"evaluate", "exchange", b"exchange", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline_seconds", b"deadline_seconds", "evaluate", b"evaluate", "exchange", b"exchange", "job_config", b"job_config", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["counted", b"counted", "evaluate", b"evaluate", "exchange", b"exchange", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["counted", b"counted", "deadline_seconds", b"deadline_seconds", "evaluate", b"evaluate", "exchange", b"exchange", "job_config", b"job_config", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["work", b"work"]) -> typing.Literal["train", "evaluate", "exchange"] | None: ...
 
 global___Instruction = Instruction

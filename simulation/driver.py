@@ -207,6 +207,7 @@ class Driver:
                 noise=SeededNoise(seed, step.round, step.attempt, "noise"),
                 diagnose=self.world.job.aggregation.diagnosis,
                 root_update=self._root_update(step),
+                population=action.population,
             )
         except (AggregationError, InvalidUpdate) as error:
             self._queue.push(self._queue.now, m.AggregationFailed(step, str(error)))
@@ -242,7 +243,7 @@ class Driver:
         before = self.model.vector
         self.model, self.server = self._next
         if not self.history or self.history[-1].round < record.round:
-            used = [self.world.names.index_of(name) for name in self._kept_by(record)]
+            used = [self.world.names.index_of(name) for name in record.contributors]
             self._keep_models({**self._earlier, record.round - 1: before})
             self.history.append(record)
             self.listener.committed(record, self.model, partial(self._checkpoint, used))
@@ -252,13 +253,6 @@ class Driver:
         self._pacing.round_ended(self._work)
         self.fleet.gone.clear()
         self._queue.push(self._queue.now, m.Committed(record.round))
-
-    def _kept_by(self, record: m.RoundRecord) -> Sequence[str]:
-        """The clients that keep what the round left with them. Where the server adds up what they keep, those
-        whose update it has not used must not go on from it."""
-        if self.world.algorithm.places:
-            return record.contributors
-        return (*record.contributors, *record.excluded)
 
     def _keep_models(self, known: Mapping[int, Tensor]) -> None:
         """Of the models that a new one replaces, those stay that somebody works from."""

@@ -90,6 +90,7 @@ class StepWorker:
             model=model,
             layout=asked.layout,
             output=self._spool.bytes_of(step),
+            counted=instruction.counted,
             trouble=partial(self._reporter.trouble, step),
         )
         if asked.kind == "train" and is_secure(job):

@@ -94,13 +94,18 @@ class SubmissionProof:
 
 @dataclass(frozen=True)
 class StepInstruction:
-    """One thing to do within `seconds` of its arrival; `config` is the whole job as JSON, unparsed."""
+    """One thing to do within `seconds` of its arrival; `config` is the whole job as JSON, unparsed.
+
+    `counted`: the newest of the silo's training steps of the job whose update is in the model, or in one
+    before it.
+    """
 
     step: StepKey
     seconds: float
     config: str
     work: ModelWork | ExchangeWork
     submission: SubmissionProof
+    counted: StepKey | None = None
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,16 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
         bounds.text(asked.job_config, _CONFIG_CHARACTERS, "a job's configuration"),
         work,
         _submission(asked.submission),
+        _counted(asked.counted, step) if asked.HasField("counted") else None,
     )
+
+
+def _counted(message: common_pb2.Step, step: StepKey) -> StepKey:
+    counted = step_of(message)
+    latest = step.round if step.phase == "evaluate" else step.round - 1
+    if (counted.job, counted.phase) != (step.job, "train") or counted.round > latest:
+        raise ProtocolError(f"an instruction for {step} says that {counted} is in its model")
+    return counted
 
 
 def _submission(message: common_pb2.Submission) -> SubmissionProof:

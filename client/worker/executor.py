@@ -20,12 +20,12 @@ from roundtable.client.training.local_training import check_evaluation, split_da
 from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import Protection, payment
-from roundtable.client.worker.silo_state import SiloState
+from roundtable.client.worker.silo_state import Counted, SiloState
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.errors import LayoutError, ResourceError
+from roundtable.core.errors import EncodingError, LayoutError, ResourceError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
 from roundtable.core.task import AnyTask, Site, initial_state, load_task
@@ -53,8 +53,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Order:
-    """One step to do: `Work` as it crosses the pipe. After running out of memory, with parts of batches,
-    halved so many times."""
+    """One step to do: `StepWork` as it crosses the pipe, `counted` as (round, attempt). After running out of
+    memory, with parts of batches, halved so many times."""
 
     job: str
     round: int
@@ -66,6 +66,13 @@ class Order:
     output: str
     attempt: int = 1
     halvings: int = 0
+    counted: Counted | None = None
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Order:
+        """The order that `asdict` has put into JSON."""
+        counted = plain.get("counted")
+        return cls(**{**plain, "counted": tuple(counted) if counted else None})
 
     @property
     def step(self) -> StepKey:
@@ -104,7 +111,7 @@ class Executor:
         """Trains, writes the encoded update to `order.output`, and saves tensors that stay at the silo."""
         warm, start = self._prepare(order)
         data, _ = self._data_of(order.task, warm.task)
-        local = self._state.load(order.job, before=order.round)
+        local = self._kept(order, warm)
         protection = self._protection(order, warm.mode)
         update = train(
             warm.task,
@@ -129,7 +136,7 @@ class Executor:
         )
         warm.mode = protection.mode
         digest, size = write_update(Path(order.output), update.delta, warm.config.transfer.encoding)
-        self._state.save(order.job, order.round, update.local)
+        self._state.save(order.job, (order.round, order.attempt), update.local, order.counted)
         return TrainedUpdate(digest, size, update.examples, update.metrics)
 
     def _protection(self, order: Order, mode: str) -> Protection:
@@ -142,7 +149,7 @@ class Executor:
         warm, start = self._prepare(order)
         check_evaluation(warm.config)
         _, data = self._data_of(order.task, warm.task)
-        kept = self._state.load(order.job, before=order.step.unseen)
+        kept = self._kept(order, warm)
         local = start.local if kept is None else kept
         work = LocalWork(
             warm.config,
@@ -165,6 +172,18 @@ class Executor:
             context=work.evaluation_context(self.device),
             batch_size=part_of_batch(warm.config, order.halvings, evaluation=True),
         )
+
+    def _kept(self, order: Order, warm: _WarmJob) -> dict[str, Tensor] | None:
+        """What the silo goes on from. Raises EncodingError where that is lost and the server counts on it."""
+        kept = self._state.load(order.job, order.counted)
+        if kept is None and order.counted is not None and warm.layout.places:
+            place = self._state.path(order.job, *order.counted)
+            raise EncodingError(
+                f"what round {order.counted[0]} of job {order.job} left at this silo is lost ({place.name} "
+                f"in its state folder), and the server of algorithm {warm.config.algorithm.name!r} counts on "
+                "it: the silo can take part in a new job that begins with this one's model"
+            )
+        return kept
 
     def _prepare(self, order: Order) -> tuple[_WarmJob, Model]:
         warm = self._warm

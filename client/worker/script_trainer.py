@@ -135,7 +135,7 @@ class ScriptTrainer:
                 'privacy.level = "example" bounds the gradient of every example, and a script submits '
                 'weights: write a Task with a model and a loss, or use level "client_local"'
             )
-        local = self._state.load(work.step.job, before=work.step.round)
+        local = self._state.load(work.step.job, work.kept)
         start = await asyncio.to_thread(open_model, work.model)
         round = Round(work, start, local)
         self.rounds.put(round)
@@ -146,7 +146,7 @@ class ScriptTrainer:
             examples, metrics = 1, {}
         encoding = work.job.transfer.encoding
         digest, size = await asyncio.to_thread(write_update, work.output, delta, encoding)
-        self._state.save(work.step.job, work.step.round, mine)
+        self._state.save(work.step.job, (work.step.round, work.step.attempt), mine, work.kept)
         return TrainedUpdate(digest, size, examples, metrics)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
@@ -154,7 +154,7 @@ class ScriptTrainer:
         check_evaluation(work.job)
         if self._evaluate is None:
             return {}
-        local = self._state.load(work.step.job, before=work.step.unseen)
+        local = self._state.load(work.step.job, work.kept)
         start = await asyncio.to_thread(open_model, work.model)
         metrics = await asyncio.to_thread(self._evaluate, Round(work, start, local))
         return checked(metrics, self._evaluate)

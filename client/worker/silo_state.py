@@ -1,7 +1,8 @@
 """Stores the tensors that never travel, at the silo between a job's rounds.
 
-One safetensors file for each round, so that a round that is done again starts from what the round
-before it left, and the same work gives the same bits.
+One safetensors file for each training step (round, attempt). What a step left counts once its update is in a
+committed model, which the coordinator says with the next instruction: so a round that is done again starts
+from what the rounds before it left, and what the server adds up of the silos' states is what they have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from roundtable.client.durable_files import replace_synced
 from roundtable.core.errors import EncodingError
 
-_KEPT = 2
+Counted = tuple[int, int]
+"""(round, attempt) of the newest training step whose update is in the model."""
 
 
 class SiloState:
@@ -25,47 +27,44 @@ class SiloState:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def load(self, job: str, before: int) -> dict[str, Tensor] | None:
-        """Loads the tensors of the newest round below `before`; None if there is none.
+    def load(self, job: str, counted: Counted | None) -> dict[str, Tensor] | None:
+        """Loads what the step `counted` left; None where there is no such step, or it left nothing.
 
         Raises EncodingError for a file that is damaged.
         """
-        rounds = [number for number in self._rounds(job) if number < before]
-        if not rounds:
+        path = self.find(job, counted)
+        if path is None:
             return None
-        path = self.path(job, max(rounds))
         try:
             return safetensors.torch.load_file(path)
         except SafetensorError as error:
             raise EncodingError(
-                f"the silo's state of job {job} after round {max(rounds)} is damaged ({error}); "
+                f"the silo's state of job {job} after {path.stem} is damaged ({error}); "
                 f"remove {path.name} in the agent's state folder to go on without it"
             ) from error
 
-    def newest(self, job: str, before: int) -> Path | None:
-        """The file of the newest round below `before`."""
-        rounds = [number for number in self._rounds(job) if number < before]
-        return self.path(job, max(rounds)) if rounds else None
+    def find(self, job: str, counted: Counted | None) -> Path | None:
+        """The file of what the step `counted` left, if there is one."""
+        path = None if counted is None else self.path(job, *counted)
+        return path if path is not None and path.exists() else None
 
-    def save(self, job: str, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Saves the tensors of `round`, and removes those older than the round before it."""
+    def save(self, job: str, step: Counted, tensors: Mapping[str, Tensor], counted: Counted | None) -> None:
+        """Saves what the training step `step` leaves, and removes all but that and what is `counted`."""
         if not tensors:
             return
-        path = self.path(job, round)
+        path = self.path(job, *step)
         path.parent.mkdir(parents=True, exist_ok=True)
         held = {name: tensor.contiguous() for name, tensor in tensors.items()}
         replace_synced(path, [safetensors.torch.save(held)])
-        self.forget_old(job)
+        self.forget_others(job, step, counted)
 
-    def forget_old(self, job: str) -> None:
-        """Removes states that no repeated round can need."""
-        for number in self._rounds(job)[:-_KEPT]:
-            self.path(job, number).unlink(missing_ok=True)
+    def forget_others(self, job: str, step: Counted, counted: Counted | None) -> None:
+        """Removes the states that nothing can go on from."""
+        kept = {self.path(job, *each) for each in (step, counted) if each is not None}
+        for path in (self._folder / job).glob("round-*.safetensors"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
 
-    def path(self, job: str, round: int) -> Path:
-        """The file of a round's tensors."""
-        return self._folder / job / f"round-{round}.safetensors"
-
-    def _rounds(self, job: str) -> list[int]:
-        files = (self._folder / job).glob("round-*.safetensors")
-        return sorted(int(file.stem.removeprefix("round-")) for file in files)
+    def path(self, job: str, round: int, attempt: int) -> Path:
+        """The file of what a training step leaves."""
+        return self._folder / job / f"round-{round}.{attempt}.safetensors"

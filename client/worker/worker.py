@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
-    order = Order(**command["order"])
+    order = Order.of(command["order"])
     reported = 0.0
 
     def progress(done: int, total: int, loss: float) -> None:

@@ -262,6 +262,7 @@ def order_of_work(work: StepWork) -> Order:
         layout=work.layout,
         output=str(work.output),
         attempt=work.step.attempt,
+        counted=work.kept,
     )
 
 

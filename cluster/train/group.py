@@ -85,7 +85,7 @@ class GroupExecutor:
         """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
         trainer, start, digest = self._prepare(order)
         check_privacy(trainer.job, protected=True)
-        trainer.load(start.vector, self._others(order, start, before=order.round))
+        trainer.load(start.vector, self._others(order, start))
         checkpoints = self._checkpoints(order.job)
         self._begin(trainer, checkpoints, order)
         if isinstance(trainer.job.privacy, ExampleLevel):
@@ -188,7 +188,7 @@ class GroupExecutor:
         """Evaluates the order's model on the silo's test data."""
         trainer, start, _ = self._prepare(order, steps=0)
         check_evaluation(trainer.job)
-        trainer.load(start.vector, self._others(order, start, before=order.step.unseen))
+        trainer.load(start.vector, self._others(order, start))
         size = EVALUATION_BATCHES * self._micro(trainer)
         return trainer.evaluate(self._data[1], size)
 
@@ -261,9 +261,9 @@ class GroupExecutor:
         strategy = Strategy.from_plain(json.loads(broadcast_text(text, group.control)))
         return strategy, probe.tensor_parallel if strategy.mesh.tp > 1 else None
 
-    def _others(self, order: Order, start: Model, before: int) -> Mapping[str, Tensor]:
+    def _others(self, order: Order, start: Model) -> Mapping[str, Tensor]:
         """Tensors that do not travel: the silo's own values, else the model's, else the task's file's."""
-        path = self._state.newest(order.job, before)
+        path = self._state.find(order.job, order.counted)
         known = [start.local if path is None else OwnTensors(path)]
         pretrained: Callable[[Site], Path] | None = getattr(self._task, "pretrained", None)
         if pretrained is not None:

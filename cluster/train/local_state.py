@@ -34,7 +34,7 @@ def save_local(
     offsets, header = _header(layout)
     if not offsets:
         return
-    path = state.path(order.job, order.round)
+    path = state.path(order.job, order.round, order.attempt)
     partial = path.with_suffix(".partial")
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def save_local(
     if dist.get_rank() == 0:
         sync(partial)
         partial.replace(path)
-        state.forget_old(order.job)
+        state.forget_others(order.job, (order.round, order.attempt), order.counted)
 
 
 def _write(

@@ -133,7 +133,7 @@ class AgentConnection:
 
 def order_of(command: dict[str, Any]) -> Order:
     """The order in a command."""
-    return Order(**command["order"])
+    return Order.of(command["order"])
 
 
 def _short(path: Path) -> str:

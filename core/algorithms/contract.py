@@ -181,9 +181,9 @@ class ClientAlgorithm:
 class ServerRound:
     """A round as the server ends it: `model` [d] and `places` are those that the clients began from.
 
-    update, up: the job's aggregate of what came back. present of population: the clients whose updates are in
-    it. state: what the last committed round's `step` returned. `optimize` moves the model by an update as the
-    job's server optimizer does, once.
+    update, up: the job's aggregate of what came back. present of population: the clients whose updates are
+    in it, of all that there are now; more may join. state: what the last committed round's `step` returned.
+    `optimize` moves the model by an update as the job's server optimizer does, once.
     """
 
     number: int

@@ -19,6 +19,7 @@ from roundtable.core.algorithms.contract import (
 from roundtable.core.algorithms.step import LocalStep
 
 CONTROL = "control"
+_POPULATION = "population"
 
 
 class Scaffold(ClientAlgorithm):
@@ -61,10 +62,16 @@ def _own(round: ClientRound) -> Tensor:
 
 
 class ScaffoldServer(ServerAlgorithm):
-    """x ← x + η_g · mean Δ_i; c ← c + |S|/N · mean (c_i⁺ − c_i) (equation 5)."""
+    """x ← x + η_g · mean Δ_i; c ← c + |S|/N · mean (c_i⁺ − c_i) (equation 5).
+
+    c is the mean over all N clients; the c_i of one that joins later is 0 until its first update. Where N has
+    become another, c is scaled by what N was, which is the state.
+    """
 
     @override
     def step(self, round: ServerRound) -> Moved:
-        share = round.present / round.population
-        control = torch.add(round.places[CONTROL], round.up[CONTROL], alpha=share)
-        return Moved(round.optimize(round.update), {CONTROL: control})
+        before = float(round.state.get(_POPULATION, torch.tensor([float(round.population)])))
+        known = round.places[CONTROL] * (before / round.population)
+        control = torch.add(known, round.up[CONTROL], alpha=round.present / round.population)
+        after = {_POPULATION: torch.tensor([float(round.population)])}
+        return Moved(round.optimize(round.update), {CONTROL: control}, after)

@@ -166,7 +166,7 @@ EVENTS: Mapping[str, EventKind] = {
 FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # What the coordinator keeps of a round for everybody: history, provenance, audit log.
     "round": {
-        **_of(Tells.PUBLIC, "round attempt started ended withheld charge"),
+        **_of(Tells.PUBLIC, "round attempt started ended withheld charge population"),
         **_of(Tells.NOISY, "model"),
         # The digest alone; the state itself never leaves.
         **_of(Tells.NOISY, "optimizer"),
@@ -266,7 +266,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "PrivacyCharge": _of(Tells.PUBLIC, "population silo job round attempt charge released time"),
     # The coordinator to a silo, of that silo's own work.
     "Instruction": {
-        **_of(Tells.PUBLIC, "step deadline_seconds job_config train evaluate exchange submission"),
+        **_of(Tells.PUBLIC, "step deadline_seconds job_config train evaluate exchange submission counted"),
     },
     "Train": {"model": Tells.NOISY, "layout": Tells.PUBLIC, "identities": Tells.COHORT},
     "Evaluate": {"model": Tells.NOISY, "layout": Tells.PUBLIC},

@@ -20,7 +20,7 @@ from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
 from roundtable.engine.combining.server_state import ServerState
-from roundtable.engine.combining.server_step import take_step
+from roundtable.engine.combining.server_step import ServerStep
 from roundtable.engine.combining.staleness import discounted
 from roundtable.engine.combining.update_history import remembered, sums_with
 from roundtable.engine.messages import Aggregated, Step
@@ -101,12 +101,14 @@ def combine(
     noise: NoiseSource | None = None,
     diagnose: bool = False,
     root_update: Tensor | None = None,
+    population: int = 1,
 ) -> Combined:
     """The outcome of round `round` (from 1).
 
     `model` is the global vector, float32 [d]; it is left alone. `noise` is the source of central noise, the
     operating system's unless given; `root_update` [d] is for rules that compare with training on trusted
-    data. Raises AggregationError where what was received gives no sound answer.
+    data; `population`, how many clients there are, for algorithms with a server's part. Raises
+    AggregationError where what was received gives no sound answer.
     """
     noise = noise or SecureNoise()
     match received, plan.noise:
@@ -121,7 +123,8 @@ def combine(
         case GroupMeans(), _:
             delta = _of_groups(plan, received, state, round, seed, diagnose)
     present = _present(received, delta.account)
-    optimizer, vector = take_step(plan, state.optimizer, model, delta.vector, round, present)
+    step = ServerStep(plan, model, delta.vector, round, present, max(population, present))
+    optimizer, vector = step.take(state.optimizer)
     if not is_finite(vector):
         raise AggregationError(
             "the new model is not finite although the aggregate is: lower the server's learning rate"

@@ -6,6 +6,8 @@ part of it; only here are they told apart. Its server's state is a part of the s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -27,56 +29,58 @@ def initial_optimizer_state(plan: Plan, columns: int) -> OptimizerState:
     return OptimizerState({**state.vectors, **own}, state.scalars)
 
 
-def take_step(
-    plan: Plan, state: OptimizerState, vector: Tensor, update: Tensor, round: int, present: int
-) -> tuple[OptimizerState, Tensor]:
-    """The state and the vector after a round (from 1); `update` is the aggregate of `present` updates."""
-    if plan.server is None:
-        return plan.optimizer.apply(state, vector, update, round - 1)
-    return _by_algorithm(plan, plan.server, state, vector, update, round, present)
+@dataclass(frozen=True)
+class ServerStep:
+    """The step of round `round` (from 1): `update` is the aggregate of `present` of `population` clients."""
 
+    plan: Plan
+    vector: Tensor
+    update: Tensor
+    round: int
+    present: int
+    population: int
 
-def _by_algorithm(
-    plan: Plan,
-    server: ServerPart,
-    state: OptimizerState,
-    vector: Tensor,
-    update: Tensor,
-    round: int,
-    present: int,
-) -> tuple[OptimizerState, Tensor]:
-    size = server.model_size(vector.numel())
-    places = server.slices(size)
-    after = OptimizerState(
-        {name: value for name, value in state.vectors.items() if not name.startswith(_STATE)}, state.scalars
-    )
+    def take(self, state: OptimizerState) -> tuple[OptimizerState, Tensor]:
+        """The state and the vector after the round."""
+        if self.plan.server is None:
+            return self.plan.optimizer.apply(state, self.vector, self.update, self.round - 1)
+        return self._by_algorithm(self.plan.server, state)
 
-    def optimize(delta: Tensor) -> Tensor:
-        nonlocal after
-        # An optimizer may put the new model where the update was, and the algorithm may still look at that.
-        after, model = plan.optimizer.apply(after, vector[:size], delta.clone(), round - 1)
-        return model
-
-    moved = server.algorithm.step(
-        ServerRound(
-            number=round,
-            model=vector[:size],
-            places={name: vector[place] for name, place in places.items()},
-            update=update[:size],
-            up={name: update[place] for name, place in places.items()},
-            state={n.removeprefix(_STATE): v for n, v in state.vectors.items() if n.startswith(_STATE)},
-            present=present,
-            population=server.population,
-            optimize=optimize,
+    def _by_algorithm(self, server: ServerPart, state: OptimizerState) -> tuple[OptimizerState, Tensor]:
+        size = server.model_size(self.vector.numel())
+        places = server.slices(size)
+        after = OptimizerState(
+            {name: value for name, value in state.vectors.items() if not name.startswith(_STATE)},
+            state.scalars,
         )
-    )
-    if set(moved.places) != set(places):
-        raise AggregationError(
-            f"the algorithm's server gave the places {sorted(moved.places)}; {sorted(places)} are declared"
+
+        def optimize(delta: Tensor) -> Tensor:
+            nonlocal after
+            # An optimizer may put the new model where the update was, which the algorithm may still look at.
+            after, model = self.plan.optimizer.apply(after, self.vector[:size], delta.clone(), self.round - 1)
+            return model
+
+        moved = server.algorithm.step(
+            ServerRound(
+                number=self.round,
+                model=self.vector[:size],
+                places={name: self.vector[place] for name, place in places.items()},
+                update=self.update[:size],
+                up={name: self.update[place] for name, place in places.items()},
+                state={n.removeprefix(_STATE): v for n, v in state.vectors.items() if n.startswith(_STATE)},
+                present=self.present,
+                population=self.population,
+                optimize=optimize,
+            )
         )
-    result = torch.empty_like(vector)
-    result[:size] = moved.model
-    for name, place in places.items():
-        result[place] = moved.places[name].reshape(-1)
-    own = {_STATE + name: value for name, value in moved.state.items()}
-    return OptimizerState({**after.vectors, **own}, after.scalars), result
+        if set(moved.places) != set(places):
+            raise AggregationError(
+                f"the algorithm's server gave the places {sorted(moved.places)}; "
+                f"{sorted(places)} are declared"
+            )
+        result = torch.empty_like(self.vector)
+        result[:size] = moved.model
+        for name, place in places.items():
+            result[place] = moved.places[name].reshape(-1)
+        own = {_STATE + name: value for name, value in moved.state.items()}
+        return OptimizerState({**after.vectors, **own}, after.scalars), result

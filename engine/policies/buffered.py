@@ -208,7 +208,10 @@ class BufferedTraining:
 
     def _instruct(self, name: str, assignment: Assignment) -> None:
         """Asks for the work; harmless where the client is at it already."""
-        self._context.out.append(m.Instruct(name, assignment.step, assignment.model, assignment.deadline))
+        counted = self._context.counted(name)
+        self._context.out.append(
+            m.Instruct(name, assignment.step, assignment.model, assignment.deadline, counted=counted)
+        )
 
     def _watch_deadlines(self) -> None:
         """Sets the timer of the first deadline: they run out in the order in which clients were asked."""

@@ -55,11 +55,10 @@ from roundtable.privacy import (
 
 @dataclass(frozen=True)
 class ServerPart:
-    """The server's part of a job's algorithm, the places that it declares, and over how many clients."""
+    """The server's part of a job's algorithm, and the places that it declares."""
 
     algorithm: ServerAlgorithm
     places: tuple[AlgorithmPlace, ...]
-    population: int
 
     def model_size(self, columns: int) -> int:
         """Values of the model in a flat vector of `columns`."""
@@ -161,7 +160,7 @@ def make_plan(
     noise = _noise(job, population, slices, spent)
     exponent = job.round.staleness_exponent if job.round.mode == "buffered" else 0.0
     server = algorithm.server()
-    part = ServerPart(server, algorithm.places, population) if server is not None else None
+    part = ServerPart(server, algorithm.places) if server is not None else None
     return Plan(aggregation, optimizer, job.privacy, noise, strategy, exponent, part)
 
 

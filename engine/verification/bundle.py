@@ -68,9 +68,10 @@ class BundledUpdate(_Part):
 
 
 class BundledRound(_Part):
-    """A round with the updates that it combined, and the share that its record gives each."""
+    """A round with the updates that it combined, of how many silos, and each one's share in its record."""
 
     round: Number
+    population: Number
     updates: tuple[BundledUpdate, ...]
     weights: dict[str, float]
 

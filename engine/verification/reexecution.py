@@ -95,6 +95,7 @@ def _combined(
         round=committed.round,
         seed=job.seed,
         diagnose=job.aggregation.diagnosis,
+        population=found.population,
     )
 
 

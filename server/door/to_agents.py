@@ -51,6 +51,8 @@ def instruction(
         job_config=config,
         submission=common_pb2.Submission(**asdict(submission)) if submission else None,
     )
+    if action.counted is not None:
+        message.counted.CopyFrom(_step(job, m.Step(*action.counted, m.TRAIN)))
     if action.step.phase == m.EVALUATE:
         message.evaluate.CopyFrom(agent_pb2.Evaluate(model=model, layout=layout))
     else:

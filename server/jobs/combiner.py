@@ -82,6 +82,7 @@ class Combiner:
             noise=SecureNoise(),
             diagnose=self._job.aggregation.diagnosis,
             root_update=self._root_update(action, old),
+            population=action.population,
         )
         model = new_model(self._job, old, combined.vector, action.step.round, guarantee.statement)
         made.append(self._store(model, "model", now))

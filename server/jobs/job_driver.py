@@ -66,12 +66,6 @@ def plan_of(
     plan = make_plan(job, population, slices, worst_charges(job.privacy, spent))
     if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
         check_all(budgets_of(job.privacy, whose), spent, charge)
-    if plan.server is not None:
-        raise ConfigError(
-            f"algorithm.name = {job.algorithm.name!r}: its silos keep a state that must move only with the "
-            "updates that are used, and silos are not told which are; a coordinator offers fedavg and "
-            "fedprox, a simulation all algorithms"
-        )
     if get_encoding(job.transfer.encoding).dense_dtype is None:
         raise ConfigError(f"transfer.encoding = {job.transfer.encoding!r} is not offered by this coordinator")
     return plan

@@ -306,11 +306,16 @@ class ArtifactStore:
             self._check(path, file, digest)
 
     def _require(self, path: Path, file: FileIO, digest: str) -> None:
-        """DamagedArtifact unless this file is what has the blob's name, with the blob's bytes."""
+        """DamagedArtifact unless this file, and what has the blob's name by now, hold the blob's bytes.
+
+        They are two where the same blob was stored again meanwhile: a reader may have opened either.
+        """
         stamp = _stamp(path)
-        if stamp is None or stamp[-1] != os.fstat(file.fileno()).st_ino:
-            raise DamagedArtifact(digest, f"artifact {digest} was replaced while it was read")
+        if stamp is None:
+            raise DamagedArtifact(digest, f"artifact {digest} was removed while it was read")
         self._check(path, file, digest)
+        if stamp[-1] != os.fstat(file.fileno()).st_ino:
+            self._verify(path, digest)
 
     def _check(self, path: Path, file: FileIO, digest: str) -> None:
         hasher = blake3()

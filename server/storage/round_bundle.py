@@ -99,6 +99,7 @@ def _job(row: JobRow) -> dict[str, Any]:
 def _round(record: Mapping[str, Any], updates: list[UpdateRow]) -> dict[str, Any]:
     return {
         "round": record["round"],
+        "population": record["population"],
         "updates": [
             {
                 "client": update.client,

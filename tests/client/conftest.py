@@ -292,7 +292,7 @@ class Silo:
     def instruction(
         self, round: int = 1, attempt: int = 1, phase: str = "train", deadline: float = 60.0
     ) -> agent_pb2.Instruction:
-        """An order to train or to evaluate this silo's initial model."""
+        """An order to train or to evaluate this silo's initial model, in which the round before counts."""
         data = b"".join(bytes(block) for block in model_blocks(self.model))
         digest = blake3(data).hexdigest()
         self.coordinator.artifacts[digest] = data
@@ -306,6 +306,8 @@ class Silo:
             if phase == "evaluate"
             else {"train": agent_pb2.Train(**work)}
         )
+        if round > 1:
+            asked["counted"] = common_pb2.Step(job="job-1", round=round - 1, attempt=1, phase="train")
         return agent_pb2.Instruction(
             step=step, deadline_seconds=deadline, job_config=self.job.to_json(), **asked
         )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from federation import NAMES, Federation, agents, federation_of, run_job, silo
+from safetensors.torch import load_file
 
 from roundtable.client.join import join
 from roundtable.client.policy.config import AgentConfig
@@ -36,6 +37,16 @@ class Toy(Task):
         return F.cross_entropy(model(batch[0]), batch[1])
     def metrics(self, model, batch):
         return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+"""
+
+FAILS_ONCE = """
+    def loss(self, model, batch, context):
+        from pathlib import Path
+        flag = Path(__file__).with_name("failed")
+        if (context.round, context.site) == (3, "cedar") and not flag.exists():
+            flag.touch()
+            raise ValueError("this once")
+        return F.cross_entropy(model(batch[0]), batch[1])
 """
 
 
@@ -83,7 +94,35 @@ async def test_three_silos_train_one_model(federation: Federation) -> None:
     assert accuracy[0] / accuracy[1] > 0.8
     assert not torch.equal(final.vector, model.vector)
     kept = sorted((folder / "state" / "alder" / "jobs").glob("*/round-*.safetensors"))
-    assert [path.stem for path in kept] == ["round-3", "round-4"]
+    assert [path.stem for path in kept] == ["round-3.1", "round-4.1"]
+
+
+async def test_scaffolds_control_is_the_mean_of_what_the_silos_keep(federation: Federation) -> None:
+    """Also where a round is made again: equation 5's invariant, on the silos' own disks."""
+    _, folder = federation
+    (folder / "toy.py").write_text(TASK + FAILS_ONCE)
+    table = {
+        "task": "toy",
+        "rounds": 5,
+        "cohort": {"size": 3, "minimum": 3},
+        "algorithm": {"name": "scaffold", "learning_rate": 0.1, "steps": 3, "batch_size": 8},
+        "aggregation": {"weighting": "uniform"},
+    }
+    job = JobConfig.model_validate(table)
+    model = initial_model(job, load_task("toy.py", folder))
+    async with agents(*(silo(federation, name) for name in NAMES)):
+        status, history, final = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    assert [record["attempt"] for record in history] == [1, 1, 2, 1, 1]
+    place = final.layout.places["control"]
+    means = torch.zeros(final.layout.model.size)
+    for name in NAMES:
+        rounds = [r for r in history if name in r["contributors"]]
+        newest = f"round-{rounds[-1]['round']}.{rounds[-1]['attempt']}.safetensors"
+        (kept,) = (folder / "state" / name / "jobs").glob(f"*/{newest}")
+        means += load_file(kept)["algorithm/control"] / len(NAMES)
+    assert means.abs().max() > 0.01
+    torch.testing.assert_close(final.vector[place], means, rtol=1e-5, atol=1e-6)
 
 
 def script(config: AgentConfig, seen: list[int]) -> None:

@@ -98,26 +98,30 @@ def test_an_update_is_written_in_the_jobs_encoding(tmp_path: Path) -> None:
     assert torch.equal(out, delta.bfloat16().float())
 
 
-def test_silo_state_is_the_one_before_the_round(tmp_path: Path) -> None:
+def test_silo_state_is_what_the_counted_step_left(tmp_path: Path) -> None:
     state = SiloState(tmp_path)
-    assert state.load("job", before=5) is None
+    assert state.load("job", None) is None
+    counted = None
     for round in (1, 2, 3):
-        state.save("job", round, {"count": torch.tensor(round), "half": torch.ones(2).bfloat16()})
-    state.save("job", 3, {"count": torch.tensor(33)})
-    assert state.load("job", before=3)["count"] == 2  # type: ignore[index]
-    assert state.load("job", before=9) == {"count": torch.tensor(33)}
-    assert state.load("job", before=1) is None
-    assert state.load("other", before=9) is None
-    state.save("empty", 1, {})
+        tensors = {"count": torch.tensor(round), "half": torch.ones(2).bfloat16()}
+        state.save("job", (round, 1), tensors, counted)
+        counted = (round, 1) if round < 3 else counted
+    state.save("job", (3, 2), {"count": torch.tensor(33)}, counted)
+    assert state.load("job", (2, 1))["count"] == 2  # type: ignore[index]
+    assert state.load("job", (3, 2)) == {"count": torch.tensor(33)}
+    assert state.load("job", (3, 1)) is None, "another attempt was begun from what counts"
+    assert state.load("job", (1, 1)) is None
+    assert state.load("other", (2, 1)) is None
+    state.save("empty", (1, 1), {}, None)
     assert not (tmp_path / "empty").exists()
 
 
 def test_a_damaged_silo_state_says_which_file(tmp_path: Path) -> None:
     state = SiloState(tmp_path)
-    state.save("job", 1, {"count": torch.tensor(1)})
-    (tmp_path / "job" / "round-1.safetensors").write_bytes(b"\0" * 9)
-    with pytest.raises(EncodingError, match=r"round-1\.safetensors"):
-        state.load("job", before=2)
+    state.save("job", (1, 1), {"count": torch.tensor(1)}, None)
+    (tmp_path / "job" / "round-1.1.safetensors").write_bytes(b"\0" * 9)
+    with pytest.raises(EncodingError, match=r"round-1\.1\.safetensors"):
+        state.load("job", (1, 1))
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

@@ -110,6 +110,18 @@ class Driver:
                     self.records.append(action.record)
                 self.send(m.Committed(action.record.round))
 
+    def _counted(self, instruct: m.Instruct) -> tuple[int, int] | None:
+        """By the history: which of the client's updates is the newest in the model that it is given."""
+        made = {(record.round, record.attempt): record.contributors for record in self.records}
+        if instruct.step.phase == m.EVALUATE:
+            made[instruct.step.round, instruct.step.attempt] = (instruct.client,)
+        for action in reversed(self.aggregates):
+            for update in action.updates:
+                at = (action.step.round, action.step.attempt)
+                if update.client == instruct.client in made.get(at, ()):
+                    return update.asked or at
+        return None
+
     def _perform(self, actions: list[m.Action]) -> None:
         self.said.extend(actions)
         for action in actions:
@@ -118,6 +130,7 @@ class Driver:
                     self.timers[action.timer] = action.at
                 case m.Instruct():
                     self.instructions.append(action)
+                    assert action.counted == self._counted(action)
                 case m.Withdraw():
                     self.withdrawn.append(action)
                 case m.Note():

@@ -281,8 +281,15 @@ def test_bytes_that_change_while_they_are_read_spoil_the_pass_and_nothing_else(t
 def test_a_file_that_is_replaced_while_it_is_mapped_does_not_vouch_for_the_old_one(tmp_path: Path) -> None:
     artifacts = ArtifactStore(tmp_path, "1" * 32)
     digest, _ = artifacts.create([b"abc"])
-    with pytest.raises(DamagedArtifact, match="was replaced"), artifacts.using(digest) as path:
-        shutil.copy(path, tmp_path / "other").replace(path)
+    flip(shutil.copy(artifacts.path(digest), tmp_path / "other"), 0)
+    with pytest.raises(DamagedArtifact, match="is damaged"), artifacts.using(digest) as path:
+        (tmp_path / "other").replace(path)
+    artifacts.create([b"abc"])
+    with pytest.raises(DamagedArtifact, match="was removed"), artifacts.using(digest) as path:
+        path.unlink()
+    artifacts.create([b"abc"])
+    with artifacts.using(digest):
+        artifacts.create([b"abc"])  # A server's state that a round leaves as it was.
     with artifacts.using(digest) as path:
         assert path.read_bytes() == b"abc" == artifacts.load(digest)
     flip(path, 0)
