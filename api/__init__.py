@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from roundtable.aggregation.optimizers import OptimizerState
     from roundtable.aggregation.registry import RuleResult
     from roundtable.client.join import join
+    from roundtable.client.streams.tar_shards import TarShards
     from roundtable.core.algorithms.contract import (
         AlgorithmPlace,
         ClientAlgorithm,
@@ -61,6 +62,7 @@ __all__ = [
     "ServerAlgorithm",
     "ServerRound",
     "Site",
+    "TarShards",
     "Task",
     "__version__",
     "join",
@@ -92,6 +94,7 @@ _HOMES = {
     "ServerAlgorithm": "roundtable.core.algorithms.contract",
     "ServerRound": "roundtable.core.algorithms.contract",
     "Site": "roundtable.core.task",
+    "TarShards": "roundtable.client.streams.tar_shards",
     "Task": "roundtable.core.task",
     "join": "roundtable.client.join",
     "load_job": "roundtable.core.config",

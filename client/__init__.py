@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from roundtable.client.failures import WorkFailed
     from roundtable.client.policy.config import AgentConfig, load_agent_config
     from roundtable.client.trainer import StepWork, TrainedUpdate, Trainer
-    from roundtable.client.training.batches import NoExamples
     from roundtable.client.training.evaluation import evaluate
     from roundtable.client.training.local_training import split_data, train
     from roundtable.client.training.local_work import Execution, LocalUpdate, LocalWork
@@ -27,7 +26,6 @@ __all__ = [
     "Execution",
     "LocalUpdate",
     "LocalWork",
-    "NoExamples",
     "Refused",
     "Round",
     "StepWork",
@@ -47,7 +45,6 @@ _HOMES = {
     "Execution": "training.local_work",
     "LocalUpdate": "training.local_work",
     "LocalWork": "training.local_work",
-    "NoExamples": "training.batches",
     "Refused": "agent.connection",
     "Round": "worker.script_trainer",
     "TrainedUpdate": "trainer",

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from roundtable.client.device_faults import DeviceFault, device_fault
-from roundtable.client.training.batches import NoExamples
 from roundtable.core.errors import (
     BudgetExceeded,
     ConfigError,
     EncodingError,
     InvalidUpdate,
+    NoExamples,
     PrivacyError,
     ProtocolError,
     ResourceError,

@@ -47,6 +47,10 @@ class TaskError(RoundtableError):
     """A task that cannot be found, imported or run."""
 
 
+class NoExamples(TaskError):
+    """The silo has no data for this; the step is refused rather than answered with nothing."""
+
+
 class LayoutError(RoundtableError):
     """Tensors that do not fit the layout that was agreed."""
 

@@ -70,7 +70,8 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} has no model()")
 
     def data(self, site: Site) -> tuple[Dataset, Dataset]:
-        """(train, test) of this silo: tuples of tensors, or map-style datasets; test may be empty or None."""
+        """(train, test) of this silo: tuples of tensors, map-style datasets or streams (docs/data.md); test
+        may be empty or None."""
         raise NotImplementedError(f"{type(self).__name__} has no data()")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

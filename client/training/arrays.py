@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundtable.client.training.batches import NoExamples
 from roundtable.client.training.metrics import Metrics
-from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
+from roundtable.core.errors import InvalidUpdate, LayoutError, NoExamples, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.tensor_spec import DTYPES
 

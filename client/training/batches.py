@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import NoExamples, TaskError
 from roundtable.core.seeds import torch_generator
 
 # Above this an epoch's shuffled copy would cost more memory than gathering each batch costs time.
@@ -40,10 +40,6 @@ def ordering_of(job: JobConfig, round: int, client: str) -> Ordering:
     """A client's in a round, wherever it trains: by the stream (seed, round, client, "batches")."""
     table, generator = job.algorithm, torch_generator(job.seed, round, client, "batches")
     return Ordering(batch_size=table.batch_size, generator=generator, epochs=table.passes, steps=table.steps)
-
-
-class NoExamples(TaskError):
-    """The silo has no data for this; the step is refused rather than answered with nothing."""
 
 
 def as_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
@@ -99,23 +95,27 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Shuffled batches of so many epochs, or exactly `steps` batches over as many epochs as that takes.
 
-    Each epoch's order is one `torch.randperm` of `generator`. Raises NoExamples for an empty data
-    set, TaskError for an iterable one when `steps` is not set.
+    Each epoch's order is one `torch.randperm` of `generator`. Raises NoExamples for an empty data set.
     """
     examples = count_examples(dataset)
     if examples is None:
-        if steps is None:
-            raise TaskError(
-                f"{type(dataset).__name__} can only be iterated, so an epoch has no stated length: set "
-                "[algorithm] steps in the job, or return a map-style data set"
-            )
-        return _streamed(dataset, batch_size, steps, device)
+        raise TaskError(f"{type(dataset).__name__} can only be iterated: it is read as a stream")
     if examples == 0:
         raise NoExamples("the training data set is empty: there are zero examples to learn from")
     orders = epoch_orders(examples, batch_size=batch_size, generator=generator, epochs=epochs, steps=steps)
     return chain.from_iterable(
         _epoch(dataset, order, epoch, batch_size, device) for epoch, order in enumerate(orders, 1)
     )
+
+
+def steps_of_stream(dataset: Any, steps: int | None) -> int:
+    """The steps of a round over a stream. Raises TaskError where the job does not say how many."""
+    if steps is None:
+        raise TaskError(
+            f"{type(dataset).__name__} can only be iterated, so an epoch has no stated length: set "
+            "[algorithm] steps in the job, or return a map-style data set"
+        )
+    return steps
 
 
 def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None = None) -> Iterator[Batch]:
@@ -130,7 +130,7 @@ def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None =
             parts = (
                 t[start : start + batch_size].clone(memory_format=torch.contiguous_format) for t in tensors
             )
-            yield Batch(1, min(batch_size, examples - start), tuple(_moved(part, device) for part in parts))
+            yield Batch(1, min(batch_size, examples - start), tuple(moved(part, device) for part in parts))
     elif examples:
         yield from _epoch(dataset, torch.arange(examples), 1, batch_size, device)
 
@@ -159,32 +159,18 @@ def _epoch(
         yield from _numbered(loader, epoch, device)
         return
     if sum(tensor.nbytes for tensor in tensors) <= _COPY_LIMIT_BYTES:
-        copies = [_moved(tensor.index_select(0, order), device) for tensor in tensors]
+        copies = [moved(tensor.index_select(0, order), device) for tensor in tensors]
         for parts in zip(*(torch.split(copy, batch_size) for copy in copies), strict=True):
             yield Batch(epoch, len(parts[0]), parts)
     else:
         for places in torch.split(order, batch_size):
-            parts = tuple(_moved(tensor.index_select(0, places), device) for tensor in tensors)
+            parts = tuple(moved(tensor.index_select(0, places), device) for tensor in tensors)
             yield Batch(epoch, len(places), parts)
-
-
-def _streamed(dataset: Any, batch_size: int, steps: int, device: torch.device | None) -> Iterator[Batch]:
-    done = epoch = 0
-    while done < steps:
-        epoch += 1
-        before = done
-        for batch in _numbered(DataLoader(dataset, batch_size=batch_size), epoch, device):
-            yield batch
-            done += 1
-            if done == steps:
-                return
-        if done == before:
-            raise NoExamples(f"the training stream {type(dataset).__name__} gave no example")
 
 
 def _numbered(loader: DataLoader[Any], epoch: int, device: torch.device | None) -> Iterator[Batch]:
     for data in loader:
-        yield Batch(epoch, _size(data), _moved(data, device))
+        yield Batch(epoch, _size(data), moved(data, device))
 
 
 def _size(data: Any) -> int:
@@ -195,13 +181,14 @@ def _size(data: Any) -> int:
     return _size(parts[0]) if isinstance(parts, (tuple, list)) and parts else 1
 
 
-def _moved(data: Any, device: torch.device | None) -> Any:
+def moved(data: Any, device: torch.device | None) -> Any:
+    """A batch on the device; itself where that is the CPU."""
     if device is None or device.type == "cpu":
         return data
     if isinstance(data, Tensor):
         return data.to(device, non_blocking=True)
     if isinstance(data, dict):
-        return {key: _moved(value, device) for key, value in data.items()}
+        return {key: moved(value, device) for key, value in data.items()}
     if isinstance(data, (tuple, list)):
-        return type(data)(_moved(value, device) for value in data)
+        return type(data)(moved(value, device) for value in data)
     return data

@@ -18,12 +18,7 @@ from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.arrays import arrays_of, fit_result, state_of
-from roundtable.client.training.batches import (
-    count_examples,
-    ordered_batches,
-    ordering_of,
-    training_batches,
-)
+from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.corrections import make_correction
 from roundtable.client.training.local_work import Execution, LocalUpdate, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit
@@ -31,6 +26,7 @@ from roundtable.client.training.module_state import borrowed, isolated_randomnes
 from roundtable.client.training.optimizer_state import restore_state, state_tensors
 from roundtable.client.training.private_training import add_own_noise, fit_privately, only_parameters
 from roundtable.client.training.silo_account import Protection
+from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.client.training.training_loop import TrainingLoop, watched
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig
@@ -111,6 +107,7 @@ def _train_module(
         measure = partial(_measure, task, module, data, layout, job.algorithm.batch_size, device)
         trained = trained_slices(module, layout)
         rules = AlgorithmRound(work, context, trained, measure)
+        batches = RoundBatches(data, work, device)
         correct = make_correction(rules.step, parameters, rules.constants(module, parameters))
         loop = TrainingLoop(task, module, parameters, work, rules, execution)
         keep = job.algorithm.optimizer_state == "keep"
@@ -122,10 +119,9 @@ def _train_module(
                 task, module, loop.optimizer, data, job, correct, device, execution.protection
             )
         else:
-            batches = training_batches(data, **ordering_of(job, work.round, work.client), device=device)
             # A loss on its way is as exact as one that arrives.
             progress = execution.progress if isinstance(job.privacy, NoPrivacy) else None
-            loop.fit(batches, correct, watched(progress, work, data))
+            loop.fit(iter(batches), correct, watched(progress, work, data))
         row = torch.empty(work.layout.size) if execution.out is None else execution.out
         delta = row[: layout.size]
         layout.flatten(module, delta).sub_(start)
@@ -135,7 +131,7 @@ def _train_module(
         if keep:
             mine |= state_tensors(loop.optimizer, module)
     _check_finite(delta, job)
-    mine |= rules.end(row, loop.steps)
+    mine |= rules.end(row, loop.steps) | batches.kept()
     if by_example:
         return LocalUpdate(row, 1, loop.steps, math.nan, {}, mine)
     return LocalUpdate(row, loop.examples(data), loop.steps, loop.loss, loop.metrics(), mine)

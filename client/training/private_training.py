@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from roundtable.client.training.batches import NoExamples, as_tensors, count_examples
+from roundtable.client.training.batches import as_tensors, count_examples
 from roundtable.client.training.silo_account import Protection
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import PrivacyError
+from roundtable.core.errors import NoExamples, PrivacyError
 from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, ArrayTask, Task, lacks

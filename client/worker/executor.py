@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.step_key import StepKey
+from roundtable.client.streams.kept_position import NAME
 from roundtable.client.trainer import TrainedUpdate, write_update
 from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.evaluation import evaluate
@@ -29,6 +31,8 @@ from roundtable.core.errors import EncodingError, LayoutError, ResourceError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
 from roundtable.core.task import AnyTask, Site, initial_state, load_task
+
+log = logging.getLogger("roundtable.worker")
 
 Progress = Callable[[int, int, float], None]
 EVALUATION_BATCHES = 8
@@ -135,6 +139,8 @@ class Executor:
             ),
         )
         warm.mode = protection.mode
+        if NAME in update.local and local is None:
+            say_if_lost(order)
         digest, size = write_update(Path(order.output), update.delta, warm.config.transfer.encoding)
         self._state.save(order.job, (order.round, order.attempt), update.local, order.counted)
         return TrainedUpdate(digest, size, update.examples, update.metrics)
@@ -207,6 +213,18 @@ class Executor:
             site = Site(self._settings.client, options=options)
             self._data = {reference: split_data(task, site)}
         return self._data[reference]
+
+
+def say_if_lost(order: Order) -> None:
+    """Says in the silo's log that a stream began anew, though an update of an earlier round counts."""
+    if order.counted is not None:
+        log.warning(
+            "%s: round %d began anew in the training data, as the place that round %d left in them is not in "
+            "the silo's state",
+            order.job,
+            order.round,
+            order.counted[0],
+        )
 
 
 def part_of_batch(job: JobConfig, halvings: int, *, evaluation: bool = False) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from roundtable.client.training.batches import training_batches
+from roundtable.client.streams.lanes import StreamSeed
+from roundtable.client.streams.readers import make_reader
+from roundtable.client.training.batches import Batch, count_examples, training_batches
 from roundtable.client.training.local_training import split_data
+from roundtable.client.training.stream_batches import streamed
 from roundtable.client.worker.executor import choose_device
 from roundtable.cluster.tools.silo_job import load_silo_job
+from roundtable.core.config import JobConfig
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import Site, initial_state
 
@@ -51,13 +55,7 @@ def profile_job(
         model.parameters(), lr=job.algorithm.learning_rate
     )
     data, _ = split_data(task, Site("profile", options=loaded.options))
-    batches = training_batches(
-        data,
-        batch_size=job.algorithm.batch_size,
-        generator=torch_generator(job.seed, 1, "profile", "batches"),
-        steps=steps + _WARM_UP,
-        device=device,
-    )
+    batches = _batches(data, job, steps + _WARM_UP, device)
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -79,3 +77,11 @@ def profile_job(
     order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
     table = profiler.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=40)
     return Profile(output, str(device), steps, seen / elapsed, table)
+
+
+def _batches(data: Any, job: JobConfig, steps: int, device: torch.device) -> Iterator[Batch]:
+    size = job.algorithm.batch_size
+    if count_examples(data) is None:
+        return streamed(make_reader(data, StreamSeed(job.seed, "profile"), None), size, steps, device)
+    generator = torch_generator(job.seed, 1, "profile", "batches")
+    return training_batches(data, batch_size=size, generator=generator, steps=steps, device=device)

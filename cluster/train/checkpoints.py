@@ -39,6 +39,7 @@ class Position:
     """The point in a round that a checkpoint was made at; `model` is the digest of the global model.
 
     `replicas` that train apart have weights and optimizers of their own in it; 0: there is one of each.
+    `stream` is the place in streamed data, None for others.
     """
 
     round: int
@@ -48,6 +49,7 @@ class Position:
     loss_sum: float
     final: bool = False
     replicas: int = 0
+    stream: dict[str, Any] | None = None
 
 
 class Checkpoints:

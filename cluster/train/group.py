@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import safetensors
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from roundtable.client.durable_files import digest_of
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.streams.kept_position import NAME, kept_position, position_tensor
 from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.batches import count_examples
 from roundtable.client.training.local_training import check_evaluation, check_privacy, split_data
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
-from roundtable.client.worker.executor import EVALUATION_BATCHES, Order, Settings
+from roundtable.client.worker.executor import EVALUATION_BATCHES, Order, Settings, say_if_lost
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import finite, prepare_update, write_deltas
@@ -39,7 +39,7 @@ from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.checkpoint_places import checkpoint_places
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
-from roundtable.cluster.train.local_state import save_local
+from roundtable.cluster.train.local_state import OwnTensors, save_local
 from roundtable.cluster.train.orders import Advice
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
 from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
@@ -85,18 +85,22 @@ class GroupExecutor:
         """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
         trainer, start, digest = self._prepare(order)
         check_privacy(trainer.job, protected=True)
-        trainer.load(start.vector, self._others(order, start))
+        others = self._others(order, start)
+        trainer.load(start.vector, others)
         checkpoints = self._checkpoints(order.job)
         self._begin(trainer, checkpoints, order)
         if isinstance(trainer.job.privacy, ExampleLevel):
             return self._train_on_noise(trainer, checkpoints, order, start, digest, watch)
-        done, batches = RoundProgress(), trainer.batches(self._data[0], order.round)
+        done, batches = RoundProgress(), trainer.batches(self._data[0], order.round, kept_position(others))
         saved = self._resume(trainer, checkpoints, order, digest, done, batches)
         every = self._group.table.checkpoint_steps
 
         def save(step: int) -> None:
             nonlocal saved
-            position = Position(order.round, digest, step, seen=done.seen, loss_sum=done.loss_sum)
+            stream = batches.place(step, self._group.control)
+            position = Position(
+                order.round, digest, step, seen=done.seen, loss_sum=done.loss_sum, stream=stream
+            )
             saved = self._save(trainer, checkpoints, position)
 
         def note(report: StepReport) -> None:
@@ -110,12 +114,16 @@ class GroupExecutor:
             checkpoints.finish()
             raise InvalidUpdate(error.reason, f"{error}; {_last_sound(saved)}") from error
         self._end(trainer, checkpoints, order, _end_of(order, digest, batches.position))
+        place = batches.place(batches.steps, self._group.control)
+        kept = {} if place is None else {NAME: position_tensor(place)}
+        if kept and NAME not in others and dist.get_rank() == 0:
+            say_if_lost(order)
         if isinstance(trainer.job.privacy, ClientLocalLevel):
             round_charge = self._round_charge(order)
             noise = noise_on_parts(trainer, start.vector, round_charge)
-            return self._deliver_privately(trainer, order, start, round_charge, noise)
+            return self._deliver_privately(trainer, order, start, round_charge, noise, kept)
         _check_weights(trainer)
-        digest, size = self._deliver(trainer, order, start)
+        digest, size = self._deliver(trainer, order, start, kept=kept)
         return TrainedUpdate(
             digest=digest, size=size, examples=batches.examples, metrics=_metrics(trainer, done)
         )
@@ -177,11 +185,12 @@ class GroupExecutor:
         start: Model,
         round_charge: RoundCharge,
         change: Callable[[Tensor], Tensor] | None = None,
+        kept: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> TrainedUpdate:
         """Pays, then delivers; nothing exact leaves beside what has its noise: neither loss nor count."""
         _check_weights(trainer)
         round_charge.settle(self._group.control)
-        digest, size = self._deliver(trainer, order, start, change)
+        digest, size = self._deliver(trainer, order, start, change, kept)
         return TrainedUpdate(digest=digest, size=size, examples=1, metrics={})
 
     def evaluate(self, order: Order) -> Metrics:
@@ -299,7 +308,7 @@ class GroupExecutor:
         path, position = newest
         assert trainer.optimizer is not None
         checkpoints.load(path, trainer.replica, trainer.optimizer, trainer.outer)
-        batches.load_state_dict({"position": position.step})
+        batches.load_state_dict({"position": position.step, "stream": position.stream})
         done.seen, done.loss_sum = position.seen, position.loss_sum
         return position.step
 
@@ -314,8 +323,11 @@ class GroupExecutor:
         order: Order,
         start: Model,
         change: Callable[[Tensor], Tensor] | None = None,
+        kept: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[str, int]:
         """Writes all ranks' parts of the delta into one file; (digest, bytes) on rank 0, ("", 0) on others.
+
+        `kept`, the same on all ranks, stays at the silo beside the tensors that do not travel.
 
         At level example buffers stay as they were: no noise covers what training fills them with.
         """
@@ -327,7 +339,7 @@ class GroupExecutor:
             prepare_update(output, encoding, trainer.layout)
         dist.barrier(self._group.control)
         write_deltas(output, encoding, leaving, trainer.places, start.vector, trainer.meshes, change)
-        save_local(self._state, order, tensors, trainer.layout, trainer.meshes, self._group.control)
+        save_local(self._state, order, tensors, kept, trainer.layout, trainer.meshes, self._group.control)
         dist.barrier(self._group.control)
         return (digest_of(output), output.stat().st_size) if first else ("", 0)
 
@@ -362,27 +374,3 @@ def _metrics(trainer: RankTrainer, done: RoundProgress) -> Metrics:
         metrics["gradient_norm"] = (done.norm_sum, done.steps)
         metrics["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
     return metrics
-
-
-class OwnTensors(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: Any = safetensors.safe_open(str(path), "pt")
-        names: list[str] = self._file.keys()  # type: ignore[no-untyped-call]
-        self._names = set(names)
-
-    @override
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._names)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import safetensors
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from roundtable.client.durable_files import sync
 from roundtable.client.worker.executor import Order
@@ -26,19 +29,27 @@ def save_local(
     state: SiloState,
     order: Order,
     tensors: Sequence[tuple[str, Tensor]],
+    kept: Mapping[str, Tensor],
     layout: Layout,
     meshes: Meshes,
     group: dist.ProcessGroup,
 ) -> None:
-    """Saves the tensors with the rule `local` after a round. Collective."""
-    offsets, header = _header(layout)
+    """Saves the tensors with the rule `local` after a round, and `kept`, bytes that all ranks have.
+
+    Collective.
+    """
+    offsets, header = _header(layout, kept)
     if not offsets:
         return
     path = state.path(order.job, order.round, order.attempt)
     partial = path.with_suffix(".partial")
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(header)
+        with partial.open("wb") as file:
+            file.write(header)
+            for name, tensor in kept.items():
+                file.seek(len(header) + offsets[name])
+                file.write(tensor.numpy().tobytes())
     dist.barrier(group)
     _write(partial, tensors, Places(layout), offsets, len(header), meshes)
     dist.barrier(group)
@@ -71,19 +82,44 @@ def _write(
         os.close(file)
 
 
-def _header(layout: Layout) -> tuple[dict[str, int], bytes]:
+def _header(layout: Layout, kept: Mapping[str, Tensor]) -> tuple[dict[str, int], bytes]:
     """(each tensor's offset in the body, the file's header)."""
     specs = [spec for spec in layout.tensors if spec.rule == "local" and spec.alias_of is None]
+    ordered = sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name))
+    rows: list[tuple[str, str, Sequence[int], int]] = [
+        (spec.name, SAFETENSORS[spec.dtype], spec.shape, spec.size * DTYPES[spec.dtype].itemsize)
+        for spec in ordered
+    ]
+    rows += [(name, "U8", tensor.shape, tensor.nbytes) for name, tensor in kept.items()]
     entries, offsets, end = {}, {}, 0
-    for spec in sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name)):
-        size = spec.size * DTYPES[spec.dtype].itemsize
-        offsets[spec.name] = end
-        entries[spec.name] = {
-            "dtype": SAFETENSORS[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [end, end + size],
-        }
+    for name, dtype, shape, size in rows:
+        offsets[name] = end
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return offsets, struct.pack("<Q", len(text)) + text
+
+
+class OwnTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safetensors.safe_open(str(path), "pt")
+        names: list[str] = self._file.keys()  # type: ignore[no-untyped-call]
+        self._names = set(names)
+
+    @override
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._names)

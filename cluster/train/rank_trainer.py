@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.metrics import Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
@@ -131,8 +132,10 @@ class RankTrainer:
         if self.outer is not None:
             self.outer.depart()
 
-    def batches(self, data: Any, round: int) -> SharedBatches | StreamedBatches:
-        """The round's steps, this rank's share of each."""
+    def batches(
+        self, data: Any, round: int, start: dict[str, Any] | None = None
+    ) -> SharedBatches | StreamedBatches:
+        """The round's steps, this rank's share of each; those of a stream from its place `start` on."""
         table = self.job.algorithm
         mesh = self.strategy.mesh
         sharing = Sharing(
@@ -144,7 +147,14 @@ class RankTrainer:
             apart=mesh.dp if self.strategy.local_steps else 1,
         )
         if count_examples(data) is None:
-            return StreamedBatches(data, sharing, batch_size=table.batch_size, steps=table.steps)
+            return StreamedBatches(
+                data,
+                sharing,
+                batch_size=table.batch_size,
+                steps=table.steps,
+                seed=StreamSeed(self.job.seed, self.client),
+                start=start,
+            )
         return SharedBatches(
             data,
             sharing,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from roundtable.client.training.batches import NoExamples, as_tensors, count_examples
-from roundtable.core.errors import TaskError
+from roundtable.client.training.batches import as_tensors, count_examples
+from roundtable.core.errors import NoExamples, TaskError
 from roundtable.core.seeds import torch_generator
 
 
@@ -71,13 +72,12 @@ class SharedBatches:
         self.steps = steps if steps is not None else epochs * -(-examples // batch_size)
         self.position = 0
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, in steps taken."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues after the steps of `state`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after `position` steps."""
         self.position = state["position"]
+
+    def place(self, step: int, group: dist.ProcessGroup | None) -> None:
+        """Rounds begin anew with such data: nothing but the step has to be known."""
 
     def __iter__(self) -> Iterator[Share]:
         """Yields the steps that are left."""

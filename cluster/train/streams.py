@@ -1,117 +1,95 @@
-"""Shares out streamed data, tar shards or any iterable, over ranks, with a position to go on from."""
+"""Shares out streamed data over ranks: each step's examples are those of one process, at any world size."""
 
 from __future__ import annotations
 
-import tarfile
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
-from pathlib import Path
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset, default_collate
-from typing_extensions import override
+import torch.distributed as dist
+from torch.utils.data import default_collate
 
-from roundtable.client.training.batches import NoExamples
+from roundtable.client.streams.kept_position import Position
+from roundtable.client.streams.lanes import StreamSeed
+from roundtable.client.streams.readers import StreamReader, make_reader
+from roundtable.client.streams.shard_reader import merged
+from roundtable.client.streams.shares import ReadingShare
+from roundtable.client.training.batches import steps_of_stream
+from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.train.shared_batches import Share, Sharing
 from roundtable.core.errors import TaskError
 
-Sample = dict[str, bytes]
-
-
-class TarShards(IterableDataset[Any]):
-    """Samples of tar files in the WebDataset manner: files of one name before the first dot are one sample.
-
-    `decode` makes an example of {extension: bytes}. Archives are read in order, one member at a time.
-    """
-
-    def __init__(self, paths: Sequence[Path], decode: Callable[[Sample], Any]) -> None:
-        self._paths = list(paths)
-        self._decode = decode
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        for path in self._paths:
-            with tarfile.open(path, "r|*") as archive:
-                yield from map(self._decode, _samples(archive))
+# Steps whose place is remembered: one is taken ahead, and a loss that jumps asks for the one before.
+_REMEMBERED = 4
 
 
 class StreamedBatches:
-    """A round's steps over an iterable data set: the batches that one process would take, shared out.
+    """A round's steps over a stream, from where the silo's last round stopped.
 
-    Every rank reads the stream and keeps its own examples, so the order is the same at any world size. The
-    stream begins anew when it ends; going on skips what earlier steps took.
+    A rank reads its own share of tar shards; of another iterable data set every rank reads all, and keeps its
+    own. `examples` are those of the round.
     """
 
-    def __init__(self, dataset: Any, sharing: Sharing, *, batch_size: int, steps: int | None) -> None:
-        if steps is None:
-            raise TaskError(
-                f"{type(dataset).__name__} can only be iterated, so an epoch has no stated length: set "
-                "[algorithm] steps in the job, or return a map-style data set"
-            )
+    def __init__(
+        self,
+        dataset: Any,
+        sharing: Sharing,
+        *,
+        batch_size: int,
+        steps: int | None,
+        seed: StreamSeed,
+        start: Position | None = None,
+    ) -> None:
+        """Raises TaskError for a job without steps, for pipelines, and for a start in other data."""
+        self.steps = steps_of_stream(dataset, steps)
         if sharing.pipeline > 1:
             raise TaskError("a pipeline needs a map-style data set: its micro-batches have one size")
         self._dataset = dataset
         self._sharing = sharing
         self._batch_size = batch_size
-        self.steps = steps
+        self._seed = seed
+        self._places = {0: start}
         self.position = 0
-        self.examples = batch_size * steps
+        self.examples = batch_size * self.steps
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, in steps taken."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues after the steps of `state`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after `position` steps of the round, at the place in the data that `stream` is."""
         self.position = state["position"]
+        self._places = {self.position: state["stream"]}
+
+    def own_place(self, step: int) -> Position | None:
+        """What this rank knows of the place after one of the last steps."""
+        return self._places[step]
+
+    def place(self, step: int, group: dist.ProcessGroup | None) -> Position | None:
+        """Where the reading of all ranks stood after one of the last steps. Collective over a CPU group."""
+        own = json.dumps(self.own_place(step))
+        places = [json.loads(text) for text in gather_text(own, group)]
+        return None if places[0] is None else merged(places)
 
     def __iter__(self) -> Iterator[Share]:
         """Yields the steps that are left."""
-        stream = self._forever()
-        for _ in islice(stream, self.position * self._batch_size):
-            pass
-        while self.position < self.steps:
-            share = self._share(list(islice(stream, self._batch_size)))
-            self.position += 1
-            yield share
+        share = ReadingShare(self._sharing.rank, self._sharing.ranks)
+        reader = make_reader(self._dataset, self._seed, self._places[self.position], share)
+        try:
+            while self.position < self.steps:
+                made = self._share(reader)
+                self.position += 1
+                self._places[self.position] = reader.position()
+                self._places.pop(self.position - _REMEMBERED, None)
+                yield made
+        finally:
+            reader.close()
 
-    def _forever(self) -> Iterator[Any]:
-        while True:
-            empty = True
-            for example in self._dataset:
-                empty = False
-                yield example
-            if empty:
-                raise NoExamples(f"the training stream {type(self._dataset).__name__} gave no example")
-
-    def _share(self, examples: list[Any]) -> Share:
+    def _share(self, reader: StreamReader) -> Share:
         sharing = self._sharing
-        bounds = [round(i * len(examples) / sharing.ranks) for i in range(sharing.ranks + 1)]
-        own = examples[bounds[sharing.rank] : bounds[sharing.rank + 1]]
+        counts = reader.counts(self._batch_size)
+        own = reader.take(self._batch_size)
         near = sharing.ranks // sharing.apart
         first = sharing.rank // near * near
-        together = max(1, bounds[first + near] - bounds[first])
-        most = max(after - before for before, after in pairwise(bounds))
-        size, count = sharing.micro_batch, -(-most // sharing.micro_batch)
+        together = max(1, sum(counts[first : first + near]))
+        size, count = sharing.micro_batch, -(-max(counts) // sharing.micro_batch)
         parts = [own[i : i + size] for i in range(0, len(own), size)]
         sizes = [len(part) for part in parts] + [0] * (count - len(parts))
-        parts += [examples[:1]] * (count - len(parts))
-        return Share([default_collate(part) for part in parts], sizes, len(examples), together)
-
-
-def _samples(archive: tarfile.TarFile) -> Iterator[Sample]:
-    name, sample = "", Sample()
-    for member in archive:
-        if not member.isfile():
-            continue
-        folder, _, file = member.name.rpartition("/")
-        stem, _, extension = file.partition(".")
-        if sample and name != f"{folder}/{stem}":
-            yield sample
-            sample = Sample()
-        name = f"{folder}/{stem}"
-        content = archive.extractfile(member)
-        assert content is not None
-        sample[extension] = content.read()
-    if sample:
-        yield sample
+        parts += [[own[0] if own else reader.filler()]] * (count - len(parts))
+        return Share([default_collate(part) for part in parts], sizes, self._batch_size, together)

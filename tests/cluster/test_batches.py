@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
+import tempfile
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tar_files import record_id, write_shards
+from torch.utils.data import IterableDataset
 
+from roundtable.client.streams.lanes import StreamSeed
+from roundtable.client.streams.readers import make_reader
+from roundtable.client.streams.shard_reader import merged
+from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.training.batches import training_batches
-from roundtable.cluster.train.shared_batches import SharedBatches, Sharing
-from roundtable.cluster.train.streams import StreamedBatches, TarShards
+from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
+from roundtable.cluster.train.streams import StreamedBatches
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import torch_generator
 
@@ -59,43 +66,62 @@ def test_every_example_is_taken_once(
             assert all(len({len(part[0]) for part in share.batches}) == 1 for share in shares)
 
 
-def shards(folder: Path) -> list[Path]:
-    paths = []
-    for shard in range(3):
-        path = folder / f"{shard}.tar"
-        with tarfile.open(path, "w") as archive:
-            for index in range(4):
-                for extension, content in (("x", bytes([shard * 4 + index])), ("y.txt", b"label")):
-                    member = tarfile.TarInfo(f"part/{index:03d}.{extension}")
-                    member.size = len(content)
-                    archive.addfile(member, io.BytesIO(content))
-        paths.append(path)
-    return paths
+class Sentences(IterableDataset[dict[str, Any]]):
+    """Dicts, without a place of its own."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from ({"id": number, "text": "word"} for number in torch.randperm(11).tolist())
 
 
-def number(sample: dict[str, bytes]) -> torch.Tensor:
-    assert sample["y.txt"] == b"label"
-    return torch.tensor(sample["x"][0])
+def number(sample: dict[str, bytes]) -> dict[str, Any]:
+    return {"id": record_id(sample), "text": "word"}
 
 
-def test_tar_shards_are_streamed_and_shared(tmp_path: Path) -> None:
-    dataset: Any = TarShards(shards(tmp_path), number)
-    assert [int(example) for example in dataset] == list(range(12))
-    made = [list(StreamedBatches(dataset, Sharing(rank, 2, 2), batch_size=5, steps=4)) for rank in range(2)]
-    for step in range(4):
-        taken = [
-            int(value)
-            for each in made
-            for part, size in zip(each[step].batches, each[step].sizes, strict=True)
-            for value in part[:size]
-        ]
-        assert taken == [(step * 5 + i) % 12 for i in range(5)]
-    later = StreamedBatches(dataset, Sharing(0, 1, 5), batch_size=5, steps=4)
-    later.load_state_dict({"position": 3})
-    assert [share.batches[0].tolist() for share in later] == [[3, 4, 5, 6, 7]]
+def own_examples(share: Share) -> list[int]:
+    parts = zip(share.batches, share.sizes, strict=True)
+    return [int(value) for part, size in parts for value in part["id"][:size]]
 
 
-def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
-    dataset = TarShards(shards(tmp_path), number)
+@settings(deadline=None, max_examples=40)
+@given(
+    kind=st.sampled_from(["shards", "iterable"]),
+    batch=st.integers(1, 9),
+    micro=st.integers(1, 3),
+    worlds=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=4),
+    apart=st.booleans(),
+)
+def test_a_stream_is_shared_out_and_gone_on_with_at_any_world_size(
+    kind: str, batch: int, micro: int, worlds: list[tuple[int, int]], apart: bool
+) -> None:
+    """One round, broken off again and again, and taken up by other numbers of ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = write_shards(Path(folder), [4, 3, 5])
+        dataset: Any = TarShards(paths, number, lanes=3, shuffle=6) if kind == "shards" else Sentences()
+        seed, total = StreamSeed(5, "silo"), sum(steps for _, steps in worlds)
+        alone = make_reader(dataset, seed, None)
+        done, place = 0, None
+        for ranks, steps in worlds:
+            each = []
+            for rank in range(ranks):
+                sharing = Sharing(rank, ranks, micro, apart=ranks if apart else 1)
+                batches = StreamedBatches(dataset, sharing, batch_size=batch, steps=total, seed=seed)
+                batches.load_state_dict({"position": done, "stream": place})
+                each.append((batches, list(islice(batches, steps))))
+            for shares in zip(*(made for _, made in each), strict=True):
+                whole = [example["id"] for example in alone.take(batch)]
+                assert sorted(chain(*map(own_examples, shares))) == sorted(whole)
+                assert len({len(share.batches) for share in shares}) == 1
+                assert {share.total for share in shares} == {batch}
+                assert all(len(part["text"]) for share in shares for part in share.batches)
+                near = [sum(share.sizes) if apart else batch for share in shares]
+                assert [share.together for share in shares] == [max(1, size) for size in near]
+            done += steps
+            place = merged(batches.own_place(done) for batches, _ in each)
+
+
+def test_what_a_stream_needs(tmp_path: Path) -> None:
+    dataset, seed = TarShards(write_shards(tmp_path, [4]), number), StreamSeed(5, "silo")
     with pytest.raises(TaskError, match="set \\[algorithm\\] steps"):
-        StreamedBatches(dataset, Sharing(0, 1, 1), batch_size=2, steps=None)
+        StreamedBatches(dataset, Sharing(0, 1, 1), batch_size=2, steps=None, seed=seed)
+    with pytest.raises(TaskError, match="a pipeline needs a map-style data set"):
+        StreamedBatches(dataset, Sharing(0, 1, 1, pipeline=2), batch_size=2, steps=1, seed=seed)

@@ -118,7 +118,10 @@ class Silo:
         finally:
             await made.close()
 
-    def work(self, round: int = 1, phase: str = "train", output: str = "update") -> StepWork:
+    def work(
+        self, round: int = 1, phase: str = "train", output: str = "update", counted: int | None = None
+    ) -> StepWork:
+        """`counted`: the round whose update is the newest in the model."""
         return StepWork(
             step=StepKey("job-1", round, 1, phase),
             client="alder",
@@ -128,6 +131,7 @@ class Silo:
             model=self.path,
             layout=self.model.layout.fingerprint,
             output=self.folder / output,
+            counted=None if counted is None else StepKey("job-1", counted, 1, "train"),
         )
 
     def go_on(self, output: str = "update") -> None:

@@ -25,9 +25,9 @@ from roundtable.client.training.batches import (
     count_examples,
     epoch_orders,
     ordering_of,
-    training_batches,
 )
 from roundtable.client.training.module_state import isolated_randomness
+from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.errors import InvalidUpdate, RoundtableError
 from roundtable.core.privacy_table import OwnNoise
@@ -154,11 +154,12 @@ class Vectorised:
         step = rules.step
         steps.begin(vector[:size], step, rules.constant)
         gathered = self._gathered(steps, data, step, rate, round, item.client)
-        losses, sizes = gathered or self._replayed(steps, data, step, rate, round, item.client)
+        batches = RoundBatches(data, work, self.device)
+        losses, sizes = gathered or self._replayed(steps, batches, step, rate, round, item.client)
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
         if not steps.change(vector[:size], row[:size]):
             raise weights_not_finite()
-        kept = rules.end(row, len(sizes))
+        kept = rules.end(row, len(sizes)) | batches.kept()
         seen = sum(sizes)
         examples = count_examples(data)
         metrics = {"loss": (loss_sum, seen)}
@@ -179,17 +180,17 @@ class Vectorised:
         return steps.take_rows(examples, chain([first], orders), size, step, rate)
 
     def _replayed(
-        self, steps: Steps, data: Any, step: LocalStep, rate: float, round: int, client: str
+        self, steps: Steps, batches: RoundBatches, step: LocalStep, rate: float, round: int, client: str
     ) -> tuple[Tensor, list[int]]:
         """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
         job = self.world.job
-        batches = training_batches(data, **ordering_of(job, round, client), device=self.device)
-        first = next(batches)
+        left = iter(batches)
+        first = next(left)
         steps.prepare(first.data, step)
         seed = derive_seed(job.seed, round, client, "training")
         chance = isolated_randomness(seed, self.device) if steps.random else nullcontext()
         with chance:
-            return steps.take_all(chain([first], batches), step, rate)
+            return steps.take_all(chain([first], left), step, rate)
 
     def _first_examples(self) -> Sequence[Tensor] | None:
         """Those of the population's first client, whoever trains here; None where they are no tensors."""

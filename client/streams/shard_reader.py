@@ -1,0 +1,126 @@
+"""Reads tar shards: lanes dealt out to those who share the reading, each of whom opens its own shards
+alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from roundtable.client.streams.kept_position import DAMAGED, Position, is_count
+from roundtable.client.streams.lanes import Lane, LanePlace, StreamSeed
+from roundtable.client.streams.random_state import DataRandomness
+from roundtable.client.streams.shares import WHOLE, ReadingShare
+from roundtable.client.streams.tar_shards import TarShards
+from roundtable.core.errors import EncodingError, TaskError
+
+
+class ShardReader:
+    """A `StreamReader` of tar shards.
+
+    Rank r reads the lanes r, r + ranks, …; where there are fewer lanes than ranks, those who share one take
+    its records in turn and pass over the bytes of the others'. `decode` finds the global generators seeded
+    for its example, so that it draws the same wherever and whenever the example is read.
+    """
+
+    def __init__(
+        self, source: TarShards, seed: StreamSeed, position: Position | None, share: ReadingShare = WHOLE
+    ) -> None:
+        self._source = source
+        self._seed = seed
+        self._share = share
+        taken, places = _checked(source, position)
+        self._taken = taken
+        lanes = source.lanes
+        self._lanes: dict[int, Lane] = {}
+        for lane in _lanes_of(share, lanes):
+            part = (share.rank // lanes, _sharers(lane, lanes, share.ranks))
+            count = max(0, -(-(self._taken - lane) // lanes))
+            self._lanes[lane] = Lane(source, seed, lane, places[lane], count, part)
+
+    @property
+    def epoch(self) -> int:
+        return min((lane.epoch for lane in self._lanes.values()), default=1)
+
+    def counts(self, examples: int) -> list[int]:
+        counts = [0] * self._share.ranks
+        for number in range(self._taken, self._taken + examples):
+            counts[_owner(number, self._source.lanes, self._share.ranks)] += 1
+        return counts
+
+    def take(self, examples: int) -> list[Any]:
+        own = []
+        randomness = DataRandomness()
+        with randomness:
+            for number in range(self._taken, self._taken + examples):
+                lane = self._lanes.get(number % self._source.lanes)
+                if lane is None:
+                    continue
+                if (record := lane.take()) is not None:
+                    randomness.seed(self._seed.number("decode", number))
+                    own.append(self._source.decoded(record))
+        self._taken += examples
+        return own
+
+    def filler(self) -> Any:
+        return next(iter(self._source))
+
+    def position(self) -> Position:
+        lanes = {str(number): [lane.place.shard, lane.place.offset] for number, lane in self._lanes.items()}
+        return {"shards": self._source.definition, "taken": self._taken, "lanes": lanes}
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+
+def merged(positions: Iterable[Position]) -> Position:
+    """The whole position, from those of all who share the reading; without lanes each knows all."""
+    whole: Position = {}
+    for position in positions:
+        lanes = {**whole.get("lanes", {}), **position.get("lanes", {})}
+        whole = {**position, "lanes": lanes} if lanes else position
+    return whole
+
+
+def _lanes_of(share: ReadingShare, lanes: int) -> range:
+    if share.ranks <= lanes:
+        return range(share.rank, lanes, share.ranks)
+    return range(share.rank % lanes, share.rank % lanes + 1)
+
+
+def _sharers(lane: int, lanes: int, ranks: int) -> int:
+    """How many ranks share a lane."""
+    return max(1, -(-(ranks - lane) // lanes))
+
+
+def _owner(number: int, lanes: int, ranks: int) -> int:
+    """The rank that takes example `number` of the whole."""
+    lane = number % lanes
+    if ranks <= lanes:
+        return lane % ranks
+    return lane + lanes * (number // lanes % _sharers(lane, lanes, ranks))
+
+
+def _checked(source: TarShards, position: Position | None) -> tuple[int, list[LanePlace]]:
+    """(examples taken, each lane's place). Raises TaskError for a position in other data."""
+    if position is None:
+        return 0, [LanePlace(lane, 0) for lane in range(source.lanes)]
+    if position.get("shards") != source.definition:
+        raise TaskError(
+            "the training data are other shards, or are read otherwise, than those in which this job's "
+            "position is kept: keep their names, `lanes` and `shuffle` as they were, or remove the job's "
+            "folder from the agent's state folder to begin anew"
+        )
+    taken, lanes = position.get("taken"), position.get("lanes")
+    wanted = {str(lane) for lane in range(source.lanes)}
+    if not (is_count(taken) and isinstance(lanes, dict) and set(lanes) == wanted):
+        raise EncodingError(DAMAGED)
+    places = []
+    for lane in range(source.lanes):
+        place = lanes[str(lane)]
+        if not (isinstance(place, list) and len(place) == 2 and all(map(is_count, place))):
+            raise EncodingError(DAMAGED)
+        if place[0] % source.lanes != lane or place[1] % 512:
+            raise EncodingError(DAMAGED)
+        places.append(LanePlace(*place))
+    return taken, places
