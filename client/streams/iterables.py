@@ -10,8 +10,9 @@ from typing import Any
 
 from roundtable.client.streams.kept_position import DAMAGED, Position, is_count
 from roundtable.client.streams.lanes import StreamSeed
-from roundtable.client.streams.random_state import DataRandomness
+from roundtable.client.streams.random_state import DataRandomness, seed_generators
 from roundtable.client.streams.shares import WHOLE, ReadingShare
+from roundtable.client.streams.workers import Workers
 from roundtable.core.errors import EncodingError, NoExamples, TaskError
 
 _BEGINNING = "_roundtable_beginning"
@@ -27,16 +28,27 @@ class IterableReader:
     """
 
     def __init__(
-        self, dataset: Any, seed: StreamSeed, position: Position | None, share: ReadingShare = WHOLE
+        self,
+        dataset: Any,
+        seed: StreamSeed,
+        position: Position | None,
+        share: ReadingShare = WHOLE,
+        workers: Workers = Workers(),  # noqa: B008 - a frozen value
     ) -> None:
         self._dataset = dataset
         self._name = type(dataset).__name__
         self._seed = seed
         self._share = share
-        self._stateful = all(
-            callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
-        )
-        epoch, taken, state = _checked(position, self._name, self._stateful)
+        self._workers = workers
+        # As many workers give their examples in another order.
+        self._called = f"{self._name} read by {workers.count} workers" if workers.count else self._name
+        self._stateful = _keeps_its_place(dataset)
+        if self._stateful and workers.count:
+            raise TaskError(
+                f"the training data, a {self._name}, keep their own place, which each process of a "
+                "DataLoader would move for itself: set num_workers = 0"
+            )
+        epoch, taken, state = _checked(position, self._called, self._stateful)
         self._epoch = epoch
         self._taken = taken
         self._state = state
@@ -66,7 +78,7 @@ class IterableReader:
         state = None
         if self._stateful:
             state = _plain(self._dataset.state_dict(), self._name)
-        return {"iterable": self._name, "epoch": self._epoch, "taken": self._taken, "state": state}
+        return {"iterable": self._called, "epoch": self._epoch, "taken": self._taken, "state": state}
 
     def close(self) -> None:
         self._iterator = None
@@ -93,19 +105,45 @@ class IterableReader:
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(self._epoch - 1)
         path = ("epoch", self._epoch, taken) if self._stateful else ("epoch", self._epoch)
-        self._randomness.seed(self._seed.number(*path))
+        seed_generators(self._seed.number(*path))
         if self._stateful:
             # A round that is done again has to find the data set as it was before anything was read.
-            beginning = vars(dataset).setdefault(_BEGINNING, copy.deepcopy(dataset.state_dict()))
-            dataset.load_state_dict(copy.deepcopy(beginning if self._state is None else self._state))
+            beginning = _beginning(dataset)
+            dataset.load_state_dict(beginning if self._state is None else copy.deepcopy(self._state))
             return iter(dataset)
-        iterator: Iterator[Any] = iter(dataset)
+        iterator: Iterator[Any]
+        if self._workers.count:
+            iterator = self._workers.read(dataset, self._seed.number("workers", self._epoch))
+        else:
+            iterator = iter(dataset)
         if sum(1 for _ in islice(iterator, taken)) < taken:
             raise TaskError(
                 f"the training stream {self._name} has changed: it ends before the {taken:,} examples up to "
                 "which it was read; keep it as it is while a job runs"
             )
         return iterator
+
+
+def from_the_beginning(dataset: Any) -> Iterator[Any]:
+    """The examples of an iterable data set, once; one with a place of its own is put back there."""
+    if not _keeps_its_place(dataset):
+        yield from dataset
+        return
+    before = copy.deepcopy(dataset.state_dict())
+    dataset.load_state_dict(_beginning(dataset))
+    try:
+        yield from dataset
+    finally:
+        dataset.load_state_dict(before)
+
+
+def _keeps_its_place(dataset: Any) -> bool:
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _beginning(dataset: Any) -> Any:
+    """A copy of the state that the data set was in before anything was read of it."""
+    return copy.deepcopy(vars(dataset).setdefault(_BEGINNING, copy.deepcopy(dataset.state_dict())))
 
 
 def _plain(state: Any, name: str) -> Any:

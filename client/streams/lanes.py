@@ -72,11 +72,6 @@ class Lane:
         self._records = self._read(place)
         self._next = place
 
-    @property
-    def epoch(self) -> int:
-        """The epoch, from 1, of the shard at which the lane's buffer begins."""
-        return self.place.shard // len(self._source.urls) + 1
-
     def take(self) -> Record | None:
         """The lane's next record; None where it belongs to another share."""
         block, inside = divmod(self._count, self._source.block)

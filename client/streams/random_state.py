@@ -21,12 +21,6 @@ class DataRandomness:
         self._own: Any = None
         self._outer: Any = None
 
-    def seed(self, seed: int) -> None:
-        """Seeds the generators; to be called within."""
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        random.seed(seed)
-
     def __enter__(self) -> None:
         self._outer = _states()
         if self._own is not None:
@@ -37,6 +31,13 @@ class DataRandomness:
     ) -> None:
         self._own = _states()
         _put(self._outer)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the global CPU generators of torch, NumPy and Python."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
 def _states() -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch.utils.data import DataLoader
+
 from roundtable.client.streams.iterables import IterableReader
 from roundtable.client.streams.kept_position import Position
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.shard_reader import ShardReader
 from roundtable.client.streams.shares import WHOLE, ReadingShare
 from roundtable.client.streams.tar_shards import TarShards
+from roundtable.client.streams.workers import Workers
 
 
 class StreamReader(Protocol):
@@ -40,7 +43,12 @@ class StreamReader(Protocol):
 def make_reader(
     dataset: Any, seed: StreamSeed, position: Position | None, share: ReadingShare = WHOLE
 ) -> StreamReader:
-    """A reader that goes on from a position, or begins. Raises TaskError for a position in other data."""
+    """A reader of an iterable data set, or of a DataLoader over one, that goes on from a position, or begins.
+
+    Raises TaskError for a position in other data."""
+    workers = Workers()
+    if isinstance(dataset, DataLoader):
+        dataset, workers = dataset.dataset, Workers.of(dataset)
     if isinstance(dataset, TarShards):
-        return ShardReader(dataset, seed, position, share)
-    return IterableReader(dataset, seed, position, share)
+        return ShardReader(dataset, seed, position, share, workers)
+    return IterableReader(dataset, seed, position, share, workers)

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from roundtable.client.streams.kept_position import DAMAGED, Position, is_count
-from roundtable.client.streams.lanes import Lane, LanePlace, StreamSeed
+from roundtable.client.streams.lane_feeds import LaneFeed, LaneStart, WorkerFeed
+from roundtable.client.streams.lanes import LanePlace, StreamSeed
 from roundtable.client.streams.random_state import DataRandomness
 from roundtable.client.streams.shares import WHOLE, ReadingShare
 from roundtable.client.streams.tar_shards import TarShards
+from roundtable.client.streams.workers import Workers
 from roundtable.core.errors import EncodingError, TaskError
 
 
@@ -23,23 +25,28 @@ class ShardReader:
     """
 
     def __init__(
-        self, source: TarShards, seed: StreamSeed, position: Position | None, share: ReadingShare = WHOLE
+        self,
+        source: TarShards,
+        seed: StreamSeed,
+        position: Position | None,
+        share: ReadingShare = WHOLE,
+        workers: Workers = Workers(),  # noqa: B008 - a frozen value
     ) -> None:
         self._source = source
-        self._seed = seed
         self._share = share
         taken, places = _checked(source, position)
         self._taken = taken
-        lanes = source.lanes
-        self._lanes: dict[int, Lane] = {}
-        for lane in _lanes_of(share, lanes):
-            part = (share.rank // lanes, _sharers(lane, lanes, share.ranks))
-            count = max(0, -(-(self._taken - lane) // lanes))
-            self._lanes[lane] = Lane(source, seed, lane, places[lane], count, part)
+        self._places = {lane: places[lane] for lane in _lanes_of(share, source.lanes)}
+        lanes = [LaneStart(lane, place, self._part(lane)) for lane, place in self._places.items()]
+        self._feed: LaneFeed | WorkerFeed
+        if workers.count:
+            self._feed = WorkerFeed(source, seed, taken, lanes, workers)
+        else:
+            self._feed = LaneFeed(source, seed, taken, lanes)
 
     @property
     def epoch(self) -> int:
-        return min((lane.epoch for lane in self._lanes.values()), default=1)
+        return min(place.shard for place in self._places.values()) // len(self._source.urls) + 1
 
     def counts(self, examples: int) -> list[int]:
         counts = [0] * self._share.ranks
@@ -49,15 +56,14 @@ class ShardReader:
 
     def take(self, examples: int) -> list[Any]:
         own = []
-        randomness = DataRandomness()
-        with randomness:
+        with DataRandomness():
             for number in range(self._taken, self._taken + examples):
-                lane = self._lanes.get(number % self._source.lanes)
-                if lane is None:
-                    continue
-                if (record := lane.take()) is not None:
-                    randomness.seed(self._seed.number("decode", number))
-                    own.append(self._source.decoded(record))
+                lane = number % self._source.lanes
+                if lane in self._places:
+                    fed = self._feed.next(number)
+                    self._places[lane] = fed.place
+                    if fed.mine:
+                        own.append(fed.example)
         self._taken += examples
         return own
 
@@ -65,12 +71,16 @@ class ShardReader:
         return next(iter(self._source))
 
     def position(self) -> Position:
-        lanes = {str(number): [lane.place.shard, lane.place.offset] for number, lane in self._lanes.items()}
+        lanes = {str(lane): [place.shard, place.offset] for lane, place in self._places.items()}
         return {"shards": self._source.definition, "taken": self._taken, "lanes": lanes}
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
+        self._feed.close()
+
+    def _part(self, lane: int) -> tuple[int, int]:
+        """Which of a lane's records are this share's."""
+        lanes = self._source.lanes
+        return self._share.rank // lanes, _sharers(lane, lanes, self._share.ranks)
 
 
 def merged(positions: Iterable[Position]) -> Position:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -11,9 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from roundtable.client.streams.iterables import from_the_beginning
+from roundtable.client.training.loaders import (
+    base_of,
+    check_loader,
+    collate_of,
+    drops_last,
+    own_sampler,
+    sampled_order,
+    workers_of,
+)
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import NoExamples, TaskError
-from roundtable.core.seeds import torch_generator
+from roundtable.core.errors import NoExamples, RoundtableError, TaskError
+from roundtable.core.seeds import derive_seed, torch_generator
 
 # Above this an epoch's shuffled copy would cost more memory than gathering each batch costs time.
 _COPY_LIMIT_BYTES = 256 << 20
@@ -72,7 +84,7 @@ def count_examples(dataset: Any) -> int | None:
     if tensors is not None:
         return len(tensors[0])
     if isinstance(dataset, DataLoader):
-        raise TaskError("data() returned a DataLoader; return its data set: the job says how to batch it")
+        return _count_loaded(dataset)
     if isinstance(dataset, IterableDataset):
         return None
     try:
@@ -81,6 +93,19 @@ def count_examples(dataset: Any) -> int | None:
         raise TaskError(
             f"a {type(dataset).__name__} is no data set: data() must return tuples of tensors or "
             "torch Datasets"
+        ) from error
+
+
+def _count_loaded(loader: DataLoader[Any]) -> int | None:
+    examples = count_examples(loader.dataset)
+    sampler = own_sampler(loader)
+    if examples is None or sampler is None:
+        return examples
+    try:
+        return len(sampler)
+    except TypeError as error:
+        raise TaskError(
+            f"{type(sampler).__name__} has no length, so nobody knows how long an epoch is; give it a __len__"
         ) from error
 
 
@@ -95,17 +120,36 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Shuffled batches of so many epochs, or exactly `steps` batches over as many epochs as that takes.
 
-    Each epoch's order is one `torch.randperm` of `generator`. Raises NoExamples for an empty data set.
+    Raises NoExamples for an empty data set, TaskError for a DataLoader that batches otherwise than the job.
     """
-    examples = count_examples(dataset)
-    if examples is None:
-        raise TaskError(f"{type(dataset).__name__} can only be iterated: it is read as a stream")
-    if examples == 0:
-        raise NoExamples("the training data set is empty: there are zero examples to learn from")
-    orders = epoch_orders(examples, batch_size=batch_size, generator=generator, epochs=epochs, steps=steps)
+    check_loader(dataset, batch_size)
+    orders = training_orders(dataset, batch_size=batch_size, generator=generator, epochs=epochs, steps=steps)
     return chain.from_iterable(
-        _epoch(dataset, order, epoch, batch_size, device) for epoch, order in enumerate(orders, 1)
+        _epoch(dataset, order, epoch, batch_size, device, generator) for epoch, order in enumerate(orders, 1)
     )
+
+
+def training_orders(
+    dataset: Any, *, batch_size: int, generator: torch.Generator, epochs: int = 1, steps: int | None = None
+) -> Iterator[Tensor]:
+    """The rows of each epoch's batches: each epoch one `torch.randperm` of `generator`, or as a sampler says.
+
+    Raises NoExamples for a data set that gives no batch, TaskError for one that can only be iterated.
+    """
+    examples = count_examples(base_of(dataset))
+    if examples is None:
+        raise TaskError(f"{type(base_of(dataset)).__name__} can only be iterated: it is read as a stream")
+    if examples == 0 or count_examples(dataset) == 0:
+        raise NoExamples("the training data set is empty: there are zero examples to learn from")
+    sampler, drop = own_sampler(dataset), drops_last(dataset)
+    draw: Callable[[], Tensor] = partial(torch.randperm, examples, generator=generator)
+    if sampler is not None:
+        draw = partial(sampled_order, sampler, examples, generator)
+    if drop and (count_examples(dataset) or 0) < batch_size:
+        raise NoExamples(
+            f"drop_last leaves out the only batch, as there are fewer examples than batch_size = {batch_size}"
+        )
+    return _orders(draw, drop, batch_size=batch_size, epochs=epochs, steps=steps)
 
 
 def steps_of_stream(dataset: Any, steps: int | None) -> int:
@@ -123,7 +167,9 @@ def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None =
     examples = count_examples(dataset)
     tensors = as_tensors(dataset) if examples else None
     if examples is None:
-        yield from _numbered(DataLoader(dataset, batch_size=batch_size), 1, device)
+        examples_once = from_the_beginning(base_of(dataset))
+        while part := list(islice(examples_once, batch_size)):
+            yield Batch(1, len(part), moved(collate_of(dataset)(part), device))
     elif tensors is not None:
         for start in range(0, examples, batch_size):
             # A copy, for a task may change its batch.
@@ -132,31 +178,64 @@ def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None =
             )
             yield Batch(1, min(batch_size, examples - start), tuple(moved(part, device) for part in parts))
     elif examples:
-        yield from _epoch(dataset, torch.arange(examples), 1, batch_size, device)
+        rows, sampler = count_examples(base_of(dataset)) or 0, own_sampler(dataset)
+        order = torch.arange(rows)
+        if sampler is not None:
+            order = sampled_order(sampler, rows, torch.Generator())
+        yield from _epoch(dataset, order, 1, batch_size, device)
+
+
+def batches_of(examples: int, batch_size: int, *, drop_last: bool = False) -> int:
+    """Batches of an epoch over so many examples."""
+    return examples // batch_size if drop_last else -(-examples // batch_size)
 
 
 def epoch_orders(
     examples: int, *, batch_size: int, generator: torch.Generator, epochs: int = 1, steps: int | None = None
 ) -> Iterator[Tensor]:
-    """The order of rows in each epoch that `training_batches` makes, int64; the last may end early."""
-    left = steps if steps is not None else epochs * -(-examples // batch_size)
-    while left > 0:
-        order = torch.randperm(examples, generator=generator)
-        if left * batch_size < examples:
-            order = order[: left * batch_size]
+    """The order of rows in each epoch over so many shuffled examples, int64; the last may end early."""
+    draw = partial(torch.randperm, examples, generator=generator)
+    return _orders(draw, False, batch_size=batch_size, epochs=epochs, steps=steps)
+
+
+def _orders(
+    draw: Callable[[], Tensor], drop_last: bool, *, batch_size: int, epochs: int, steps: int | None
+) -> Iterator[Tensor]:
+    left = math.inf if steps is None else steps
+    while left > 0 and (steps is not None or epochs > 0):
+        order = draw()
+        if drop_last:
+            order = order[: len(order) // batch_size * batch_size]
+        if not len(order):
+            raise NoExamples("the sampler of the training data gave no batch in an epoch")
+        if left * batch_size < len(order):
+            order = order[: int(left) * batch_size]
         yield order
         left -= -(-len(order) // batch_size)
+        epochs -= 1
 
 
 def _epoch(
-    dataset: Any, order: Tensor, epoch: int, batch_size: int, device: torch.device | None
+    dataset: Any,
+    order: Tensor,
+    epoch: int,
+    batch_size: int,
+    device: torch.device | None,
+    generator: torch.Generator | None = None,
 ) -> Iterator[Batch]:
     tensors = as_tensors(dataset)
     if tensors is None:
         rows = [part.tolist() for part in torch.split(order, batch_size)]
-        # The loader would otherwise draw its base seed from the global generator.
-        loader = DataLoader(dataset, batch_sampler=rows, generator=torch.Generator())
-        yield from _numbered(loader, epoch, device)
+        try:
+            yield from _numbered(_loader(dataset, rows, epoch, generator), epoch, device)
+        except RoundtableError as error:
+            if not workers_of(dataset):
+                raise
+            # torch puts a worker's traceback into the message, which may leave the silo.
+            raise TaskError(
+                f"the data set raised {type(error).__name__} in a process of its DataLoader (the silo's log "
+                "has the details)"
+            ) from error
         return
     if sum(tensor.nbytes for tensor in tensors) <= _COPY_LIMIT_BYTES:
         copies = [moved(tensor.index_select(0, order), device) for tensor in tensors]
@@ -166,6 +245,19 @@ def _epoch(
         for places in torch.split(order, batch_size):
             parts = tuple(moved(tensor.index_select(0, places), device) for tensor in tensors)
             yield Batch(epoch, len(places), parts)
+
+
+def _loader(
+    dataset: Any, rows: list[list[int]], epoch: int, generator: torch.Generator | None
+) -> DataLoader[Any]:
+    """Loads these batches as the data set's own DataLoader does, if it has one."""
+    # The loader would otherwise draw its base seed from the global generator; workers are seeded with it.
+    seeds = torch.Generator()
+    if (workers := workers_of(dataset)) and generator is not None:
+        seeds.manual_seed(derive_seed(generator.initial_seed(), "workers", epoch))
+    return DataLoader(
+        base_of(dataset), batch_sampler=rows, collate_fn=collate_of(dataset), generator=seeds, **workers
+    )
 
 
 def _numbered(loader: DataLoader[Any], epoch: int, device: torch.device | None) -> Iterator[Batch]:

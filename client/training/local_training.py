@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.arrays import arrays_of, fit_result, state_of
-from roundtable.client.training.batches import count_examples, ordered_batches
+from roundtable.client.training.batches import ordered_batches
 from roundtable.client.training.corrections import make_correction
 from roundtable.client.training.local_work import Execution, LocalUpdate, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit
@@ -68,8 +68,7 @@ def train(
     whatever the task raises.
     """
     # An ArrayTask's data are its own affair: it takes them whole.
-    examples = None if isinstance(task, ArrayTask) else count_examples(data)
-    context = work.context(examples, torch.device(execution.device))
+    context = work.context(None if isinstance(task, ArrayTask) else data, torch.device(execution.device))
     check_privacy(work.job, execution.protection is not None)
     by_example = isinstance(work.job.privacy, ExampleLevel)
     _check_divisible(task, by_example, execution)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from roundtable.client.training.batches import count_examples
+from roundtable.client.training.batches import batches_of, count_examples
+from roundtable.client.training.loaders import drops_last
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import Protection
 from roundtable.core.algorithms.contract import ClientAlgorithm
@@ -41,9 +43,10 @@ class LocalWork:
         """The algorithm that the client trains by."""
         return self.algorithm or make_algorithm(self.job.algorithm)
 
-    def context(self, examples: int | None, device: torch.device) -> Context:
-        """What hooks and the task's methods are told about it; `examples` None: nobody can count."""
-        steps = steps_of(self.job, examples)
+    def context(self, data: Any, device: torch.device) -> Context:
+        """What hooks and the task's methods are told about training on these data; None: nobody can count."""
+        examples = None if data is None else count_examples(data)
+        steps = steps_of(self.job, examples, drop_last=drops_last(data))
         return Context(self.job.title, self.round, self.client, steps, device, self.job.seed)
 
     def evaluation_context(self, device: torch.device) -> Context:
@@ -85,12 +88,12 @@ class LocalUpdate:
     local: dict[str, Tensor] = field(default_factory=dict)
 
 
-def steps_of(job: JobConfig, examples: int | None) -> int | None:
+def steps_of(job: JobConfig, examples: int | None, *, drop_last: bool = False) -> int | None:
     """Optimizer steps of a client's round over so many examples; None where only iterating would tell."""
     table = job.algorithm
     if table.steps is not None or examples is None:
         return table.steps
-    return table.passes * -(-examples // table.batch_size)
+    return table.passes * batches_of(examples, table.batch_size, drop_last=drop_last)
 
 
 def examples_to_see(job: JobConfig, data: object) -> int:
@@ -98,4 +101,5 @@ def examples_to_see(job: JobConfig, data: object) -> int:
     table = job.algorithm
     if table.steps is not None:
         return table.steps * table.batch_size
-    return table.passes * (count_examples(data) or 0)
+    examples = count_examples(data) or 0
+    return table.passes * (examples // table.batch_size * table.batch_size if drops_last(data) else examples)

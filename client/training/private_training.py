@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from roundtable.client.training.batches import as_tensors, count_examples
+from roundtable.client.training.loaders import base_of, collate_of, drops_last, own_sampler
 from roundtable.client.training.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import NoExamples, PrivacyError
@@ -51,6 +51,12 @@ def fit_privately(
     examples = count_examples(data)
     if examples is None:
         raise PrivacyError("a data set that can only be iterated cannot be sampled; return a map-style one")
+    if own_sampler(data) is not None or drops_last(data):
+        raise PrivacyError(
+            "the DataLoader of the training data has a sampler of its own or drop_last, and example-level "
+            "privacy samples by itself, each example alike: return the data set, or a DataLoader "
+            "with shuffle=True"
+        )
     if examples == 0:
         raise NoExamples("the training data set is empty: there are zero examples to learn from")
     config, steps = example_training(job, examples)
@@ -156,8 +162,10 @@ def _fetch(data: Any, device: torch.device) -> Callable[[Tensor], Any]:
     if tensors is not None:
         return lambda indices: tuple(tensor[indices].to(device) for tensor in tensors)
 
+    base, together = base_of(data), collate_of(data)
+
     def collate(indices: Tensor) -> Any:
-        return _moved(default_collate([data[int(index)] for index in indices]), device)
+        return _moved(together([base[int(index)] for index in indices]), device)
 
     return collate
 

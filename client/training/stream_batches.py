@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from roundtable.client.streams.kept_position import NAME, kept_position, position_tensor
 from roundtable.client.streams.lanes import StreamSeed
@@ -20,6 +19,7 @@ from roundtable.client.training.batches import (
     steps_of_stream,
     training_batches,
 )
+from roundtable.client.training.loaders import Collate, base_of, check_loader, collate_of
 from roundtable.client.training.local_work import LocalWork
 
 
@@ -37,7 +37,8 @@ class RoundBatches:
         self._device = device
         self._reader: StreamReader | None = None
         if count_examples(data) is None:
-            steps_of_stream(data, work.job.algorithm.steps)
+            check_loader(data, work.job.algorithm.batch_size)
+            steps_of_stream(base_of(data), work.job.algorithm.steps)
             self._reader = make_reader(
                 data, StreamSeed(work.job.seed, work.client), kept_position(work.local)
             )
@@ -45,7 +46,8 @@ class RoundBatches:
     def __iter__(self) -> Iterator[Batch]:
         if self._reader is not None:
             table = self._work.job.algorithm
-            return streamed(self._reader, table.batch_size, table.steps or 0, self._device)
+            collate = collate_of(self._data)
+            return streamed(self._reader, collate, table.batch_size, table.steps or 0, self._device)
         ordering = ordering_of(self._work.job, self._work.round, self._work.client)
         return training_batches(self._data, **ordering, device=self._device)
 
@@ -55,12 +57,12 @@ class RoundBatches:
 
 
 def streamed(
-    reader: StreamReader, batch_size: int, steps: int, device: torch.device | None
+    reader: StreamReader, collate: Collate, batch_size: int, steps: int, device: torch.device | None
 ) -> Iterator[Batch]:
     """So many batches from where the reader stands, each full: an epoch may end within one."""
     try:
         for _ in range(steps):
             examples = reader.take(batch_size)
-            yield Batch(reader.epoch, len(examples), moved(default_collate(examples), device))
+            yield Batch(reader.epoch, len(examples), moved(collate(examples), device))
     finally:
         reader.close()

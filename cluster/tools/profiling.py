@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.readers import make_reader
 from roundtable.client.training.batches import Batch, count_examples, training_batches
+from roundtable.client.training.loaders import collate_of
 from roundtable.client.training.local_training import split_data
 from roundtable.client.training.stream_batches import streamed
 from roundtable.client.worker.executor import choose_device
@@ -82,6 +83,7 @@ def profile_job(
 def _batches(data: Any, job: JobConfig, steps: int, device: torch.device) -> Iterator[Batch]:
     size = job.algorithm.batch_size
     if count_examples(data) is None:
-        return streamed(make_reader(data, StreamSeed(job.seed, "profile"), None), size, steps, device)
+        reader = make_reader(data, StreamSeed(job.seed, "profile"), None)
+        return streamed(reader, collate_of(data), size, steps, device)
     generator = torch_generator(job.seed, 1, "profile", "batches")
     return training_batches(data, batch_size=size, generator=generator, steps=steps, device=device)

@@ -19,6 +19,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.streams.kept_position import NAME, kept_position, position_tensor
 from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.batches import count_examples
+from roundtable.client.training.loaders import drops_last
 from roundtable.client.training.local_training import check_evaluation, check_privacy, split_data
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics
@@ -247,7 +248,8 @@ class GroupExecutor:
     def _context(self, order: Order, job: JobConfig, steps: int | None = None) -> Context:
         """What the task's methods are told of the order, if they ask; ranks differ in the device."""
         group = self._group
-        steps = steps_of(job, count_examples(self._data[0])) if steps is None else steps
+        if steps is None:
+            steps = steps_of(job, count_examples(self._data[0]), drop_last=drops_last(self._data[0]))
         return Context(job.title, order.round, group.settings.client, steps, group.device, job.seed)
 
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import default_collate
 
-from roundtable.client.training.batches import as_tensors, count_examples
-from roundtable.core.errors import NoExamples, TaskError
+from roundtable.client.training.batches import as_tensors, batches_of, count_examples, training_orders
+from roundtable.client.training.loaders import base_of, check_loader, collate_of, drops_last
 from roundtable.core.seeds import torch_generator
 
 
@@ -55,21 +54,22 @@ class SharedBatches:
         epochs: int = 1,
         steps: int | None = None,
     ) -> None:
-        """`stream` is (seed, round, client): the order is `torch.randperm` of that stream, epoch by epoch.
+        """`stream` is (seed, round, client): the order follows from it, as `training_orders` says.
 
-        Raises NoExamples for an empty data set, TaskError for an iterable one.
+        Raises what `training_orders` raises, and TaskError for a DataLoader that batches otherwise than the
+        job.
         """
-        examples = count_examples(dataset)
-        if examples is None:
-            raise TaskError(f"{type(dataset).__name__} can only be iterated: it is read as a stream")
-        if examples == 0:
-            raise NoExamples("the training data set is empty: there are zero examples to learn from")
-        self.examples = examples
+        check_loader(dataset, batch_size)
+        generator = torch_generator(*stream, "batches")
+        self._orders = training_orders(
+            dataset, batch_size=batch_size, generator=generator, epochs=epochs, steps=steps
+        )
+        self.examples = count_examples(dataset) or 0
         self._dataset = dataset
         self._sharing = sharing
         self._batch_size = batch_size
-        self._stream = stream
-        self.steps = steps if steps is not None else epochs * -(-examples // batch_size)
+        own = epochs * batches_of(self.examples, batch_size, drop_last=drops_last(dataset))
+        self.steps = own if steps is None else steps
         self.position = 0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -91,14 +91,9 @@ class SharedBatches:
             yield share
 
     def _rows(self) -> Iterator[Tensor]:
-        """Yields the row numbers of each step, as client/training/batches.py does."""
-        generator = torch_generator(*self._stream, "batches")
-        left = self.steps
-        while left > 0:
-            order = torch.randperm(self.examples, generator=generator)
-            for rows in torch.split(order[: left * self._batch_size], self._batch_size):
-                yield rows
-                left -= 1
+        """Yields the row numbers of each step, as one process would take them."""
+        for order in self._orders:
+            yield from torch.split(order, self._batch_size)
 
     def _share(self, rows: Tensor) -> Share:
         sharing = self._sharing
@@ -135,4 +130,5 @@ def gather(dataset: Any, rows: Tensor) -> Any:
     tensors = as_tensors(dataset)
     if tensors is not None:
         return tuple(tensor.index_select(0, rows) for tensor in tensors)
-    return default_collate([dataset[int(row)] for row in rows])
+    base = base_of(dataset)
+    return collate_of(dataset)([base[int(row)] for row in rows])

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import default_collate
 
 from roundtable.client.streams.kept_position import Position
 from roundtable.client.streams.lanes import StreamSeed
@@ -15,6 +14,7 @@ from roundtable.client.streams.readers import StreamReader, make_reader
 from roundtable.client.streams.shard_reader import merged
 from roundtable.client.streams.shares import ReadingShare
 from roundtable.client.training.batches import steps_of_stream
+from roundtable.client.training.loaders import base_of, check_loader, collate_of
 from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.train.shared_batches import Share, Sharing
 from roundtable.core.errors import TaskError
@@ -41,7 +41,8 @@ class StreamedBatches:
         start: Position | None = None,
     ) -> None:
         """Raises TaskError for a job without steps, for pipelines, and for a start in other data."""
-        self.steps = steps_of_stream(dataset, steps)
+        check_loader(dataset, batch_size)
+        self.steps = steps_of_stream(base_of(dataset), steps)
         if sharing.pipeline > 1:
             raise TaskError("a pipeline needs a map-style data set: its micro-batches have one size")
         self._dataset = dataset
@@ -92,4 +93,5 @@ class StreamedBatches:
         parts = [own[i : i + size] for i in range(0, len(own), size)]
         sizes = [len(part) for part in parts] + [0] * (count - len(parts))
         parts += [[own[0] if own else reader.filler()]] * (count - len(parts))
-        return Share([default_collate(part) for part in parts], sizes, self._batch_size, together)
+        collate = collate_of(self._dataset)
+        return Share([collate(part) for part in parts], sizes, self._batch_size, together)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import traceback
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tar_files import record_id, write_shards, write_tar
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from roundtable.client.failures import diagnose
 from roundtable.client.streams.kept_position import NAME, kept_position, position_tensor
@@ -186,6 +187,70 @@ class Resumable(IterableDataset[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
+
+
+class Split(IterableDataset[int]):
+    """Numbers that torch's workers share out as torch's documentation says."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        assert worker is not None
+        yield from range(worker.id, 11, worker.num_workers)
+
+
+def drawing(sample: Any) -> tuple[int, float, int]:
+    return record_id(sample), torch.rand(()).item(), os.getpid()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_change_neither_order_nor_draws(tmp_path: Path, ranks: int, workers: int) -> None:
+    """Nor does another number of them when the reading goes on."""
+    source = TarShards(write_shards(tmp_path, [7, 5, 9, 6, 8]), drawing, lanes=4, shuffle=9)
+    shares = [ReadingShare(rank, ranks) for rank in range(ranks)]
+    alone = [make_reader(source, SEED, None, share) for share in shares]
+    position = None
+    for count, number in ((13, workers), (22, 2), (8, workers)):
+        loader = DataLoader(source, num_workers=number, prefetch_factor=3)
+        readers = [make_reader(loader, SEED, position, share) for share in shares]
+        for plain, reader in zip(alone, readers, strict=True):
+            taken = reader.take(count)
+            assert [each[:2] for each in taken] == [each[:2] for each in plain.take(count)]
+            assert os.getpid() not in {each[2] for each in taken}
+            reader.close()
+        position = merged(reader.position() for reader in readers)
+        assert position == merged(reader.position() for reader in alone)
+
+
+def test_an_iterable_read_by_workers_goes_on(tmp_path: Path) -> None:
+    loader = DataLoader(Split(), num_workers=2)
+    whole = make_reader(loader, SEED, None).take(25)
+    assert sorted(whole[:11]) == sorted(whole[11:22]) == list(range(11))
+    first = make_reader(loader, SEED, None)
+    taken = first.take(14)
+    assert taken + make_reader(loader, SEED, first.position()).take(11) == whole
+    with pytest.raises(TaskError, match="position is kept"):
+        make_reader(DataLoader(Split(), num_workers=3), SEED, first.position())
+    with pytest.raises(TaskError, match="set num_workers = 0"):
+        make_reader(DataLoader(Resumable(), num_workers=1), SEED, None)
+
+
+def test_what_a_worker_meets_with_is_told_without_names(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "jane.tar", [("Jane_Doe.jpg", b"1")])
+
+    def failing(sample: Any) -> Any:
+        raise ValueError(f"no age of {sample['__key__']}")
+
+    for data, message in (
+        (TarShards(path, lambda sample: sample["cls"]), "a record has no member 'cls'"),
+        (TarShards(path, failing), r"raised ValueError in test_streams.py, line \d+, in failing\(\)"),
+        (TarShards(tmp_path / "none_of_jane.tar", failing), "shard 1 of 1 of the training data is not there"),
+    ):
+        with pytest.raises(TaskError, match=message) as caught:
+            make_reader(DataLoader(data, num_workers=1), SEED, None).take(1)
+        said = diagnose(caught.value)
+        assert "ane" not in said.detail.replace("another", "")
+        assert "ane" in said.trace
 
 
 @pytest.mark.parametrize("kind", [Numbers, Resumable])

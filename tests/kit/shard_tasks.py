@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tar_files import record_id
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from roundtable import Site, Task
 from roundtable.client.streams.tar_shards import TarShards
@@ -45,6 +45,14 @@ class Shards(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Loaded(Shards):
+    """The same, read by a process ahead of training."""
+
+    def data(self, site: Site) -> tuple[Any, Any]:
+        train, test = super().data(site)
+        return DataLoader(train, batch_size=4, num_workers=1, prefetch_factor=4), test
 
 
 class Iterables(Shards):

@@ -70,6 +70,12 @@ def test_rounds_go_through_the_data_and_each_backend_takes_the_same(tmp_path: Pa
         torch.testing.assert_close(again.model.vector, result.model.vector)
 
 
+def test_processes_that_read_ahead_change_no_bit(tmp_path: Path) -> None:
+    alone = simulate(job_of(tmp_path), folder=KIT)
+    loaded = simulate(job_of(tmp_path, "Loaded"), folder=KIT)
+    assert torch.equal(loaded.model.vector, alone.model.vector)
+
+
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole = simulate(job_of(tmp_path), folder=KIT)
     given = records(tmp_path)

@@ -150,7 +150,7 @@ class Vectorised:
         job, data = self.world.job, self.clients.data(item.index)[0]
         steps, rate, size = self._ready(), job.algorithm.rate(round), self.world.layout.model.size
         work = self.world.local_work(round, vector, item)
-        rules = AlgorithmRound(work, work.context(count_examples(data), self.device), self._trained)
+        rules = AlgorithmRound(work, work.context(data, self.device), self._trained)
         step = rules.step
         steps.begin(vector[:size], step, rules.constant)
         gathered = self._gathered(steps, data, step, rate, round, item.client)

@@ -1,0 +1,85 @@
+"""Processes that read and decode a stream's examples ahead of training."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from roundtable.core.errors import NoExamples, RoundtableError, TaskError
+from roundtable.core.plugins.doors import foreign_frames
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How many processes read a data set, and how far ahead; 0: whoever trains reads it, too."""
+
+    count: int = 0
+    prefetch: int | None = None
+    prepare: Callable[[int], None] | None = None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Workers:
+        """What a DataLoader says of them."""
+        return cls(loader.num_workers, loader.prefetch_factor, loader.worker_init_fn)
+
+    def read(self, dataset: Any, seed: int) -> Iterator[Any]:
+        """What the workers' copies of an iterable data set give, in turn, item by item."""
+        return _told(
+            DataLoader(
+                _Guarded(dataset),
+                batch_size=None,
+                collate_fn=_as_it_is,
+                num_workers=self.count,
+                prefetch_factor=self.prefetch,
+                worker_init_fn=self.prepare,
+                generator=torch.Generator().manual_seed(seed),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """An error of a worker: what of it may leave the silo, and its traceback for the silo's log."""
+
+    empty: bool
+    words: str
+    trace: str
+
+
+class _Guarded(IterableDataset[Any]):
+    """Sends errors as values: torch would put the traceback, with names of files, into the message."""
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self._dataset = dataset
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._dataset
+        except RoundtableError as error:
+            yield _Problem(isinstance(error, NoExamples), str(error), traceback.format_exc())
+        except Exception as error:  # noqa: BLE001 - a task is foreign code
+            frames = foreign_frames(error)
+            place = f" in {frames[-1].place}()" if frames else ""
+            words = f"the task's code raised {type(error).__name__}{place} while it read the training data"
+            yield _Problem(False, f"{words} (the silo's log has the details)", traceback.format_exc())
+
+
+def _told(items: Iterable[Any]) -> Iterator[Any]:
+    """The items; raises what a worker met with."""
+    for item in items:
+        if isinstance(item, _Problem):
+            error = NoExamples(item.words) if item.empty else TaskError(item.words)
+            error.add_note(item.trace)
+            raise error
+        yield item
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

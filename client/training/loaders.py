@@ -1,0 +1,102 @@
+"""What a DataLoader that `data()` returns says of its data set: how to collate, who loads, which examples
+when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from roundtable.client.training.module_state import isolated_randomness
+from roundtable.core.errors import TaskError
+
+Collate = Callable[[list[Any]], Any]
+_CPU = torch.device("cpu")
+
+
+def base_of(data: Any) -> Any:
+    """The data set itself: that of a DataLoader, or what was given."""
+    return data.dataset if isinstance(data, DataLoader) else data
+
+
+def collate_of(data: Any) -> Collate:
+    """What makes a batch of a list of examples."""
+    if isinstance(data, DataLoader) and data.collate_fn is not None:
+        return data.collate_fn
+    return default_collate
+
+
+def drops_last(data: Any) -> bool:
+    """Whether the last batch of an epoch is left out where it is not full."""
+    return isinstance(data, DataLoader) and bool(data.drop_last)
+
+
+def workers_of(data: Any) -> dict[str, Any]:
+    """A DataLoader's arguments about who loads, for another one over the same data set."""
+    if not isinstance(data, DataLoader) or not data.num_workers:
+        return {}
+    return {
+        "num_workers": data.num_workers,
+        "prefetch_factor": data.prefetch_factor,
+        "worker_init_fn": data.worker_init_fn,
+        "multiprocessing_context": data.multiprocessing_context,
+        "timeout": data.timeout,
+    }
+
+
+def check_loader(data: Any, batch_size: int) -> None:
+    """Raises TaskError for a DataLoader that batches otherwise than the job says."""
+    if not isinstance(data, DataLoader):
+        return
+    if data.batch_size is None or type(data.batch_sampler) not in (BatchSampler, type(None)):
+        raise TaskError(
+            "data() returned a DataLoader that makes its batches itself (batch_size = None, or a "
+            "batch_sampler): the job says how to batch; give it a sampler, or return its data set"
+        )
+    if data.batch_size not in (1, batch_size):
+        raise TaskError(
+            f"data() returned a DataLoader with batch_size = {data.batch_size}, and [algorithm] batch_size "
+            f"of the job is {batch_size}: leave it out, or set it to the same"
+        )
+
+
+def own_sampler(data: Any) -> Any:
+    """The sampler of a DataLoader that decides which examples come when; None: the job's shuffling."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return None
+    sampler = data.sampler
+    usual = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    return None if usual else sampler
+
+
+def sampled_order(sampler: Any, examples: int, generator: torch.Generator) -> Tensor:
+    """The rows of an epoch as the sampler gives them, int64; what it draws follows from `generator`.
+
+    Raises TaskError for rows that the data set of so many `examples` does not have.
+    """
+    if type(sampler) is SequentialSampler:
+        return torch.arange(examples)
+    sampler = copy.copy(sampler)
+    if getattr(sampler, "generator", None) is not None:
+        # One of its own would go on drawing where a repeated round has to begin anew.
+        sampler.generator = None
+    seed = int(torch.randint(1 << 62, (), generator=generator))
+    with isolated_randomness(seed, _CPU):
+        order = torch.tensor(list(sampler), dtype=torch.int64)
+    if len(order) and not 0 <= int(order.min()) <= int(order.max()) < examples:
+        raise TaskError(
+            f"{type(sampler).__name__} gave the row {int(order.max())}, and the data set has {examples}; let "
+            "it give rows from 0 on"
+        )
+    return order
