@@ -11,8 +11,10 @@ from torch import Tensor
 from roundtable.aggregation import TensorMatrix
 from roundtable.aggregation.weighting import capped
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, summable
+from roundtable.client.training.private_training import CANNOT_SAMPLE
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import PrivacyError, TaskError
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.engine import Mean, Received, Rows
 from roundtable.engine.messages import Aggregate, Update
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
@@ -148,10 +150,13 @@ class ClientUpdates:
     def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
         """The clients whose own accounts do not hold a round; the others have paid for it."""
         refused = {}
-        for index, examples in zip(indices, self.examples(indices), strict=True):
+        counts = self.backend.examples(list(self._work(indices)))
+        for index, examples in zip(indices, counts, strict=True):
             client = self.world.names[index]
             try:
-                self._ledger.pay(client, examples)
+                if examples is None and isinstance(self.world.job.privacy, ExampleLevel):
+                    raise PrivacyError(CANNOT_SAMPLE)
+                self._ledger.pay(client, examples or 0)
             except PrivacyError as error:
                 refused[index] = Failed(client, "refused", str(error))
         return refused

@@ -15,21 +15,23 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from roundtable.client.training.private_training import check_task
+from roundtable.client.training.batches import count_examples
+from roundtable.client.training.private_training import CANNOT_SAMPLE, check_task
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, override_job, read_job
-from roundtable.core.errors import ResourceError, TaskError
+from roundtable.core.errors import PrivacyError, ResourceError, RoundtableError, TaskError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.models import Model
 from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
 from roundtable.core.paths import AnyPath
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task
 from roundtable.core.toml import with_place
 from roundtable.engine.messages import Note, RoundRecord, Step
 from roundtable.engine.validation.feasibility import check_budget, check_rule
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
-from roundtable.simulation.backend import World
+from roundtable.simulation.backend import Backend, Work, World
 from roundtable.simulation.backends.sequential import one_thread
 from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.choose_backend import make_backend
@@ -43,6 +45,7 @@ from roundtable.simulation.reporting.usage import Meter
 from roundtable.simulation.world.config import check_population, devices_table
 from roundtable.simulation.world.devices import Devices
 from roundtable.simulation.world.fleet import Fleet
+from roundtable.simulation.world.simulated_clients import Clients
 from roundtable.simulation.world.tables_check import check_tables
 
 
@@ -90,6 +93,7 @@ def simulate(
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
         backend, why = make_backend(world)
         stack.callback(backend.close)
+        _check_samples(world, backend)
         if run is not None:
             run.describe(_environment(backend.name, backend.description, why))
         trackers = _trackers(job, run, folder)
@@ -118,6 +122,22 @@ def simulate(
             run.finish(history, driver.model)
             _plot_if_possible(result, run.path / "curves.png")
         return result
+
+
+def _check_samples(world: World, backend: Backend) -> None:
+    """Raises PrivacyError where the first client's data are a stream and the job's privacy samples from them.
+
+    What a client cannot load is that client's failure, in its round.
+    """
+    if not isinstance(world.job.privacy, ExampleLevel):
+        return
+    try:
+        first = Work(world.names[0], 0)
+        stream = backend.examples([first]) == [None] and count_examples(Clients(world).data(0)[0]) is None
+    except RoundtableError:
+        return
+    if stream:
+        raise PrivacyError(CANNOT_SAMPLE)
 
 
 def _trackers(job: JobConfig, run: RunDirectory | None, folder: Path) -> Trackers:

@@ -25,6 +25,11 @@ from roundtable.privacy import (
 )
 from roundtable.privacy.example_level import check_model, make_private
 
+CANNOT_SAMPLE = (
+    'privacy.level = "example" samples from a known number of examples, and training data that can only be '
+    "iterated have none: return a map-style data set"
+)
+
 
 def fit_privately(
     task: Task,
@@ -50,7 +55,7 @@ def fit_privately(
     """
     examples = count_examples(data)
     if examples is None:
-        raise PrivacyError("a data set that can only be iterated cannot be sampled; return a map-style one")
+        raise PrivacyError(CANNOT_SAMPLE)
     if own_sampler(data) is not None or drops_last(data):
         raise PrivacyError(
             "the DataLoader of the training data has a sampler of its own or drop_last, and example-level "

@@ -44,6 +44,7 @@ from roundtable.cluster.train.local_state import OwnTensors, save_local
 from roundtable.cluster.train.orders import Advice
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
 from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
+from roundtable.cluster.train.streams import why_shared
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
@@ -243,6 +244,8 @@ class GroupExecutor:
             # Only the rank that reports needs the operations of a step.
             trainer.work = count_work(task, example_batch(self._data[0]))
             trainer.peak = peak_flops(group.table, group.device)
+            if reason := why_shared(self._data[0], strategy.mesh.data):
+                print(reason, flush=True)
         return trainer
 
     def _context(self, order: Order, job: JobConfig, steps: int | None = None) -> Context:

@@ -13,6 +13,7 @@ from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.readers import StreamReader, make_reader
 from roundtable.client.streams.shard_reader import merged
 from roundtable.client.streams.shares import ReadingShare
+from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.training.batches import steps_of_stream
 from roundtable.client.training.loaders import base_of, check_loader, collate_of
 from roundtable.cluster.parallel.text_collectives import gather_text
@@ -95,3 +96,16 @@ class StreamedBatches:
         parts += [[own[0] if own else reader.filler()]] * (count - len(parts))
         collate = collate_of(self._dataset)
         return Share([collate(part) for part in parts], sizes, self._batch_size, together)
+
+
+def why_shared(dataset: Any, ranks: int) -> str:
+    """Why ranks read the same shards, in words; "" where each has shards of its own."""
+    source = base_of(dataset)
+    if not isinstance(source, TarShards) or ranks <= source.lanes:
+        return ""
+    few = len(source.urls) == source.lanes
+    remedy = f"make at least {ranks} shards" if few else f"set lanes = {ranks} of TarShards"
+    return (
+        f"{ranks} ranks share {source.lanes} lanes of the training data, so some pass over the bytes of each "
+        f"other's records: {remedy}"
+    )

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -144,6 +145,20 @@ def test_going_on_reads_no_byte_of_what_was_taken(tmp_path: Path) -> None:
     assert later == first.take(5)
     assert sorted(read) == sorted(f"part/r{number:05d}" for number in later)
     assert not set(later) & set(taken)
+
+
+def test_shards_behind_an_address(tmp_path: Path) -> None:
+    """fsspec's memory stands for a bucket; where data move, the position holds."""
+    memory = fsspec.filesystem("memory")
+    for path in write_shards(tmp_path, [6, 6, 6]):
+        memory.pipe_file(f"/scans/{path.name}", path.read_bytes())
+    bucket = TarShards("memory://scans/s{000..002}.tar", record_id, shuffle=5)
+    here = TarShards(sorted(tmp_path.glob("*.tar")), record_id, shuffle=5)
+    reader = make_reader(bucket, SEED, None)
+    taken = reader.take(7)
+    assert taken + make_reader(here, SEED, reader.position()).take(20) == make_reader(here, SEED, None).take(
+        27
+    )
 
 
 def test_decode_draws_the_same_wherever_it_runs(tmp_path: Path) -> None:

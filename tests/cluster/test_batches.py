@@ -21,7 +21,7 @@ from roundtable.client.streams.shard_reader import merged
 from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.training.batches import training_batches
 from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
-from roundtable.cluster.train.streams import StreamedBatches
+from roundtable.cluster.train.streams import StreamedBatches, why_shared
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import torch_generator
 
@@ -125,3 +125,11 @@ def test_what_a_stream_needs(tmp_path: Path) -> None:
         StreamedBatches(dataset, Sharing(0, 1, 1), batch_size=2, steps=None, seed=seed)
     with pytest.raises(TaskError, match="a pipeline needs a map-style data set"):
         StreamedBatches(dataset, Sharing(0, 1, 1, pipeline=2), batch_size=2, steps=1, seed=seed)
+
+
+def test_ranks_that_share_shards_are_told_why(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [1, 1, 1])
+    assert "make at least 4 shards" in why_shared(TarShards(paths, number), 4)
+    assert "3 ranks share 2 lanes" in (said := why_shared(TarShards(paths, number, lanes=2), 3))
+    assert "set lanes = 3 of TarShards" in said
+    assert why_shared(TarShards(paths, number), 3) == why_shared(Sentences(), 9) == ""

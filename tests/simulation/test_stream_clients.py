@@ -182,9 +182,13 @@ def test_streams_at_example_level_are_refused(tmp_path: Path) -> None:
     """Poisson sampling draws from a known number of examples."""
     job = job_of(tmp_path, clients=1)
     privacy = {"level": "example", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
-    job = JobConfig.model_validate({**job.model_dump(), "privacy": privacy})
+    table = {"privacy": privacy, "aggregation": {"weighting": "uniform"}, "evaluation": {"every": 0}}
+    job = JobConfig.model_validate({**job.model_dump(), **table})
+    for backend in ("sequential", "processes"):
+        with pytest.raises(PrivacyError, match="that can only be iterated have none"):
+            simulate(job, folder=KIT, overrides={"simulation.backend": backend})
     save_model(tmp_path / "model", initial_model(job, load_task(job.task, KIT)))
-    with pytest.raises(PrivacyError, match="can only be iterated cannot be sampled"):
+    with pytest.raises(PrivacyError, match="that can only be iterated have none"):
         silo(tmp_path).train(order_of(tmp_path, job, 1), lambda done, total, loss: None)
     assert not list((tmp_path / "log").iterdir())
     assert not (tmp_path / "privacy").exists()
