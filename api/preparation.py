@@ -61,7 +61,7 @@ def _prepared(job: JobConfig, path: Path, start: Path | None) -> Prepared:
     if job.cohort.size is not None or job.round.buffer is not None:
         check_rule(job, plan, population)
     check_task(task, job, model.layout)
-    check_task_with(algorithm, task)
+    check_task_with(algorithm, task, model.layout)
     weak = weak_signal_of(job, plan, population, model.layout.size)
     warnings = (weak, _not_simulated(job), _not_submitted(job))
     return Prepared(job, task, model, tuple(warning for warning in warnings if warning))

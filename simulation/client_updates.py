@@ -170,7 +170,7 @@ class ClientUpdates:
         shares = (amounts / amounts.sum()).tolist()
         weights = {update.client: share for update, share in zip(updates, shares, strict=True)}
         total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
-        return Mean(total, weights)
+        return Mean(total, weights, examples={update.client: update.examples for update in updates})
 
     def keep(self, used: Iterable[int], waiting: Iterable[int]) -> None:
         """A round is committed: clients whose update it has `used` keep what training left with them.

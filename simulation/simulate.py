@@ -87,7 +87,7 @@ def simulate(
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_task(world.task, job, layout)
-        check_task_with(world.algorithm, world.task)
+        check_task_with(world.algorithm, world.task, layout)
         weak = weak_signal_of(job, plan, job.simulation.clients, layout.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -90,15 +91,21 @@ class AlgorithmRound:
                 )
 
 
-def preparation(work: LocalWork, device: torch.device) -> Callable[[nn.Module], None] | None:
-    """What turns the global model in a module into the client's own before evaluation; None for nothing."""
+def preparation(
+    work: LocalWork, device: torch.device, tune: Callable[[nn.Module, int, float], None]
+) -> Callable[[nn.Module], None] | None:
+    """What turns the global model in a module into the client's own before evaluation; None for nothing.
+
+    `tune` takes so many steps at this rate on the client's training data.
+    """
     algorithm = work.rules()
     if not type(algorithm).personal():
         return None
 
     def prepare(module: nn.Module) -> None:
         trained = trained_slices(module, work.layout)
-        algorithm.before_evaluation(begun(work, work.evaluation_context(device), trained), module)
+        context = work.evaluation_context(device)
+        algorithm.before_evaluation(replace(begun(work, context, trained), tune=tune), module)
 
     return prepare
 
@@ -118,6 +125,7 @@ def begun(
         vector=work.vector[: layout.model.size],
         down={name: work.vector[place] for name, place in layout.places.items()},
         kept=kept_tensors(work.local),
+        layout=layout.model,
         trained=trained,
         measure=measure if algorithm.measures else None,
     )

@@ -144,13 +144,14 @@ def _measure(
     total = torch.zeros(layout.size)
     named = dict(module.named_parameters())
     trained = [name for name, parameter in named.items() if parameter.requires_grad]
-    views = layout.unflatten(total)
+    # Not the layout's views: of another type than float32 those are copies.
+    places = {spec.name: total[spec.offset : spec.offset + spec.size] for spec in layout.averaged}
     for batch in ordered_batches(data, batch_size, device):
         loss = task.loss(module, batch.data)
         gradients = torch.autograd.grad(loss, [named[name] for name in trained], allow_unused=True)
         for name, gradient in zip(trained, gradients, strict=True):
-            if gradient is not None:
-                views[name].add_(gradient.cpu(), alpha=batch.size)
+            if gradient is not None and name in places:
+                places[name].add_(gradient.flatten().cpu(), alpha=batch.size)
         loss_sum, seen = loss_sum + float(loss.detach()) * batch.size, seen + batch.size
     return loss_sum / max(1, seen), total / max(1, seen)
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.errors import ConfigError
+from roundtable.core.layout import Layout
 from roundtable.core.task import AnyTask, ArrayTask, Task
 
 
-def check_task_with(algorithm: ClientAlgorithm, task: AnyTask) -> None:
+def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -> None:
     """Raises ConfigError, naming the algorithm, for a task whose training it could not change as it must."""
     said, kind = f"algorithm {algorithm.table.name!r}", type(task).__name__
+    buffers = [spec.name for spec in layout.averaged if spec.kind == "buffer"]
+    if buffers and not algorithm.composition.averaged_buffers:
+        raise ConfigError(
+            f"{said} moves all that travels by what it knows of gradients, and {buffers[0]!r} of {kind} is a "
+            'buffer, which has none: set [model] buffers = "local", or use normalisation without '
+            "running statistics"
+        )
+    method = algorithm.composition.task_method
+    if method and not callable(getattr(task, method, None)):
+        raise ConfigError(f"{said} needs {method}(model, batch) of the task, and {kind} has no such method")
     if isinstance(task, ArrayTask):
         if not algorithm.composition.arrays:
             raise ConfigError(

@@ -55,7 +55,7 @@ class TrainingLoop:
 
     def fit(self, batches: Iterator[Batch], correct: Correction | None, watch: Watch | None = None) -> None:
         """Takes one optimizer step for each batch. Raises InvalidUpdate for a loss that is not finite."""
-        hooked = type(self._rules.algorithm).hooked() is not None
+        hooked = self._rules.algorithm.hooked() is not None
         for batch in batches:
             self.optimizer.zero_grad()
             loss = self._hooked(batch) if hooked else self._gradient(batch)
@@ -105,10 +105,11 @@ class TrainingLoop:
         work = GradientWork(
             self._rules.round, number, self._task, self._module, self._parameters, batch.data, compute
         )
-        algorithm.before_gradient(work)
-        loss = compute()
+        loss = algorithm.before_gradient(work)
+        if loss is None:
+            loss = compute()
         algorithm.after_gradient(work)
-        return loss
+        return loss.detach()
 
 
 Watch = Callable[[int, float], None]

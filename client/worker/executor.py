@@ -22,6 +22,7 @@ from roundtable.client.training.local_training import check_evaluation, split_da
 from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import Protection, payment
+from roundtable.client.training.tuning import tuner
 from roundtable.client.worker.silo_state import Counted, SiloState
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
@@ -154,7 +155,7 @@ class Executor:
         """Evaluates the model, with the silo's own tensors in it, on the silo's test data."""
         warm, start = self._prepare(order)
         check_evaluation(warm.config)
-        _, data = self._data_of(order.task, warm.task)
+        training, data = self._data_of(order.task, warm.task)
         kept = self._kept(order, warm)
         local = start.local if kept is None else kept
         work = LocalWork(
@@ -174,7 +175,7 @@ class Executor:
             start.vector,
             device=self.device,
             local=local,
-            prepare=preparation(work, self.device),
+            prepare=preparation(work, self.device, tuner(warm.task, training, work, self.device)),
             context=work.evaluation_context(self.device),
             batch_size=part_of_batch(warm.config, order.halvings, evaluation=True),
         )

@@ -22,7 +22,10 @@ from roundtable.client.training.metrics import Metrics, checked
 from roundtable.client.training.private_training import add_own_noise
 from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.worker.silo_state import SiloState
-from roundtable.core.errors import InvalidUpdate, LayoutError, PrivacyError, TaskError
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, PrivacyError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel
@@ -135,6 +138,7 @@ class ScriptTrainer:
                 'privacy.level = "example" bounds the gradient of every example, and a script submits '
                 'weights: write a Task with a model and a loss, or use level "client_local"'
             )
+        check_script(work.job)
         local = self._state.load(work.step.job, work.kept)
         start = await asyncio.to_thread(open_model, work.model)
         round = Round(work, start, local)
@@ -166,6 +170,22 @@ class ScriptTrainer:
     async def close(self) -> None:
         """See Trainer."""
         self.rounds.put(None)
+
+
+def check_script(job: JobConfig) -> None:
+    """Raises ConfigError for an algorithm that does more than a script can do by itself."""
+    algorithm = make_algorithm(job.algorithm)
+    more = type(algorithm).end is not ClientAlgorithm.end or type(algorithm).personal()
+    if more or algorithm.server() is not None or _names_tensors(algorithm):
+        raise ConfigError(
+            f"algorithm.name = {job.algorithm.name!r} works on what is sent and what stays, and a script "
+            "submits trained weights: write a Task, or use an algorithm that a script can "
+            "follow, such as fedavg"
+        )
+
+
+def _names_tensors(algorithm: ClientAlgorithm) -> bool:
+    return type(algorithm).local_tensors is not ClientAlgorithm.local_tensors
 
 
 def _state(layout: Layout, weights: Any) -> Mapping[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
@@ -11,12 +12,17 @@ def check_step(job: JobConfig) -> None:
     """Raises ConfigError, with the reason, for an algorithm that needs a client's whole model or vector."""
     algorithm = make_algorithm(job.algorithm)
     reason = ""
-    if (hook := type(algorithm).hooked()) is not None:
+    if (hook := algorithm.hooked()) is not None:
         reason = f"works on a client's whole module by its {hook}"
-    elif algorithm.step().corrected or algorithm.places or type(algorithm).personal():
+    elif _needs_whole_vector(algorithm):
         reason = "works on a client's whole vector"
     if reason:
         raise ConfigError(
             f"[cluster] and algorithm {job.algorithm.name!r}: it {reason}, and a rank of the cluster may "
             "hold only a part; leave out [cluster] for this job"
         )
+
+
+def _needs_whole_vector(algorithm: ClientAlgorithm) -> bool:
+    ends = type(algorithm).end is not ClientAlgorithm.end
+    return ends or algorithm.step().corrected or bool(algorithm.places) or type(algorithm).personal()

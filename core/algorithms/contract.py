@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,28 @@ class AlgorithmPlace:
 class Composition:
     """What an algorithm goes together with, beside its places' rules; the reason is part of a refusal.
 
-    levels: of privacy. weightings: of the mean. Local training: `momentum`, a task's own optimizer, gradient
-    clipping by `max_gradient_norm`. The rest: buffered rounds, tasks without gradients (ArrayTask).
+    levels: of privacy. weightings: of the mean. Local training: `momentum`, `weight_decay`, a task's own
+    optimizer, gradient clipping by `max_gradient_norm`. At the server: sums that are `masked`, a
+    `server_optimizer` other than plain averaging, `averaged_buffers` (running statistics in the flat vector).
+    `rules`: "mean", or any that gives one vector for many. The rest: `buffered` rounds, tasks without
+    gradients (ArrayTask). `one_by_one`: a round asks one client, in turn. `task_method`: what the task must
+    have beside its own.
     """
 
     levels: frozenset[str] = frozenset({"none"})
     weightings: frozenset[str] | None = None
     momentum: bool = True
+    weight_decay: bool = True
     own_optimizers: bool = False
     gradient_clipping: bool = True
+    masked: bool = True
+    server_optimizer: bool = True
+    averaged_buffers: bool = True
+    rules: Literal["mean", "any"] = "any"
     buffered: bool = False
     arrays: bool = False
+    one_by_one: bool = False
+    task_method: str = ""
     reason: str = ""
 
 
@@ -74,9 +86,10 @@ class ClientRound:
     """A round as one client begins it. All vectors are float32 on CPU and must be left alone.
 
     vector: the model as received [d]. down: the places as received. kept: what `end` returned in the last
-    round that counted; empty before the first. trained: where in [d] the trained parameters lie. `measure`
-    gives (mean loss, gradient [d]) over all training examples at the weights as they are, for an algorithm
-    that declares `measures`. scratch: what hooks hand to later hooks of the same round.
+    round that counted; empty before the first. layout: of [d]. trained: where in [d] the trained parameters
+    lie. `measure` gives (mean loss, gradient [d]) over all training examples at the weights as they are, for
+    an algorithm that declares `measures`. `tune(module, steps, rate)` takes steps of plain SGD with the job's
+    batches on a module; in an evaluation alone. scratch: what hooks hand to later hooks of the same round.
     """
 
     context: Context
@@ -85,8 +98,10 @@ class ClientRound:
     vector: Tensor
     down: Mapping[str, Tensor]
     kept: Mapping[str, Tensor]
+    layout: Layout
     trained: Sequence[slice]
     measure: Callable[[], tuple[float, Tensor]] | None = None
+    tune: Callable[[nn.Module, int, float], None] | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
 
     def on_trained(self, values: Tensor) -> Tensor:
@@ -129,7 +144,7 @@ class ClientAlgorithm:
     Table: ClassVar[type[AlgorithmTable]] = AlgorithmTable
     places: ClassVar[tuple[AlgorithmPlace, ...]] = ()
     composition: ClassVar[Composition] = Composition()
-    measures: ClassVar[bool] = False
+    measures: bool = False
 
     def __init__(self, table: AlgorithmTable) -> None:
         self.table = table
@@ -150,8 +165,9 @@ class ClientAlgorithm:
         """The round's constant k [d], for a step that is `corrected`."""
         return None
 
-    def before_gradient(self, work: GradientWork) -> None:
-        """Before the gradient of each step is made."""
+    def before_gradient(self, work: GradientWork) -> Tensor | None:
+        """Before the gradient of each step is made; or, where it gives a loss, in the place of that."""
+        return None
 
     def after_gradient(self, work: GradientWork) -> None:
         """After it, before correction, clipping and the step."""
@@ -163,13 +179,12 @@ class ClientAlgorithm:
     def before_evaluation(self, round: ClientRound, module: nn.Module) -> None:
         """With the global model in `module`, before it is evaluated at the client."""
 
-    @classmethod
-    def hooked(cls) -> str | None:
+    def hooked(self) -> str | None:
         """The hook by which it changes a step in a way that `step` does not say; None if there is none."""
         for name in ("before_gradient", "after_gradient"):
-            if getattr(cls, name) is not getattr(ClientAlgorithm, name):
+            if getattr(type(self), name) is not getattr(ClientAlgorithm, name):
                 return name
-        return "measures" if cls.measures else None
+        return "measures" if self.measures else None
 
     @classmethod
     def personal(cls) -> bool:
@@ -181,9 +196,10 @@ class ClientAlgorithm:
 class ServerRound:
     """A round as the server ends it: `model` [d] and `places` are those that the clients began from.
 
-    update, up: the job's aggregate of what came back. present of population: the clients whose updates are
-    in it, of all that there are now; more may join. state: what the last committed round's `step` returned.
-    `optimize` moves the model by an update as the job's server optimizer does, once.
+    update, up: the job's aggregate of what came back. present of population: the clients whose updates are in
+    it, of all that there are now; more may join. state: what the last committed round's `step` returned.
+    work: (share of the mean, training examples) of each update, where single updates are known. `optimize`
+    moves the model by an update as the job's server optimizer does, once.
     """
 
     number: int
@@ -195,6 +211,7 @@ class ServerRound:
     present: int
     population: int
     optimize: Callable[[Tensor], Tensor]
+    work: Sequence[tuple[float, int]] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from roundtable.core.algorithms.contract import ClientAlgorithm, Composition
 
 ANY_LEVEL = frozenset({"none", "client", "client_local", "example", "distributed", "dp_ftrl"})
+WHOLE_UPDATE_LEVELS = ANY_LEVEL - {"example"}
+"""Levels at which the update as a whole is clipped and has its noise, however it came about."""
 
 
 class FedAvg(ClientAlgorithm):

@@ -19,8 +19,21 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.cyclic import Cyclic
 from roundtable.core.algorithms.fedavg import FedAvg
+from roundtable.core.algorithms.feddyn import FedDyn
+from roundtable.core.algorithms.fedexp import FedExp
+from roundtable.core.algorithms.fednova import FedNova
 from roundtable.core.algorithms.fedprox import FedProx
+from roundtable.core.algorithms.fedsam import FedSam
+from roundtable.core.algorithms.moon import Moon
+from roundtable.core.algorithms.personal.apfl import Apfl
+from roundtable.core.algorithms.personal.ditto import Ditto
+from roundtable.core.algorithms.personal.fedrep import FedRep
+from roundtable.core.algorithms.personal.partial_models import FedBn, FedPer, LgFedAvg
+from roundtable.core.algorithms.personal.pfedme import PFedMe
+from roundtable.core.algorithms.personal.tuned_models import FedBabu, FineTuning, PerFedAvg
+from roundtable.core.algorithms.qfedavg import QFedAvg
 from roundtable.core.algorithms.scaffold import Scaffold
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
@@ -43,7 +56,28 @@ _HOOKS = {
     "before_evaluation": ("round", "module"),
 }
 
-BUILTINS: Mapping[str, type[ClientAlgorithm]] = {"fedavg": FedAvg, "fedprox": FedProx, "scaffold": Scaffold}
+BUILTINS: Mapping[str, type[ClientAlgorithm]] = {
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "scaffold": Scaffold,
+    "fednova": FedNova,
+    "feddyn": FedDyn,
+    "moon": Moon,
+    "fedsam": FedSam,
+    "qfedavg": QFedAvg,
+    "fedexp": FedExp,
+    "cyclic": Cyclic,
+    "finetuning": FineTuning,
+    "ditto": Ditto,
+    "pfedme": PFedMe,
+    "apfl": Apfl,
+    "perfedavg": PerFedAvg,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedbabu": FedBabu,
+    "lg_fedavg": LgFedAvg,
+    "fedbn": FedBn,
+}
 
 
 class UnreadTable(AlgorithmTable):

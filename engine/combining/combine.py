@@ -123,7 +123,8 @@ def combine(
         case GroupMeans(), _:
             delta = _of_groups(plan, received, state, round, seed, diagnose)
     present = _present(received, delta.account)
-    step = ServerStep(plan, model, delta.vector, round, present, max(population, present))
+    work = _work(received, delta.account) if plan.server is not None else ()
+    step = ServerStep(plan, model, delta.vector, round, present, max(population, present), work)
     optimizer, vector = step.take(state.optimizer)
     if not is_finite(vector):
         raise AggregationError(
@@ -141,6 +142,19 @@ def _present(received: Received, account: RoundAccount) -> int:
             return len(received.weights) or int(received.account.get("silos", 0))
         case GroupMeans():
             return sum(group.silos for group in received.groups)
+
+
+def _work(received: Received, account: RoundAccount) -> list[tuple[float, int]]:
+    """(share, examples) of each update, as far as single ones are known."""
+    shares = account.weights
+    match received:
+        case Rows():
+            known = {update.client: update.examples for update in received.updates}
+        case Mean():
+            known = dict(received.examples)
+        case GroupMeans():
+            known = {}
+    return [(shares[client], examples) for client, examples in known.items() if client in shares]
 
 
 def try_rule(

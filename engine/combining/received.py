@@ -35,9 +35,9 @@ class Mean:
     """The mean of a round's updates, float32 [d], of which no single one is known.
 
     `combine` takes the vector over and may write the new model into it. `weights` are the shares of the
-    clients where these are no secret; `training` are the round's summed training metrics as (sum, count),
-    `before` those of the model that the round began with; `account` is what the round's record says of how
-    the mean was made.
+    clients where these are no secret, `examples` what each has trained on; `training` are the round's summed
+    training metrics as (sum, count), `before` those of the model that the round began with; `account` is what
+    the round's record says of how the mean was made.
     """
 
     vector: Tensor
@@ -45,6 +45,7 @@ class Mean:
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     account: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    examples: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_secure_sum(cls, mean: SecureMean) -> Mean:

@@ -6,6 +6,7 @@ part of it; only here are they told apart. Its server's state is a part of the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,7 @@ class ServerStep:
     round: int
     present: int
     population: int
+    work: Sequence[tuple[float, int]] = ()
 
     def take(self, state: OptimizerState) -> tuple[OptimizerState, Tensor]:
         """The state and the vector after the round."""
@@ -71,6 +73,7 @@ class ServerStep:
                 present=self.present,
                 population=self.population,
                 optimize=optimize,
+                work=self.work,
             )
         )
         if set(moved.places) != set(places):

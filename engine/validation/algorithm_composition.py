@@ -30,12 +30,49 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
         )
     if job.algorithm.momentum and not composition.momentum:
         raise ConfigError(f"algorithm.momentum and {said}{why}; set momentum = 0")
+    if job.algorithm.weight_decay and not composition.weight_decay:
+        raise ConfigError(f"algorithm.weight_decay and {said}{why}; set weight_decay = 0")
     if job.algorithm.max_gradient_norm is not None and not composition.gradient_clipping:
         raise ConfigError(f"algorithm.max_gradient_norm and {said}{why}; leave it out")
+    _check_round(job, algorithm, f"{said}{why}")
     if algorithm.places and algorithm.server() is None:
         raise ConfigError(f"{said} declares places and no server() that says what becomes of them")
     for place in algorithm.places:
         _check_place(job, f"{said} sends {place.name!r} beside its update, and", place)
+
+
+def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
+    """What happens around the training of a round."""
+    composition, cohort = algorithm.composition, job.cohort
+    if masking_of(job.privacy) is not None and not composition.masked:
+        raise PrivacyError(f"privacy.secure_aggregation and {said}: leave it out")
+    server = job.aggregation.server_optimizer
+    plain = server.name == "fedavg" and server.learning_rate in (None, 1.0)
+    if not composition.server_optimizer and not plain:
+        raise ConfigError(
+            f"aggregation.server_optimizer and {said}: leave it out, and the model is moved by "
+            "the algorithm alone"
+        )
+    if composition.one_by_one and (cohort.size != 1 or cohort.strategy != "round_robin"):
+        raise ConfigError(
+            f'{said}: set cohort.size = 1 and cohort.strategy = "round_robin"; a round is one hop'
+        )
+    if composition.rules == "mean" and (job.aggregation.rule != "mean" or job.aggregation.pre):
+        raise ConfigError(
+            f'aggregation.rule = {job.aggregation.rule!r} and {said}: set rule = "mean" without pre'
+        )
+    private = not isinstance(job.privacy, NoPrivacy)
+    if private and job.evaluation.every and keeps_own(algorithm):
+        raise PrivacyError(
+            f"evaluation.every and {said}: its metrics would be of what stays at a silo, which no noise "
+            "protects; set evaluation.every = 0"
+        )
+
+
+def keeps_own(algorithm: ClientAlgorithm) -> bool:
+    """Whether a client's model is not the global one alone."""
+    own = type(algorithm).local_tensors is not ClientAlgorithm.local_tensors
+    return own or type(algorithm).personal()
 
 
 def _check_place(job: JobConfig, said: str, place: AlgorithmPlace) -> None:

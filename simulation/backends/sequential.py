@@ -20,6 +20,7 @@ from roundtable.client.training.evaluation import evaluation
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import Execution
 from roundtable.client.training.silo_account import Protection
+from roundtable.client.training.tuning import tuner
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
 from roundtable.core.plugins.doors import described
 from roundtable.core.privacy_table import OwnNoise
@@ -103,7 +104,11 @@ class Sequential:
         a small client's test data."""
         first, world = left[0], self.world
         work, device = world.local_work(round, vector, first), torch.device(self.device)
-        prepare = preparation(work, device)
+        prepare = preparation(
+            work,
+            device,
+            lambda *how: tuner(world.task, self.clients.data(first.index)[0], work, device)(*how),
+        )
         apart = prepare is not None or told(world.task)
         place = evaluation(
             world.task,

@@ -248,7 +248,10 @@ def test_cohorts_that_make_sense(cohort: str) -> None:
             'server optimizer: [aggregation.server_optimizer] name = "fedadam"',
         ),
         ("[algorithm]\noptimizer = 'adam'", "unknown key; silos train by SGD"),
-        ("[algorithm]\nmu = 0.1", "job.toml:3: algorithm.mu: belongs to name = 'fedprox', and this table"),
+        (
+            "[algorithm]\nmu = 0.1",
+            "job.toml:3: algorithm.mu: belongs to name = 'fedprox' or 'fednova' or 'moon', and this table",
+        ),
         ("[algorithm]\nname = 'fedprox'\nmuu = 0.1", "algorithm.muu: unknown key; did you mean 'mu'?"),
         (
             "[algorithm]\nname = 'fedprox'\nmu = 0.0",

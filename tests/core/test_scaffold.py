@@ -15,7 +15,8 @@ from torch import Tensor
 from roundtable.core.algorithms.contract import ClientRound, ServerRound
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.round_context import Context
-from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.algorithms.scaffold import ScaffoldTable
+from roundtable.core.layout import Layout
 
 FILE = Path(os.environ.get("ROUNDTABLE_SHARED", "")) / "reference" / "algorithm_cases.json"
 
@@ -56,7 +57,7 @@ def local_steps(case: Mapping[str, Any], number: str, batches: Any, start: Tenso
 def test_its_hooks_give_the_reference(case: Mapping[str, Any]) -> None:
     """The client's and the server's part, in float64, with training written out here."""
     values, clients = case["params"], case["clients"]
-    table = AlgorithmTable(
+    table = ScaffoldTable(
         name="scaffold",
         learning_rate=values["lr"],
         momentum=values.get("momentum", 0.0),
@@ -82,6 +83,7 @@ def test_its_hooks_give_the_reference(case: Mapping[str, Any]) -> None:
                 model,
                 {"control": control},
                 own,
+                Layout.of({"w": model}),
                 [slice(0, len(model))],
             )
             k = algorithm.begin(round)

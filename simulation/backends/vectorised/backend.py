@@ -53,7 +53,7 @@ def why_not_recorded(world: World) -> str | None:
 def why_not(world: World) -> str | None:
     """The same for any way to run clients that does not let each of them go through `client.training`."""
     task = world.task
-    if (hook := type(world.algorithm).hooked()) is not None:
+    if (hook := world.algorithm.hooked()) is not None:
         name = world.job.algorithm.name
         return f"algorithm {name!r} works on each client's module by its {hook}, one client at a time"
     if "loss" in told(task):

@@ -1,0 +1,86 @@
+"""FedNova: normalised averaging, for clients that take unequal numbers of steps (Wang et al. 2020)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+from typing_extensions import override
+
+from roundtable.core.algorithms.contract import (
+    ClientAlgorithm,
+    ClientRound,
+    Composition,
+    Moved,
+    Sent,
+    ServerAlgorithm,
+    ServerRound,
+)
+from roundtable.core.algorithms.step import LocalStep
+from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.errors import AggregationError
+from roundtable.core.toml_tables import Finite
+
+
+class FedNovaTable(AlgorithmTable):
+    """`[algorithm]` with name = "fednova"."""
+
+    mu: Finite = Field(0.0, ge=0, description="weight of a proximal term, as FedProx has it")
+    tau: Literal["effective", "steps"] = Field(
+        "effective",
+        description="τ_eff: mean of ‖a_i‖₁, or of the steps K_i, as its authors' code has it with mu",
+    )
+
+
+class FedNova(ClientAlgorithm):
+    """x ← x − τ_eff Σ p_i (x − y_i)/‖a_i‖₁ with τ_eff = Σ p_i ‖a_i‖₁ (section 4, equations 6 and 7).
+
+    A client sends Δ_i/‖a_i‖₁. τ_eff scales everybody's update, so it follows at the server from the steps
+    that the job gives a client of so many examples, not from a number that a client could choose. With equal
+    steps it is FedAvg.
+    """
+
+    Table = FedNovaTable
+    composition = Composition(
+        gradient_clipping=False,
+        masked=False,
+        rules="mean",
+        reason="its server has to know each client's share and steps, and ‖a_i‖₁ those of a linear optimizer",
+    )
+
+    @override
+    def step(self) -> LocalStep:
+        assert isinstance(self.table, FedNovaTable)
+        return LocalStep.of(self.table, pull=self.table.mu)
+
+    @override
+    def server(self) -> ServerAlgorithm:
+        assert isinstance(self.table, FedNovaTable)
+        return FedNovaServer(self.table, self.step())
+
+    @override
+    def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
+        return Sent(update / round.step.effective_steps(steps, round.rate))
+
+
+class FedNovaServer(ServerAlgorithm):
+    """x ← x + τ_eff · mean of what came."""
+
+    def __init__(self, table: FedNovaTable, step: LocalStep) -> None:
+        self._table = table
+        self._step = step
+
+    @override
+    def step(self, round: ServerRound) -> Moved:
+        if not round.work:
+            raise AggregationError("fednova: no client's share is known, and τ_eff is their mean")
+        total = sum(share for share, _ in round.work)
+        effective = sum(share * self._steps(examples, round.number) for share, examples in round.work) / total
+        return Moved(round.optimize(round.update * effective))
+
+    def _steps(self, examples: int, number: int) -> float:
+        table = self._table
+        steps = table.steps or table.passes * math.ceil(max(1, examples) / table.batch_size)
+        return steps if table.tau == "steps" else self._step.effective_steps(steps, table.rate(number))

@@ -1,0 +1,83 @@
+"""The table of docs/algorithms.md: each cell runs and equals the reference, or is refused before round 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import algorithm_table as table
+import pytest
+import torch
+from algorithm_tasks import Normalised, Plain
+
+from roundtable.core import JobConfig
+from roundtable.core.algorithms.known_algorithms import BUILTINS
+from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.simulation import Result, simulate
+
+ALGORITHMS = sorted(BUILTINS)
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+STATEFUL = ["ditto", "fedrep", "feddyn"]
+"""One of each way in which something stays at a client."""
+
+
+def run(name: str, column: str = "", backend: str = "sequential", **changes: Any) -> Result:
+    document = table.document_of(name, column)
+    document["seed"] = 3
+    if "cohort" not in document and "round" not in document:
+        document["cohort"] = {"size": 4}
+    document["algorithm"] |= {"steps": 4, "batch_size": 8, "learning_rate": 0.05}
+    document["simulation"] = {"clients": 4, "backend": backend, "workers": 2 if backend == "processes" else 1}
+    document |= changes
+    task = Normalised() if name == "fedbn" else Plain()
+    result = simulate(JobConfig.model_validate(document), task)
+    assert result.status == "finished"
+    return result
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_fast_backends_give_the_same(name: str) -> None:
+    reference = run(name)
+    assert reference.model.vector.isfinite().all()
+    for backend in ("vectorised", "stacked"):
+        found = run(name, backend=backend)
+        torch.testing.assert_close(found.model.vector, reference.model.vector, rtol=2e-4, atol=2e-6)
+        alone = " because " in found.backend or "one client after the other" in found.backend
+        assert alone or not table.refusal(name, table.HOOKED)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_what_stays_at_a_client_goes_through_workers(name: str) -> None:
+    assert torch.equal(run(name, backend="processes").model.vector, run(name).model.vector)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_masked_sums_give_the_same_or_are_refused(name: str) -> None:
+    if why := table.refusal(name, "secure sums"):
+        with pytest.raises((ConfigError, PrivacyError)) as caught:
+            run(name, "secure sums")
+        assert str(caught.value) == why
+        return
+    masked, plain = run(name, "secure sums"), run(name)
+    # Two rounds, each within the ring's rounding of values of up to 10.
+    assert (masked.model.vector - plain.model.vector).abs().max() < 4e-3
+
+
+@pytest.mark.parametrize("name", ["ditto", "pfedme", "finetuning", "fedper"])
+def test_clients_evaluate_their_own_models(name: str) -> None:
+    """No client sees all classes: its own model does better there than the one that all share."""
+    often = {"rounds": 12, "evaluation": {"every": 12}}
+    own, shared = run(name, **often), run("fedavg", **often)
+    assert own.history[-1]["loss"] < shared.history[-1]["loss"]
+
+
+@pytest.mark.parametrize("column", list(table.COLUMNS))
+@pytest.mark.parametrize("name", ["scaffold", "ditto", "fedbn"])
+def test_a_cell_runs_where_the_table_says_so(name: str, column: str) -> None:
+    if column in ("`client_local`", "`example`", "secure sums") or table.refusal(name, column):
+        pytest.skip("refused, or tried elsewhere")
+    assert run(name, column).model.vector.isfinite().all()
+
+
+def test_the_page_shows_the_table() -> None:
+    assert table.markdown() in PAGE.read_text(encoding="utf-8"), "run: python tools/algorithm_table.py"
