@@ -3,6 +3,7 @@
     RoundtableError
     ├── ConfigError             a job file, agent file or option that cannot be used
     ├── TaskError               a task that cannot be found, imported or run
+    │   └── NoExamples          a silo without data for the step that it is asked for
     ├── LayoutError             tensors that do not fit the layout that was agreed
     ├── EncodingError           bytes that are not what their header says
     ├── InvalidUpdate           an update that must not enter an aggregate

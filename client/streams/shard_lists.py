@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 from roundtable.core.errors import TaskError
+from roundtable.core.paths import AnyPath
 
 MOST_SHARDS = 1 << 20
 _BRACES_WRONG = (
@@ -18,16 +19,16 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 
 
-def shard_list(urls: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+def shard_list(urls: AnyPath | Sequence[AnyPath]) -> tuple[str, ...]:
     """The addresses in order, braces expanded; a Path is taken as it is written.
 
     `{000..127}` counts, with as many digits as its first number; `{a,b}` takes each word. Raises TaskError
     for other braces, for no shard at all, for one named twice, and for more than `MOST_SHARDS`.
     """
-    given = [urls] if isinstance(urls, (str, Path)) else list(urls)
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     shards: list[str] = []
     for each in given:
-        shards += [str(each)] if isinstance(each, Path) else _expanded(each)
+        shards += _expanded(each) if isinstance(each, str) else [os.fspath(each)]
         _check_count(len(shards))
     if not shards:
         raise TaskError("TarShards: the list of shards is empty; name at least one tar file")

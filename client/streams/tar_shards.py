@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -16,6 +15,7 @@ from roundtable.client.streams.shard_lists import shard_list
 from roundtable.client.streams.tar_records import NOT_A_TAR, DamagedShard, Record, read_records
 from roundtable.core.errors import TaskError
 from roundtable.core.extras import load
+from roundtable.core.paths import AnyPath
 
 _TGZ = (".tgz", ".tar.gz")
 
@@ -33,7 +33,7 @@ class TarShards(IterableDataset[Any]):
 
     def __init__(
         self,
-        urls: str | Path | Sequence[str | Path],
+        urls: AnyPath | Sequence[AnyPath],
         decode: Callable[[Mapping[str, Any]], Any],
         *,
         shuffle: int = 1000,

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundtable.client.training.batches import ordering_of, training_batches
+from roundtable.client.training.batches import count_examples, ordering_of, training_batches
 from roundtable.client.training.local_work import LocalWork
 from roundtable.client.training.sgd import SGD
+from roundtable.core.errors import TaskError
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import AnyTask, in_context
 
@@ -19,9 +20,18 @@ from roundtable.core.task import AnyTask, in_context
 def tuner(
     task: AnyTask, data: Any, work: LocalWork, device: torch.device
 ) -> Callable[[nn.Module, int, float], None]:
-    """`ClientRound.tune`: steps of plain SGD with the job's batch size, in an order of its own each round."""
+    """`ClientRound.tune`: steps of plain SGD with the job's batch size, in an order of its own each round.
+
+    Raises TaskError, once it is asked for steps, where the data are a stream.
+    """
 
     def tune(module: nn.Module, steps: int, rate: float) -> None:
+        if count_examples(data) is None:
+            raise TaskError(
+                f"algorithm {work.job.algorithm.name!r} tunes the model on the training data before it is "
+                f"evaluated, and the {type(data).__name__} of data() has no length: give a data set with a "
+                "length, or an algorithm that does not tune"
+            )
         told = in_context(task, work.evaluation_context(device))
         order = ordering_of(work.job, work.round, work.client)
         order["steps"] = steps

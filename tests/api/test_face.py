@@ -39,6 +39,7 @@ FACE = [
     "ServerAlgorithm",
     "ServerRound",
     "Site",
+    "TarShards",
     "Task",
     "__version__",
     "join",

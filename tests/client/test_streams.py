@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -29,6 +30,8 @@ from roundtable.client.streams.shard_lists import shard_list
 from roundtable.client.streams.shard_reader import merged
 from roundtable.client.streams.shares import ReadingShare
 from roundtable.client.streams.tar_shards import TarShards
+from roundtable.client.training.tuning import tuner
+from roundtable.core import JobConfig, Task
 from roundtable.core.errors import EncodingError, NoExamples, TaskError
 from roundtable.core.seeds import torch_generator
 
@@ -470,3 +473,11 @@ def test_shards_that_shrink_under_a_job_are_noticed(tmp_path: Path) -> None:
 def test_values_that_make_no_sense(wrong: Any) -> None:
     with pytest.raises(TaskError, match=f"TarShards: {next(iter(wrong))} is"):
         TarShards("a.tar", record_id, **wrong)
+
+
+def test_no_tuning_on_a_stream() -> None:
+    table = {"name": "finetuning", "tuning_steps": 1}
+    work: Any = SimpleNamespace(job=JobConfig.model_validate({"task": "t", "algorithm": table}))
+    tune = tuner(Task(), TarShards("shard.tar", decode=dict), work, torch.device("cpu"))
+    with pytest.raises(TaskError, match=r"'finetuning' tunes .* the TarShards of data\(\) has no length"):
+        tune(torch.nn.Linear(1, 1), 1, 0.1)

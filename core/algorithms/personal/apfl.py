@@ -36,8 +36,9 @@ class Apfl(ClientAlgorithm):
     """Algorithm 1: w ← w − η ∇f(w) and v ← v − η α ∇f(v̄) at the mixture v̄ = α v + (1 − α) w, on the same
     batch.
 
-    Where α adapts it does so at the first step of a round: α ← α − η ⟨v − w, ∇f(v̄)⟩ within [0, 1] (equation
-    10). v and α stay at the client; evaluated is α v + (1 − α) x.
+    Where α adapts it does so before the first step of a round: α ← α − η ⟨v − w, ∇f(v̄)⟩ within [0, 1]
+    (equation 10), and the step is taken at the mixture with the new α. v and α stay at the client; evaluated
+    is α v + (1 − α) x.
     """
 
     Table = ApflTable
@@ -60,24 +61,18 @@ class Apfl(ClientAlgorithm):
             mixture = copy_with(own, round.layout, start)
             round.scratch.update(own=own, mixture=mixture, share=share)
         theirs, share = trainable(round.scratch["own"]), round.scratch["share"]
-        mixture = round.scratch["mixture"]
-        with torch.no_grad():
-            mixed = torch._foreach_lerp([p.detach() for p in work.parameters], theirs, share)
-            torch._foreach_copy_(trainable(mixture), list(mixed))
-        mixture.zero_grad(set_to_none=True)
-        work.task.loss(mixture, work.batch).backward()
-        with torch.no_grad():
-            slope = 0.0
-            for value, other, at in zip(theirs, work.parameters, trainable(mixture), strict=True):
-                if at.grad is not None:
-                    slope += float(((value - other) * at.grad).sum())
+        at = _gradients_at_mixture(work, share)
         if table.adaptive and work.number == 1:
+            pairs = zip(theirs, work.parameters, at, strict=True)
+            with torch.no_grad():
+                slope = sum(float(((mine - other) * g).sum()) for mine, other, g in pairs if g is not None)
             rate = table.share_learning_rate or round.rate
             round.scratch["share"] = share = min(1.0, max(0.0, share - rate * slope))
+            at = _gradients_at_mixture(work, share)
         with torch.no_grad():
-            for value, at in zip(theirs, trainable(mixture), strict=True):
-                if at.grad is not None:
-                    value.sub_(at.grad, alpha=round.rate * share)
+            for mine, gradient in zip(theirs, at, strict=True):
+                if gradient is not None:
+                    mine.sub_(gradient, alpha=round.rate * share)
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
@@ -94,3 +89,14 @@ class Apfl(ClientAlgorithm):
         if _OWN in round.kept:
             share = float(round.kept.get(_SHARE, torch.tensor([self.table.share])))
             put(module, round.layout, torch.lerp(round.vector, round.kept[_OWN], share))
+
+
+def _gradients_at_mixture(work: GradientWork, share: float) -> list[Tensor | None]:
+    """∇f(v̄) on the step's batch, one for each trained parameter; None for one without a part in the loss."""
+    own, mixture = work.round.scratch["own"], work.round.scratch["mixture"]
+    with torch.no_grad():
+        mixed = torch._foreach_lerp([p.detach() for p in work.parameters], trainable(own), share)
+        torch._foreach_copy_(trainable(mixture), list(mixed))
+    mixture.zero_grad(set_to_none=True)
+    work.task.loss(mixture, work.batch).backward()
+    return [p.grad for p in trainable(mixture)]
