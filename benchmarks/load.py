@@ -2,10 +2,10 @@
 
     python benchmarks/load.py                       # 1,000 agents
     python benchmarks/load.py --quick               # 100 agents, rounds of 20
-    python benchmarks/load.py --soak 30             # and half an hour of rounds afterwards
 
 The agents are light: many to a process, each with its own certificate, connection (gRPC over TLS), heartbeats
 and uploads. Latency is from the event "round_started" to the instruction's arrival at an agent.
+What hours of such rounds do to a coordinator: benchmarks/soak.py.
 """
 
 from __future__ import annotations
@@ -47,6 +47,13 @@ from pathlib import Path
 from roundtable.server import load_server_config, run_server
 sys.exit(run_server(load_server_config(Path(sys.argv[1]))))
 """
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class LightAgent:
@@ -115,9 +122,11 @@ async def be_agents(folder: Path, port: int, first: int, count: int) -> None:
 
 
 @contextmanager
-def coordinator(folder: Path, port: int) -> Iterator[psutil.Process]:
-    """A coordinator in a process of its own."""
+def coordinator(folder: Path, port: int, metrics: str = "") -> Iterator[psutil.Process]:
+    """A coordinator in a process of its own; where it answers for its metrics, if anywhere."""
     values = {"listen": f"127.0.0.1:{port}", "state": "state", "credentials": "hub", "heartbeat": HEARTBEAT}
+    if metrics:
+        values["metrics"] = metrics
     file = folder / "coordinator.toml"
     file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
     with (folder / "coordinator.log").open("wb") as log:
@@ -141,9 +150,7 @@ class Load:
 
     def __init__(self, folder: Path, agents: int, cohort: int, rounds: int) -> None:
         self.folder, self.agents, self.cohort, self.rounds = folder, agents, cohort, rounds
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.started: dict[int, float] = {}
 
     def prepare(self) -> None:
@@ -157,21 +164,18 @@ class Load:
         layout = Layout.of({"w": torch.zeros(VALUES)})
         save_model(self.folder / "model.safetensors", Model(layout, torch.zeros(VALUES)))
 
-    def run(self, soak_minutes: float) -> None:
+    def run(self) -> None:
         """The whole programme, printed as it goes."""
         with coordinator(self.folder, self.port) as process:
             with OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator:
                 before = process.memory_info().rss
-                workers = self._connect(operator, process, before)
+                workers = self.connect(operator, process)
                 self._idle(process, before)
                 self._rounds(operator, process)
-                if soak_minutes:
-                    self._soak(operator, process, soak_minutes)
             self._latencies(workers)
 
-    def _connect(
-        self, operator: OperatorClient, process: psutil.Process, before: int
-    ) -> list[subprocess.Popen[bytes]]:
+    def connect(self, operator: OperatorClient, process: psutil.Process) -> list[subprocess.Popen[bytes]]:
+        """Starts the agents; returns their processes once all are online."""
         began, cpu = time.monotonic(), _cpu(process)
         workers = [
             subprocess.Popen(
@@ -186,7 +190,7 @@ class Load:
             )
             for first in range(0, self.agents, AGENTS_A_PROCESS)
         ]
-        while self._online(operator) < self.agents:
+        while self.online(operator) < self.agents:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 raise RuntimeError("the coordinator did not survive the storm")
             time.sleep(0.2)
@@ -197,7 +201,8 @@ class Load:
         return workers
 
     @staticmethod
-    def _online(operator: OperatorClient) -> int:
+    def online(operator: OperatorClient) -> int:
+        """How many agents the coordinator sees now."""
         try:
             return operator.status().clients_online
         except UnavailableError:
@@ -216,7 +221,8 @@ class Load:
             flush=True,
         )
 
-    def _job(self, rounds: int) -> JobConfig:
+    def job(self, rounds: int) -> JobConfig:
+        """Rounds of the cohort, without evaluation."""
         return JobConfig.model_validate(
             {
                 "task": "t",
@@ -228,7 +234,7 @@ class Load:
 
     def _rounds(self, operator: OperatorClient, process: psutil.Process) -> None:
         began, cpu = time.monotonic(), _cpu(process)
-        job = operator.submit(self._job(self.rounds), self.folder / "model.safetensors")
+        job = operator.submit(self.job(self.rounds), self.folder / "model.safetensors")
         for update in operator.watch(job.id):
             for event in update.events:
                 if event.kind == "round_started":
@@ -237,24 +243,6 @@ class Load:
         print(
             f"{self.rounds} rounds of {self.cohort}: {seconds / self.rounds:.2f} s a round, "
             f"CPU {used / self.rounds:.2f} s a round ({operator.job(job.id).job.status})",
-            flush=True,
-        )
-
-    def _soak(self, operator: OperatorClient, process: psutil.Process, minutes: float) -> None:
-        job = operator.submit(self._job(100_000), self.folder / "model.safetensors")
-        end, samples = time.monotonic() + 60 * minutes, []
-        while time.monotonic() < end:
-            time.sleep(min(10.0, 6 * minutes))
-            samples.append((process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()))
-        quarter = max(1, len(samples) // 4)
-        first, last = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
-        rounds = operator.job(job.id).job.rounds_done
-        operator.cancel(job.id)
-        early, late = (statistics.median(sample[0] for sample in part) for part in (first, last))
-        print(
-            f"soak of {minutes:g} min, {rounds} rounds: memory {early:.0f} MB in the second quarter, "
-            f"{late:.0f} MB in the last; "
-            f"files {first[0][1]} → {last[-1][1]}, threads {first[0][2]} → {last[-1][2]}",
             flush=True,
         )
 
@@ -290,14 +278,13 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--cohort", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     chosen = parser.parse_args()
     agents, cohort = (100, 20) if chosen.quick else (chosen.agents, chosen.cohort)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="roundtable-load-") as folder:
         load = Load(Path(folder), agents, cohort, chosen.rounds)
         load.prepare()
-        load.run(chosen.soak)
+        load.run()
     return 0
 
 
