@@ -50,11 +50,11 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
 def _prepared(job: JobConfig, path: Path, start: Path | None) -> Prepared:
     folder = path.resolve().parent
     check_tables(job, folder)
-    task = load_task(job.task, path.parent, trains=False)
+    task = load_task(job.task.name, path.parent, parameters=job.task.parameters, trains=False)
     algorithm = make_algorithm(job.algorithm, folder)
     model = initial_model(job, task, algorithm)
     if start is not None:
-        model = _started(start, model, job.task)
+        model = _started(start, model, job.task.name)
     slices = tuple(place for _, place in model.layout.slices())
     population = likely_population(job)
     plan = make_plan(job, population, slices, folder=folder)

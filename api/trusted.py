@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from roundtable.client.training.trusted_data import NAME, RootData
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, RoundtableError
+from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.layout import Layout
 from roundtable.core.task import Site, load_task
 from roundtable.server.config import RootTable
@@ -20,11 +22,12 @@ class TrustedData:
 
     def __init__(self, tables: Mapping[str, RootTable]) -> None:
         self._tables = tables
-        self._loaded: dict[str, RootData] = {}
+        self._loaded: dict[str, tuple[dict[str, Any], RootData]] = {}
 
-    def offers(self, task: str) -> bool:
-        """Whether there is a table for a job's task, by its plain name."""
-        return self._name_of(task) in self._tables
+    def offers(self, task: JobTaskTable) -> bool:
+        """Whether there is a table for a job's task, by its plain name, that lets it set its parameters."""
+        table = self._tables.get(self._name_of(task.name))
+        return table is not None and set(task.parameters) <= set(table.parameters)
 
     def update(self, job: JobConfig, layout: Layout, vector: Tensor, round: int) -> Tensor:
         """local − global after a round of training from `vector`: float32 [layout.size].
@@ -32,7 +35,7 @@ class TrustedData:
         Raises AggregationError where the task fails, whatever it raises.
         """
         try:
-            return self._data(self._name_of(job.task)).update(job, layout, vector, round)
+            return self._data(job.task).update(job, layout, vector, round)
         except RoundtableError as error:
             raise AggregationError(f"training on the coordinator's trusted data failed: {error}") from error
         except Exception as error:
@@ -43,8 +46,13 @@ class TrustedData:
     def _name_of(self, task: str) -> str:
         return task if task in self._tables else Path(task.partition(":")[0]).stem
 
-    def _data(self, name: str) -> RootData:
-        if name not in self._loaded:
+    def _data(self, task: JobTaskTable) -> RootData:
+        """The task's data, read again where a job has other parameters than the last."""
+        name, parameters = self._name_of(task.name), task.parameters
+        made_with, data = self._loaded.get(name, (None, None))
+        if data is None or made_with != parameters:
             table = self._tables[name]
-            self._loaded[name] = RootData(load_task(table.task), Site(NAME, options=table.data))
-        return self._loaded[name]
+            made = load_task(table.task, parameters=parameters)
+            data = RootData(made, Site(NAME, options=table.data))
+            self._loaded[name] = parameters, data
+        return data

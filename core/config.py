@@ -19,6 +19,8 @@ from roundtable.core.algorithms.known_algorithms import AlgorithmField
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
+from roundtable.core.job_tables.simulation_table import SimulationTable
+from roundtable.core.job_tables.task_table import JobTaskTable, named_task
 from roundtable.core.layout import LayoutRules
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import NoPrivacy, Privacy
@@ -283,41 +285,11 @@ class TrackingTable(Table):
     wandb: str | None = Field(None, min_length=1, description="project of an offline Weights & Biases run")
 
 
-class SimulationTable(Table):
-    """`[simulation]`: what only a simulation needs; ignored when the job is submitted."""
-
-    clients: int = Field(10, ge=1, description="clients in the population")
-    partition: Open = Field(
-        default_factory=lambda: {"name": "iid"},
-        description="how a data set is split among them, as a table with a name",
-    )
-    data: Open = Field(default_factory=dict, description="what a silo's [data] table would hold")
-    backend: Literal["auto", "sequential", "vectorised", "stacked", "processes", "ray"] = Field(
-        "auto", description="how clients run"
-    )
-    workers: int | None = Field(None, ge=1, description="processes; default: the cores there are")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what clients train on")
-    precision: Literal["float32", "bf16"] = Field(
-        "float32", description="what losses and gradients are computed in; weights are float32 in either case"
-    )
-    masking: Literal["real", "fast"] = Field(
-        "real", description="secure aggregation: run its protocol, or only compute the sum that it gives"
-    )
-    devices: Open = Field(
-        default_factory=dict, description="speed, bandwidth and availability of devices, in virtual time"
-    )
-    dropouts: Open = Field(default_factory=dict, description="dropouts and crashes to draw")
-    attack: Open = Field(default_factory=dict, description="byzantine clients: name, count and parameters")
-    root_examples: int = Field(
-        100, ge=1, description="examples that the coordinator trusts, for a rule such as fltrust"
-    )
-
-
 class JobConfig(Table):
     """A whole job file."""
 
-    task: str = Field(
-        description="name of the task: an installed entry point, a file beside this one, or module:Class"
+    task: Annotated[JobTaskTable, BeforeValidator(named_task)] = Field(
+        description="the task: its name, or a table of its name and its parameters"
     )
     name: Name | None = Field(None, description="name of the job; default: the task's")
     rounds: int = Field(10, ge=1, lt=1 << 32, description="rounds to run")
@@ -339,7 +311,7 @@ class JobConfig(Table):
     @property
     def title(self) -> str:
         """The job's name, or the task's where it has none."""
-        return self.name or self.task.replace("/", ".").removesuffix(".py")
+        return self.name or self.task.name.replace("/", ".").removesuffix(".py")
 
     def to_json(self) -> str:
         """Canonical JSON of every value in force: what an agent receives and what is hashed."""
@@ -378,6 +350,8 @@ def override_job(job: JobConfig, overrides: Mapping[str, Any] | None) -> JobConf
 
 
 def _overridden(document: TomlDocument, overrides: Mapping[str, Any] | None) -> TomlDocument:
+    if any(key.startswith("task.") for key in overrides or ()):
+        document.values["task"] = named_task(document.values.get("task", {}))
     for key, value in (overrides or {}).items():
         document.override(key, value)
     return document

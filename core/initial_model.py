@@ -31,12 +31,13 @@ def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | No
     except RoundtableError:
         raise
     except Exception as error:
-        raise TaskError(f"task {job.task!r}: making its model failed: {described(error)}") from error
+        raise TaskError(f"task {job.task.name!r}: making its model failed: {described(error)}") from error
     layout = algorithm_layout(job.model.rules(), algorithm or make_algorithm(job.algorithm), made)
     _check_patterns(job, layout)
     if layout.size == 0:
         raise TaskError(
-            f"task {job.task!r}: no tensor of its model travels; check [model] local and drop in the job file"
+            f"task {job.task.name!r}: no tensor of its model travels; check [model] local and drop in the "
+            "job file"
         )
     state: Mapping[str, Tensor] = made.state_dict() if isinstance(made, nn.Module) else made
     local = {
@@ -44,7 +45,7 @@ def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | No
         for spec in layout.tensors
         if spec.rule == "local" and spec.alias_of is None
     }
-    metadata = {"job": job.title, "task": job.task, "round": "0"}
+    metadata = {"job": job.title, "task": job.task.name, "round": "0"}
     return Model(layout, initial_vector(layout, made), local, metadata)
 
 

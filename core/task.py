@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from roundtable.core.algorithms.round_context import Context
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.paths import AnyPath
+from roundtable.core.plugins.calls import check_parameters, place_of
 from roundtable.core.plugins.doors import described, import_file, import_module
 from roundtable.core.seeds import derive_seed
 
@@ -120,20 +121,50 @@ ENTRY_POINTS = "roundtable.tasks"
 _ABSENT = object()
 
 
-def load_task(reference: str, folder: AnyPath | None = None, *, trains: bool = True) -> AnyTask:
+def load_task(
+    reference: str,
+    folder: AnyPath | None = None,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    trains: bool = True,
+) -> AnyTask:
     """The task that `reference` names.
 
     In order: `file.py:Class` or `file.py` (relative to `folder`), `module:Class`, the name of an
-    installed entry point in the group `roundtable.tasks`, and `NAME.py` in `folder`. `trains` asks
-    for all that training needs; without it a task may have nothing but its model, for silos that
-    train with scripts of their own. Raises TaskError that says what was looked for, where, and what
-    the import said.
+    installed entry point in the group `roundtable.tasks`, and `NAME.py` in `folder`. `parameters` are
+    handed to what the reference names, a class or a function that makes the task. `trains` asks for all
+    that training needs; without it a task may have nothing but its model, for silos that train with
+    scripts of their own. Raises TaskError that says what was looked for, where, and what the import said;
+    ConfigError for parameters that do not fit.
     """
-    task = _find(reference, Path.cwd() if folder is None else Path(folder))
+    definition = _find(reference, Path.cwd() if folder is None else Path(folder))
+    task = make_task(reference, definition, parameters or {})
     check_signatures(task)
     if lacking := [name for name in lacks(task) if trains or name in ("model", "weights")]:
         raise TaskError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
     return task
+
+
+def make_task(reference: str, definition: Any, parameters: Mapping[str, Any]) -> AnyTask:
+    """The task that a class or a function makes of a job's parameters; an object is itself one.
+
+    Raises ConfigError for parameters that do not fit, TaskError where the making fails.
+    """
+    if not isinstance(definition, type) and not inspect.isfunction(definition):
+        if parameters:
+            raise ConfigError(
+                f"task {reference!r} is an object that is made already, and takes no parameters: name its "
+                "class, or a function that makes it",
+                key=("task", next(iter(parameters))),
+            )
+        return definition  # type: ignore[no-any-return]
+    owner = f"task {reference!r}{place_of(definition)}"
+    check_parameters(owner, definition, parameters, skip=0, table=("task",))
+    try:
+        task = definition(**parameters)
+    except Exception as error:
+        raise TaskError(f"task {reference!r}: creating it failed: {described(error)}") from error
+    return task  # type: ignore[no-any-return]
 
 
 def check_signatures(task: AnyTask) -> None:
@@ -209,19 +240,21 @@ def lacks(task: AnyTask) -> list[str]:
     return [name for name in needed if not _has(task, name)]
 
 
-def _find(reference: str, folder: Path) -> AnyTask:
+def _find(reference: str, folder: Path) -> Any:
     place, _, attribute = reference.partition(":")
     folder = folder.resolve()
     if place.endswith(".py"):
-        return _instance(import_file(folder / place, f"task {reference!r}", TaskError), attribute, reference)
+        return _definition(
+            import_file(folder / place, f"task {reference!r}", TaskError), attribute, reference
+        )
     if attribute:
-        return _instance(import_module(place, f"task {reference!r}", TaskError), attribute, reference)
+        return _definition(import_module(place, f"task {reference!r}", TaskError), attribute, reference)
     for entry in entry_points(group=ENTRY_POINTS, name=place):
         module, _, name = entry.value.partition(":")
-        return _instance(import_module(module, f"task {reference!r}", TaskError), name, reference)
+        return _definition(import_module(module, f"task {reference!r}", TaskError), name, reference)
     beside = folder / f"{place}.py"
     if beside.is_file():
-        return _instance(import_file(beside, f"task {reference!r}", TaskError), "", reference)
+        return _definition(import_file(beside, f"task {reference!r}", TaskError), "", reference)
     raise TaskError(
         f"task {reference!r} not found: no entry point of that name in the group {ENTRY_POINTS!r} "
         f"is installed and there is no {beside}; name it as file.py:Class or module:Class, "
@@ -266,7 +299,7 @@ def _has(task: AnyTask, name: str) -> bool:
     )
 
 
-def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
+def _definition(module: ModuleType, attribute: str, reference: str) -> Any:
     if attribute:
         definition = getattr(module, attribute, None)
         if definition is None:
@@ -286,8 +319,4 @@ def _instance(module: ModuleType, attribute: str, reference: str) -> AnyTask:
                 "name it as file.py:Class"
             )
         definition = classes[0]
-    try:
-        task = definition() if isinstance(definition, type) else definition
-    except Exception as error:
-        raise TaskError(f"task {reference!r}: creating it failed: {described(error)}") from error
-    return task  # type: ignore[no-any-return]
+    return definition

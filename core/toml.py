@@ -125,7 +125,8 @@ def _describe(model: type[BaseModel], document: TomlDocument, mistake: Any) -> s
     if kind == "extra_forbidden":
         return f"{place}: {key}: {_why_unknown(at)}"
     if kind == "missing":
-        purpose = at.table.model_fields[str(at.path[-1])].description if at.path else None
+        missed = at.table.model_fields.get(str(at.path[-1])) if at.path else None
+        purpose = missed.description if missed else None
         return f"{place}: {key}: missing; it has no default" + (f" ({purpose})" if purpose else "")
     if kind == "union_tag_not_found":
         return f"{place}: {key}.{at.tag}: missing; choose one of {', '.join(at.members)}"

@@ -31,14 +31,14 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _json_only(value: Any, key: str = "") -> Any:
-    """Refuses what JSON cannot say, as the job travels as JSON."""
+def json_only(value: Any, key: str = "") -> Any:
+    """The value; ValueError for what JSON cannot say, as the job travels as JSON."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            _json_only(inner, f"{name}: ")
+            json_only(inner, f"{name}: ")
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            _json_only(inner, key)
+            json_only(inner, key)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key}{value} is no number that can be used here")
     elif not isinstance(value, (str, int, float, type(None))):
@@ -47,4 +47,4 @@ def _json_only(value: Any, key: str = "") -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
-Open = Annotated[dict[str, Any], AfterValidator(_json_only)]
+Open = Annotated[dict[str, Any], AfterValidator(json_only)]

@@ -23,6 +23,9 @@ class RootTable(Table):
 
     task: str = Field(description="the coordinator's own code: file.py:Class, module:Class or an entry point")
     data: dict[str, Any] = Field(default_factory=dict, description="the task's site.options")
+    parameters: list[str] = Field(
+        default_factory=list, description="parameters of that code which a job's [task] table may set"
+    )
 
 
 class ServerConfig(Table):

@@ -255,7 +255,7 @@ def _expected(connection: Connection) -> list[AgentRow]:
 
 
 def _offering(runner: JobRunner, silos: list[AgentRow]) -> float:
-    return float(sum(silo.offers(runner.job.task) for silo in silos))
+    return float(sum(silo.offers(runner.job.task.name) for silo in silos))
 
 
 def _account(book: Books) -> tuple[float, float, float]:

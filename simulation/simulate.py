@@ -20,13 +20,13 @@ from roundtable.client.training.private_training import CANNOT_SAMPLE, check_tas
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, override_job, read_job
-from roundtable.core.errors import PrivacyError, ResourceError, RoundtableError, TaskError
+from roundtable.core.errors import PrivacyError, ResourceError, RoundtableError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.models import Model
 from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import ExampleLevel
-from roundtable.core.task import AnyTask, ArrayTask, Task, load_task
+from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
 from roundtable.core.toml import with_place
 from roundtable.engine.messages import Note, RoundRecord, Step
 from roundtable.engine.validation.feasibility import check_budget, check_rule
@@ -155,23 +155,16 @@ def make_world(job: JobConfig, task: AnyTask | type[Task] | type[ArrayTask] | No
     """The job's task and initial model, and how other processes find the task."""
     algorithm = make_algorithm(job.algorithm, folder)
     if task is None:
-        loaded = load_task(job.task, folder)
-        return World(job, loaded, initial_model(job, loaded, algorithm), (job.task, folder), folder)
-    made: AnyTask
-    if isinstance(task, type):
-        try:
-            made = task()
-        except Exception as error:
-            raise TaskError(f"creating {task.__name__}() failed: {type(error).__name__}: {error}") from error
-    else:
-        made = task
-    return World(job, made, initial_model(job, made, algorithm), _reference(made), folder)
+        loaded = load_task(job.task.name, folder, parameters=job.task.parameters)
+        return World(job, loaded, initial_model(job, loaded, algorithm), (job.task.name, folder), folder)
+    made = make_task(job.task.name, task, job.task.parameters)
+    recipe = _reference(type(made)) if isinstance(task, type) or not vars(made) else None
+    return World(job, made, initial_model(job, made, algorithm), recipe, folder)
 
 
-def _reference(task: AnyTask) -> tuple[str, Path] | None:
-    """How another process can make this object: by its class, if the class is all there is to it."""
-    kind = type(task)
-    if vars(task) or "<" in kind.__qualname__ or "." in kind.__qualname__:
+def _reference(kind: type[AnyTask]) -> tuple[str, Path] | None:
+    """How another process can make an object of this class, of the job's parameters."""
+    if "<" in kind.__qualname__ or "." in kind.__qualname__:
         return None
     if kind.__module__ != "__main__":
         return f"{kind.__module__}:{kind.__qualname__}", Path.cwd()

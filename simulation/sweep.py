@@ -10,8 +10,9 @@ from typing import Any
 
 from roundtable.core.config import load_job
 from roundtable.core.errors import ConfigError
+from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.paths import AnyPath
-from roundtable.core.task import AnyTask, ArrayTask, Task
+from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
 from roundtable.simulation.reporting.comparison import Comparison, compare
 from roundtable.simulation.reporting.progress import Progress
 from roundtable.simulation.simulate import simulate
@@ -50,7 +51,9 @@ def sweep(
     names = list(_names(settings))
     for name, overrides in zip(names, settings, strict=True):
         try:
-            load_job(job, dict(overrides))
+            checked = load_job(job, dict(overrides))
+            if any(key.startswith("task.") for key in overrides):
+                _check_task(checked.task, task, Path(job).resolve().parent)
         except ConfigError as error:
             raise ConfigError(f"sweep: run {name}: {error}") from None
     for name, overrides in zip(names, settings, strict=True):
@@ -59,6 +62,16 @@ def sweep(
     comparison = compare([folder / name for name in names])
     comparison.to_csv(folder / "comparison.csv")
     return comparison
+
+
+def _check_task(
+    table: JobTaskTable, task: AnyTask | type[Task] | type[ArrayTask] | None, folder: Path
+) -> None:
+    """Makes the task once; ConfigError for parameters that it does not take."""
+    if task is None:
+        load_task(table.name, folder, parameters=table.parameters)
+    else:
+        make_task(table.name, task, table.parameters)
 
 
 def _names(settings: Sequence[Overrides]) -> Iterator[str]:

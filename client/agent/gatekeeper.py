@@ -81,7 +81,7 @@ class Gatekeeper:
             model=_model(instruction),
             submitter=known.submitter,
         )
-        return self.rules.references[self.rules.task_name(job.task)]
+        return self.rules.references[self.rules.task_name(job.task.name)]
 
     def seconds(self, deadline: float) -> float:
         """How long a step may take: as the round says, and no longer than the policy."""
@@ -180,7 +180,7 @@ class Gatekeeper:
             step.job,
             digest,
             instruction.config,
-            job.task,
+            job.task.name,
             submitter,
             submission.request_id if submitter else "",
             submission.initial_model if submitter else "",

@@ -29,6 +29,11 @@ class TaskTable(Table):
     data: dict[str, Any] | None = Field(
         None, description="the task's site.options, in place of [data]: what this task may read"
     )
+    parameters: list[str] = Field(
+        default_factory=list,
+        description="parameters of the task that jobs may set ([task] in the job file), whatever their "
+        "value; others are refused",
+    )
 
 
 class PolicyTable(Table):

@@ -75,13 +75,19 @@ class Rules:
         return {name: (round(total / count, digits) * count, count) for name, (total, count) in sound.items()}
 
     def _to_task(self, job: JobConfig) -> Iterator[str]:
-        name = self.task_name(job.task)
+        name = self.task_name(job.task.name)
         reference = self.references.get(name)
         if reference is None:
             offered = ", ".join(sorted(self.references)) or "none"
-            yield f"this silo does not offer the task {job.task!r}; it offers: {offered} ([tasks])"
+            yield f"this silo does not offer the task {job.task.name!r}; it offers: {offered} ([tasks])"
             return
         table = self.tables.get(name)
+        allowed = table.parameters if table else []
+        if others := [key for key in job.task.parameters if key not in allowed]:
+            yield (
+                f"the job sets {', '.join(map(repr, others))} of the task {name!r}, and this silo lets "
+                f"jobs set {', '.join(allowed) or 'none'} of its parameters ([tasks.{name}] parameters)"
+            )
         if table is None or table.blake3 is None:
             return
         try:

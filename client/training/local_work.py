@@ -43,15 +43,19 @@ class LocalWork:
         """The algorithm that the client trains by."""
         return self.algorithm or make_algorithm(self.job.algorithm)
 
+    @property
+    def _rate(self) -> float:
+        return self.job.algorithm.learning_rate
+
     def context(self, data: Any, device: torch.device) -> Context:
         """What hooks and the task's methods are told about training on these data; None: nobody can count."""
         examples = None if data is None else count_examples(data)
         steps = steps_of(self.job, examples, drop_last=drops_last(data))
-        return Context(self.job.title, self.round, self.client, steps, device, self.job.seed)
+        return Context(self.job.title, self.round, self.client, steps, device, self.job.seed, self._rate)
 
     def evaluation_context(self, device: torch.device) -> Context:
         """What they are told when the round's model is evaluated: no step is taken then."""
-        return Context(self.job.title, self.round, self.client, 0, device, self.job.seed)
+        return Context(self.job.title, self.round, self.client, 0, device, self.job.seed, self._rate)
 
 
 @dataclass(frozen=True)

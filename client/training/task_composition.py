@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import Layout
-from roundtable.core.task import AnyTask, ArrayTask, Task
+from roundtable.core.task import AnyTask, ArrayTask, Task, told
+
+_OF_SGD = ("learning_rate", "momentum", "weight_decay")
 
 
 def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -> None:
@@ -34,3 +37,21 @@ def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -
             f"{said} counts on steps of SGD as [algorithm] describes them, and {kind} brings an optimizer of "
             "its own: leave out its optimizer()"
         )
+    if own:
+        _check_own_optimizer(algorithm.table, task)
+
+
+def _check_own_optimizer(table: AlgorithmTable, task: Task) -> None:
+    """Refuses what the job says of SGD where nobody would look at it."""
+    ignored = ["momentum", "weight_decay"] if "optimizer" in told(task) else [*_OF_SGD]
+    for key in ignored:
+        value, usual = getattr(table, key), type(table).model_fields[key].default
+        if value != usual:
+            remedy = "leave it out"
+            if key == "learning_rate":
+                remedy += ", or have optimizer(parameters, context) take context.learning_rate"
+            raise ConfigError(
+                f"algorithm.{key} = {value} would be ignored: {type(task).__name__} brings an optimizer of "
+                f"its own; {remedy}",
+                key=("algorithm", key),
+            )

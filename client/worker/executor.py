@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -105,7 +106,7 @@ class Executor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._state = SiloState(Path(settings.jobs))
-        self._data: dict[str, tuple[Any, Any]] = {}
+        self._data: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._warm: _WarmJob | None = None
         self.device = choose_device(settings.device)
         bound_gpu_memory(settings.gpu_memory, self.device)
@@ -115,7 +116,7 @@ class Executor:
     def train(self, order: Order, progress: Progress) -> TrainedUpdate:
         """Trains, writes the encoded update to `order.output`, and saves tensors that stay at the silo."""
         warm, start = self._prepare(order)
-        data, _ = self._data_of(order.task, warm.task)
+        data, _ = self._data_of(order.task, warm)
         local = self._kept(order, warm)
         protection = self._protection(order, warm.mode)
         update = train(
@@ -155,7 +156,7 @@ class Executor:
         """Evaluates the model, with the silo's own tensors in it, on the silo's test data."""
         warm, start = self._prepare(order)
         check_evaluation(warm.config)
-        training, data = self._data_of(order.task, warm.task)
+        training, data = self._data_of(order.task, warm)
         kept = self._kept(order, warm)
         local = start.local if kept is None else kept
         work = LocalWork(
@@ -197,7 +198,7 @@ class Executor:
         if warm is None or warm.job != order.job:
             self._warm = None
             config = job_from_json(order.config)
-            task = load_task(order.task, Path(self._settings.folder))
+            task = load_task(order.task, Path(self._settings.folder), parameters=config.task.parameters)
             model = initial_state(task, config.seed)
             algorithm = make_algorithm(config.algorithm)
             layout = algorithm_layout(config.model.rules(), algorithm, model)
@@ -208,12 +209,13 @@ class Executor:
             raise LayoutError(_difference(warm.layout, start.layout))
         return warm, start
 
-    def _data_of(self, reference: str, task: AnyTask) -> tuple[Any, Any]:
-        if reference not in self._data:
+    def _data_of(self, reference: str, warm: _WarmJob) -> tuple[Any, Any]:
+        key = reference, json.dumps(warm.config.task.parameters, sort_keys=True)
+        if key not in self._data:
             options = self._settings.data_of.get(reference, self._settings.data)
             site = Site(self._settings.client, options=options)
-            self._data = {reference: split_data(task, site)}
-        return self._data[reference]
+            self._data = {key: split_data(warm.task, site)}
+        return self._data[key]
 
 
 def say_if_lost(order: Order) -> None:

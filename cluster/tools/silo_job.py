@@ -42,13 +42,16 @@ def load_silo_job(
     """
     job = load_job(job_file, dict(overrides))
     config = load_agent_config(agent) if agent.exists() else None
-    name = reference or (config and config.reference_of(job.task)) or job.task
-    task = load_task(name, config.folder if config else job_file.resolve().parent)
+    name = reference or (config and config.reference_of(job.task.name)) or job.task.name
+    folder = config.folder if config else job_file.resolve().parent
+    task = load_task(name, folder, parameters=job.task.parameters)
     if isinstance(task, ArrayTask):
         raise ConfigError(f"task {name!r} is an ArrayTask: only a Task with a PyTorch module runs on ranks")
     return SiloJob(
         job=job,
-        task=in_context(task, Context(job.title, 1, "plan", job_seed=job.seed)),
+        task=in_context(
+            task, Context(job.title, 1, "plan", job_seed=job.seed, learning_rate=job.algorithm.learning_rate)
+        ),
         table=(config and config.cluster) or ClusterTable(),
         policy=config.policy if config else PolicyTable(),
         options=dict(config.data if config else job.simulation.data),

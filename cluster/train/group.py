@@ -221,7 +221,7 @@ class GroupExecutor:
 
     def _set_up(self, order: Order, start: Model) -> RankTrainer:
         group, job = self._group, job_from_json(order.config)
-        task = load_task(order.task, Path(group.settings.folder))
+        task = load_task(order.task, Path(group.settings.folder), parameters=job.task.parameters)
         if isinstance(task, ArrayTask):
             raise TaskError(f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only")
         options = group.settings.data_of.get(order.task, group.settings.data)
@@ -253,7 +253,15 @@ class GroupExecutor:
         group = self._group
         if steps is None:
             steps = steps_of(job, count_examples(self._data[0]), drop_last=drops_last(self._data[0]))
-        return Context(job.title, order.round, group.settings.client, steps, group.device, job.seed)
+        return Context(
+            job.title,
+            order.round,
+            group.settings.client,
+            steps,
+            group.device,
+            job.seed,
+            job.algorithm.learning_rate,
+        )
 
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
         """(strategy, layers that are split): rank 0 plans for the present ranks, as failures advise."""

@@ -13,7 +13,8 @@ from roundtable.core.seeds import derive_seed, torch_generator
 class Context:
     """One client's round.
 
-    `steps` it will take, None where only iterating would tell; `device` that it trains on. `seed` and
+    `steps` it will take, None where only iterating would tell; `device` that it trains on.
+    `learning_rate` is the job's, before its decay over rounds, which is applied to any optimizer. `seed` and
     `generator` give the stream of the job's seed that is this client's in this round, for a named purpose.
     """
 
@@ -23,6 +24,7 @@ class Context:
     steps: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     job_seed: int = 0
+    learning_rate: float = 0.0
 
     def seed(self, purpose: str) -> int:
         """63 bits; another purpose has another, independent one."""

@@ -105,7 +105,7 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     history = [record_from_plain(json.loads(record)) for record in stored.records]
     engine = RoundEngine.restore(job, row.snapshot["engine"], history, strategy=plan.strategy)
     for agent in stored.agents:
-        if agent.offers(job.task):
+        if agent.offers(job.task.name):
             engine.handle(m.ClientJoined(client_info(agent), online=False), services.clock())
     inbox = JobInbox()
     tasks = BackgroundTasks(row.id)

@@ -193,14 +193,14 @@ class JobRegistry:
     def joined(self, client: AgentRow) -> None:
         """Tells every job whose task the agent has that it is connected."""
         for runner in self._runners.values():
-            if client.offers(runner.job.task):
+            if client.offers(runner.job.task.name):
                 runner.inbox.post(m.ClientJoined(client_info(client)))
                 runner.collection.rejoined(client.name)
 
     def left(self, client: AgentRow) -> None:
         """Tells every job whose task the agent has that its connection has ended."""
         for runner in self._runners.values():
-            if client.offers(runner.job.task):
+            if client.offers(runner.job.task.name):
                 runner.inbox.post(m.ClientLeft(client.name))
 
     def may_read(self, client: str, digest: str) -> bool:
@@ -209,7 +209,7 @@ class JobRegistry:
 
     def tells_cohorts(self, client: AgentRow) -> bool:
         """Whether what an agent does may be told: no job that runs here may have drawn it in secret."""
-        drawing = (runner for runner in self._runners.values() if client.offers(runner.job.task))
+        drawing = (runner for runner in self._runners.values() if client.offers(runner.job.task.name))
         return all(runner.tells_cohorts for runner in drawing)
 
     def damaged(self, error: DamagedArtifact) -> None:
@@ -224,7 +224,7 @@ class JobRegistry:
 
     async def _population(self, job: JobConfig) -> int:
         agents = await self._services.database.read(all_clients)
-        return max(1, sum(agent.offers(job.task) for agent in agents))
+        return max(1, sum(agent.offers(job.task.name) for agent in agents))
 
     async def _spent(self, job: JobConfig) -> list[Total]:
         """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
@@ -253,8 +253,8 @@ class JobRegistry:
         if plan.aggregation.takes("root_update") and not self._services.trusted.offers(job.task):
             raise ConfigError(
                 f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
-                f"and this coordinator has none for the task {job.task!r}: give its coordinator.toml a table "
-                "[root_data.NAME] with task and data"
+                f"and this coordinator has none for the task {job.task.name!r} with the parameters that the "
+                "job sets: give its coordinator.toml a table [root_data.NAME] with task, data and parameters"
             )
         engine = RoundEngine.begin(
             job,
@@ -307,7 +307,7 @@ class JobRegistry:
         self._tasks[row.id] = task
         task.add_done_callback(lambda ended: self._ended(row.id, ended))
         for client in self._services.sessions.clients():
-            if client.offers(runner.job.task):
+            if client.offers(runner.job.task.name):
                 runner.inbox.post(m.ClientJoined(client_info(client)))
         runner.inbox.post(m.Start())
         return runner
@@ -349,7 +349,7 @@ class JobRegistry:
         """Tells agents to forget a job that is over."""
         message = to_agents.job_over(runner.row.id, f"the job is {runner.row.status}: {runner.row.reason}")
         for client in self._services.sessions.clients():
-            if client.offers(runner.job.task):
+            if client.offers(runner.job.task.name):
                 self._services.sessions.send(client.name, message)
 
     async def _pause_broken(self, job: str, reason: str) -> None:

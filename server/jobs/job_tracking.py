@@ -51,7 +51,7 @@ class JobTracking:
             self._thread = None
 
     def _begin(self) -> None:
-        settings = {"job": self._job, "task": self._config.task, "rounds": self._config.rounds}
+        settings = {"job": self._job, "task": self._config.task.name, "rounds": self._config.rounds}
         title = self._config.title.replace("/", ".")
         run = TrackedRun(title, f"{title}-{self._job}", self._job, settings)
         try:

@@ -27,7 +27,7 @@ class Populations:
 
     def of(self, job: JobConfig) -> str:
         """The population whose account the job's charges go to."""
-        task = _root(job.task)
+        task = _root(job.task.name)
         return self._by_task.get(task, task)
 
 

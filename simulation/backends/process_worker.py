@@ -54,7 +54,7 @@ def _prepare(channel: Channel) -> tuple[Backend, World]:
     message, _, _ = channel.receive()
     sys.path[:] = message["path"]
     job = job_from_json(message["job"])
-    task = load_task(message["task"], Path(message["folder"]))
+    task = load_task(message["task"], Path(message["folder"]), parameters=job.task.parameters)
     folder = Path(message["algorithms"]) if message["algorithms"] is not None else None
     algorithm = make_algorithm(job.algorithm, folder)
     world = World(job, task, initial_model(job, task, algorithm), folder=folder)

@@ -45,7 +45,7 @@ class Host:
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         torch.set_num_threads(1)
         config = job_from_json(job)
-        made = load_task(task, Path(folder))
+        made = load_task(task, Path(folder), parameters=config.task.parameters)
         algorithms = Path(folder)
         model = initial_model(config, made, make_algorithm(config.algorithm, algorithms))
         self._world = World(config, made, model, folder=algorithms)
@@ -263,7 +263,7 @@ class RayCluster:
         fingerprints = self._ray.get([actor.handle.fingerprint.remote() for actor in self._actors])
         if set(fingerprints) != {self.world.layout.fingerprint}:
             raise ConfigError(
-                f"task {self.world.job.task!r} makes another model on some node of the Ray cluster: "
+                f"task {self.world.job.task.name!r} makes another model on some node of the Ray cluster: "
                 "install the same version of it everywhere"
             )
 

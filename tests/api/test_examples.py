@@ -89,7 +89,7 @@ def test_no_mnist_says_what_is_wanted(tmp_path: Path, mnist: ModuleType) -> None
 def test_the_network_is_that_of_the_paper(root: Path) -> None:
     folder = root / "examples" / "mnist"
     job = load_job(folder / "job.toml")
-    assert initial_model(job, load_task(job.task, folder)).layout.size == 1_663_370
+    assert initial_model(job, load_task(job.task.name, folder)).layout.size == 1_663_370
 
 
 def test_a_silo_uses_its_own_file_and_a_simulation_the_whole(root: Path, tmp_path: Path) -> None:

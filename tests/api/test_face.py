@@ -107,7 +107,7 @@ def test_every_public_function_takes_a_path_as_text_too() -> None:
 
 def test_files_named_by_text_are_read_and_written(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('task = "nothing"\n')
-    assert rt.load_job(str(tmp_path / "job.toml")).task == "nothing"
+    assert rt.load_job(str(tmp_path / "job.toml")).task.name == "nothing"
     empty = simulation.History((), ())
     assert empty.to_csv(str(tmp_path / "history.csv")) == (tmp_path / "history.csv").read_text()
     with pytest.raises(StorageError, match="holds no run"):

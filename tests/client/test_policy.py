@@ -28,7 +28,7 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.known_jobs import KnownJobs
-from roundtable.client.policy.policy_table import PolicyTable
+from roundtable.client.policy.policy_table import PolicyTable, TaskTable
 from roundtable.client.policy.privacy_rules import objections_to_sum, stated_epsilon
 from roundtable.client.policy.rules import Rules
 from roundtable.client.policy.task_hash import hash_of_task
@@ -127,6 +127,21 @@ def said(
 def test_each_rule_refuses_what_breaks_it(policy: dict[str, Any], text: str, reason: str) -> None:
     assert reason in said(policy, job(text))
     assert said({}, job(text)) == ""
+
+
+def test_jobs_set_only_those_parameters_of_a_task_that_the_silo_lets_them() -> None:
+    wanted = parse_job('[task]\nname = "t"\npath = "/etc/passwd"\nhidden = 8')
+    references = {"t": "t.py:T"}
+    bare = Rules(PolicyTable(), references).objections(wanted, None, NOON)
+    assert bare == [
+        "the job sets 'path', 'hidden' of the task 't', and this silo lets jobs set none of its parameters "
+        "([tasks.t] parameters)"
+    ]
+    tables = {"t": TaskTable(use="t.py:T", parameters=["hidden"])}
+    (narrow,) = Rules(PolicyTable(), references, tables).objections(wanted, None, NOON)
+    assert narrow.startswith("the job sets 'path' of the task 't', and this silo lets jobs set hidden of")
+    tables = {"t": TaskTable(use="t.py:T", parameters=["hidden", "path"])}
+    assert Rules(PolicyTable(), references, tables).objections(wanted, None, NOON) == []
 
 
 def test_what_the_rules_allow_is_allowed() -> None:

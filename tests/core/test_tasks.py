@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from roundtable.core import ArrayTask, Site, Task, initial_state, load_task
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.task import lacks
 
 DIGITS = """
@@ -119,6 +120,50 @@ def test_mistakes(tmp_path: Path, text: str, reference: str, message: str) -> No
     write(tmp_path, text)
     with pytest.raises(TaskError, match=message):
         load_task(reference, tmp_path)
+
+
+SIZED = """
+import roundtable.core as core
+from torch import nn
+
+class Sized(core.Task):
+    def __init__(self, hidden: int, rate: float = 0.5, *, name: str = "x"):
+        self.hidden, self.rate = hidden, rate
+    def model(self): return nn.Linear(2, self.hidden)
+    def data(self, site): return (), None
+    def loss(self, model, batch): return model(batch).mean()
+
+def deep(layers: int): return Sized(2 * layers)
+made = Sized(3)
+"""
+
+
+def test_parameters_reach_the_class_or_the_function_that_makes_the_task(tmp_path: Path) -> None:
+    write(tmp_path, SIZED)
+    task: Any = load_task("digits.py:Sized", tmp_path, parameters={"hidden": 7, "rate": 1})
+    assert (task.hidden, task.rate) == (7, 1)
+    assert load_task("digits.py:deep", tmp_path, parameters={"layers": 2}).hidden == 4  # type: ignore[union-attr]
+    assert load_task("digits.py:made", tmp_path).hidden == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("reference", "parameters", "message", "key"),
+    [
+        ("Sized", {}, "needs the parameter 'hidden'", ()),
+        ("Sized", {"hidden": "7"}, "hidden must be of type int, not '7'", ("hidden",)),
+        ("Sized", {"hidden": True}, "hidden must be of type int, not True", ("hidden",)),
+        ("Sized", {"hiden": 7}, "has no parameter 'hiden'; it takes: hidden, rate, name", ("hiden",)),
+        ("deep", {"hidden": 7}, r"line \d+\) has no parameter 'hidden'; it takes: layers", ("hidden",)),
+        ("made", {"hidden": 7}, "an object that is made already", ("hidden",)),
+    ],
+)
+def test_parameters_that_do_not_fit(
+    tmp_path: Path, reference: str, parameters: dict[str, Any], message: str, key: tuple[str, ...]
+) -> None:
+    write(tmp_path, SIZED)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_task(f"digits.py:{reference}", tmp_path, parameters=parameters)
+    assert raised.value.key == ("task", *key)
 
 
 def test_a_file_that_failed_can_be_mended(tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def silo(folder: Path) -> Executor:
 
 
 def order_of(folder: Path, job: JobConfig, round: int, attempt: int = 1, newest: int = 1) -> Order:
-    layout = initial_model(job, load_task(job.task, KIT)).layout
+    layout = initial_model(job, load_task(job.task.name, KIT)).layout
     return Order(
-        "job", round, "train", job.to_json(), job.task, str(folder / "model"), layout.fingerprint,
+        "job", round, "train", job.to_json(), job.task.name, str(folder / "model"), layout.fingerprint,
         str(folder / "update"), attempt, counted=(round - 1, newest) if round > 1 else None,
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_an_agent_takes_the_samples_of_a_simulated_client(tmp_path: Path) -> Non
     simulated = simulate(job, folder=KIT)
     ((name, given),) = records(tmp_path).items()
     job_of(tmp_path, clients=1)
-    model = initial_model(job, load_task(job.task, KIT))
+    model = initial_model(job, load_task(job.task.name, KIT))
     for round in range(1, ROUNDS + 1):
         save_model(tmp_path / "model", model)
         updates = []
@@ -128,7 +128,7 @@ def test_an_agent_takes_the_samples_of_a_simulated_client(tmp_path: Path) -> Non
 
 def test_a_process_killed_within_a_round_begins_the_round_again(tmp_path: Path) -> None:
     job = job_of(tmp_path, clients=1)
-    save_model(tmp_path / "model", initial_model(job, load_task(job.task, KIT)))
+    save_model(tmp_path / "model", initial_model(job, load_task(job.task.name, KIT)))
     for round in (1, 2):
         silo(tmp_path).train(order_of(tmp_path, job, round), lambda done, total, loss: None)
     ((name, given),) = records(tmp_path).items()
@@ -136,7 +136,7 @@ def test_a_process_killed_within_a_round_begins_the_round_again(tmp_path: Path) 
     other = tmp_path / "other"
     other.mkdir()
     job = job_of(other, clients=1)
-    save_model(other / "model", initial_model(job, load_task(job.task, KIT)))
+    save_model(other / "model", initial_model(job, load_task(job.task.name, KIT)))
     silo(other).train(order_of(other, job, 1), lambda done, total, loss: None)
     (other / "log" / "kill").write_text(str(given[-2]))
     script = (
@@ -157,7 +157,7 @@ def test_a_process_killed_within_a_round_begins_the_round_again(tmp_path: Path) 
 
 def test_a_place_that_is_lost_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = job_of(tmp_path, clients=1)
-    save_model(tmp_path / "model", initial_model(job, load_task(job.task, KIT)))
+    save_model(tmp_path / "model", initial_model(job, load_task(job.task.name, KIT)))
     silo(tmp_path).train(order_of(tmp_path, job, 1), lambda done, total, loss: None)
     assert not caplog.text
     for path in (tmp_path / "jobs" / "job").iterdir():
@@ -187,7 +187,7 @@ def test_streams_at_example_level_are_refused(tmp_path: Path) -> None:
     for backend in ("sequential", "processes"):
         with pytest.raises(PrivacyError, match="that can only be iterated have none"):
             simulate(job, folder=KIT, overrides={"simulation.backend": backend})
-    save_model(tmp_path / "model", initial_model(job, load_task(job.task, KIT)))
+    save_model(tmp_path / "model", initial_model(job, load_task(job.task.name, KIT)))
     with pytest.raises(PrivacyError, match="that can only be iterated have none"):
         silo(tmp_path).train(order_of(tmp_path, job, 1), lambda done, total, loss: None)
     assert not list((tmp_path / "log").iterdir())

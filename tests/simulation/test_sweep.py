@@ -63,6 +63,14 @@ def test_all_settings_are_checked_before_the_first_run(job_file, tmp_path):
         sweep(job_file, [], tmp_path / "out")
 
 
+def test_parameters_of_the_task_can_be_swept(job_file, tmp_path):
+    result = sweep(job_file, grid({"task.hidden": [2, 5]}), tmp_path / "out")
+    assert result.settings == ["task.hidden"]
+    with pytest.raises(ConfigError, match=r"run 2-hiden=5: .*has no parameter 'hiden'; it takes: hidden"):
+        sweep(job_file, [{"task.hidden": 3}, {"task.hiden": 5}], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(StorageError, match="holds no run"):
         compare([tmp_path])

@@ -114,8 +114,8 @@ class Chooses(Perceptron):
 
 
 class OwnOptimizer(Perceptron):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.01)
+    def optimizer(self, parameters: Any, context: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=context.learning_rate / 10)
 
 
 @pytest.mark.parametrize(

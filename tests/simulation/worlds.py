@@ -42,8 +42,12 @@ class Images(Task):
 
 
 class Perceptron(Images):
+    def __init__(self, hidden: int = 16) -> None:
+        self.hidden = hidden
+
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 3))
+        width = self.hidden
+        return nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.LayerNorm(width), nn.Linear(width, 3))
 
 
 class Dropout(Images):
