@@ -102,9 +102,7 @@ class Coordinator:
         credentials = _coordinator_credentials(Path(self.config.credentials))
         _check_port(self.config.listen)
         leadership = self._leadership = Leadership(self.config, credentials)
-        self._page = CoordinatorPage(
-            self.config, credentials, self.observer, self.clock, lambda: leadership.sight
-        )
+        self._page = CoordinatorPage(self.config, self.observer, self.clock, lambda: leadership.sight)
         try:
             self.metrics_port = await self._open_to_watch.enter_async_context(
                 monitored(self.config.metrics, self._page)

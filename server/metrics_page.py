@@ -17,8 +17,9 @@ import sqlalchemy as sa
 from prometheus_client.core import Metric
 from sqlalchemy.engine import Connection
 
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import StorageError
-from roundtable.core.identity.credentials import Credentials
+from roundtable.core.identity.lifetimes import Lifetimes
 from roundtable.core.observability.monitoring import Families, Interval
 from roundtable.engine.selection import quorum
 from roundtable.proto.pieces import traffic
@@ -41,6 +42,8 @@ REFRESH_SECONDS = 15.0
 ANSWER_SECONDS = 3.0
 SILENT_SECONDS = 900.0
 SILO_STATES = ("available", "training", "uploading", "offline")
+_FROM_ZERO: dict[str, dict[tuple[str, ...], float]] = {"rounds": {("committed",): 0.0, ("failed",): 0.0}}
+"""An alert on the increase of a counter does not see it appear."""
 STATES = ("waiting", "running", "paused", "finished", "cancelled", "failed")
 
 
@@ -50,14 +53,13 @@ class CoordinatorPage:
     def __init__(
         self,
         config: ServerConfig,
-        credentials: Credentials,
         observer: CoordinatorObserver,
         clock: Callable[[], float],
         sight: Callable[[], Sight | None],
     ) -> None:
         self._sight = sight
         self._config = config
-        self._credentials = credentials
+        self._certificates = Lifetimes(Path(config.credentials))
         self._observer = observer
         self._clock = clock
         self._parts: tuple[JobRegistry, Sessions, Database] | None = None
@@ -95,7 +97,7 @@ class CoordinatorPage:
         page.gauge("roundtable_coordinator_active", "1 active, 0 standing by", {(): float(parts is not None)})
         page.process(self._observer.tally, *traffic.both())
         folders = {"state": Path(self._config.state), "artifacts": Path(self._config.artifacts)}
-        page.surroundings(folders, self._credentials.expires.timestamp())
+        page.surroundings(folders, self._certificates.now())
         self._counted(page)
         if parts is not None:
             jobs, sessions, database = parts
@@ -123,7 +125,7 @@ class CoordinatorPage:
             ("incidents", "incidents in the histories of jobs", ("kind", "severity")),
         ):
             shown = "updates_refused" if name == "refused" else name
-            values = {key: float(count) for key, count in tally.of(name).items()}
+            values = {**_FROM_ZERO.get(name, {}), **tally.of(name)}
             page.counter(f"roundtable_{shown}", text, values, labels)
         if self._security is not None:
             text, labels = "calls that the gate or the service refused", ("call", "status")
@@ -163,6 +165,12 @@ class CoordinatorPage:
         each("roundtable_job_silos_known", text, lambda runner: _offering(runner, self._silos))
         text = "updates without which the job's rounds fail"
         each("roundtable_job_silos_needed", text, lambda runner: self._needed(runner))
+        text = (
+            "when the round that is under way began: its first attempt, or the job's going on after a pause"
+        )
+        each("roundtable_job_round_began_timestamp_seconds", text, lambda runner: runner.round_began)
+        text = "how long the job lets its silos work on a round"
+        each("roundtable_job_round_deadline_seconds", text, lambda runner: _deadline(runner.job))
 
     def _needed(self, runner: JobRunner) -> float:
         cohort = runner.job.cohort
@@ -184,6 +192,9 @@ class CoordinatorPage:
         page.gauge("roundtable_silos", "silos by what they do", values, ("status",))
         text = "silos that were not heard of for a quarter of an hour"
         page.gauge("roundtable_silos_silent", text, {(): float(silent)})
+        text = "connected silos whose certificate ends soon, and should have been renewed by now"
+        ending = sum(shown.lifetime.ends_soon(self._clock()) for shown in sessions.certificates())
+        page.gauge("roundtable_silos_certificate_ending", text, {(): float(ending)})
 
     def _privacy(self, page: Families) -> None:
         label = ("population",)
@@ -256,6 +267,12 @@ def _expected(connection: Connection) -> list[AgentRow]:
 
 def _offering(runner: JobRunner, silos: list[AgentRow]) -> float:
     return float(sum(silo.offers(runner.job.task.name) for silo in silos))
+
+
+def _deadline(job: JobConfig) -> float:
+    """The longest that silos may be waited for in an attempt at a round."""
+    evaluation = 0.0 if job.evaluation.bounds or not job.evaluation.every else job.evaluation.deadline
+    return job.cohort.wait + job.cohort.deadline + job.cohort.grace + evaluation
 
 
 def _account(book: Books) -> tuple[float, float, float]:

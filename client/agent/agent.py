@@ -37,6 +37,7 @@ from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity.credentials import Credentials, load_credentials
+from roundtable.core.identity.lifetimes import Lifetimes
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
@@ -121,7 +122,11 @@ class Agent:
             handler = StepHandler(self._config, observer, link, trainer, models, spool)
             self._observer = observer
             page = AgentPage(
-                self._config.state, identity, observer, lambda: link.stands, lambda: len(handler.spooled)
+                self._config.state,
+                Lifetimes(self._config.credentials),
+                observer,
+                lambda: link.stands,
+                lambda: len(handler.spooled),
             )
             try:
                 async with monitored(self._config.metrics, page) as self.metrics_port:

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from roundtable.client.door.incoming import Receipt
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
-from roundtable.core.identity.credentials import Credentials
+from roundtable.core.identity.lifetimes import Lifetimes
 from roundtable.core.observability.histograms import ProcessMetrics
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Interval
@@ -96,13 +96,13 @@ class AgentPage:
     def __init__(
         self,
         state: Path,
-        credentials: Credentials,
+        certificates: Lifetimes,
         observer: AgentObserver,
         connected: Callable[[], bool],
         spooled: Callable[[], int],
     ) -> None:
         self._state = state
-        self._credentials = credentials
+        self._certificates = certificates
         self._observer = observer
         self._connected = connected
         self._spooled = spooled
@@ -116,7 +116,7 @@ class AgentPage:
     async def figures(self) -> list[Metric]:
         page, tally = Families(), self._observer.tally
         page.process(tally, *traffic.both())
-        page.surroundings({"state": self._state}, self._credentials.expires.timestamp())
+        page.surroundings({"state": self._state}, self._certificates.now())
         page.gauge("roundtable_agent_connected", "1 with a connection", {(): float(self._connected())})
         queue = {("updates",): float(self._spooled())}
         page.gauge("roundtable_queue_length", "finished updates that wait for delivery", queue, ("queue",))

@@ -134,6 +134,17 @@ def create_ca(
     return folder / CA_CERTIFICATE
 
 
+def renew_issuing(ca_folder: Path, *, days: int = ISSUING_DAYS) -> Path:
+    """Makes a new issuing authority in the place of the one that ends; returns its certificate's path.
+
+    What the old one has certified holds as long as that does.
+    """
+    root, old = Authority.root(ca_folder), ca_folder / ISSUING_CERTIFICATE
+    for file, data in _issuing(root, x.common_name(root.certificate.subject), days).items():
+        x.replace(ca_folder / file, data)
+    return old
+
+
 def issue(
     ca_folder: Path,
     name: str,

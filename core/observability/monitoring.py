@@ -21,6 +21,7 @@ from prometheus_client import core
 
 from roundtable.core.errors import ResourceError
 from roundtable.core.identity.handshake import split_address
+from roundtable.core.identity.lifetimes import Lifetime
 from roundtable.core.observability.histograms import Histogram, ProcessMetrics
 
 log = logging.getLogger("roundtable.monitoring")
@@ -95,15 +96,18 @@ class Families:
         lag = {"": tally.lag}
         self.histogram("roundtable_event_loop_lag_seconds", "how late the event loop wakes a task", lag)
 
-    def surroundings(self, folders: Mapping[str, Path], expires: float | None) -> None:
-        """Free disk space by what it is for, and when the certificate ends (Unix time)."""
+    def surroundings(self, folders: Mapping[str, Path], certificates: Mapping[str, Lifetime]) -> None:
+        """Free disk space by what it is for, and how long certificates hold (Unix time) by whose they are."""
         free = {(name,): float(free_bytes(folder)) for name, folder in folders.items()}
         self.gauge("roundtable_disk_free_bytes", "free on the disk of this folder", free, ("folder",))
         total = {(name,): float(_usage(folder).total) for name, folder in folders.items()}
         self.gauge("roundtable_disk_size_bytes", "size of the disk of this folder", total, ("folder",))
-        if expires is not None:
-            name = "roundtable_certificate_expires_timestamp_seconds"
-            self.gauge(name, "when this party's certificate ends", {(): expires})
+        label = ("certificate",)
+        ends = {(name,): lifetime.expires for name, lifetime in certificates.items()}
+        text = "when this party's certificate ends, and those of the authorities that it trusts"
+        self.gauge("roundtable_certificate_expires_timestamp_seconds", text, ends, label)
+        begins = {(name,): lifetime.issued for name, lifetime in certificates.items()}
+        self.gauge("roundtable_certificate_issued_timestamp_seconds", "when they began", begins, label)
 
 
 def free_bytes(folder: Path) -> int:

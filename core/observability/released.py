@@ -216,9 +216,11 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
             Tells.PUBLIC,
             "coordinator_active database_up calls_refused round_seconds phase_seconds jobs job_rounds_done "
             "job_rounds_wanted job_running job_silos_online job_silos_known job_silos_needed "
+            "job_round_began_timestamp_seconds job_round_deadline_seconds silos_certificate_ending "
             "silos_silent standby_lag_seconds quota_refusals privacy_epsilon_spent privacy_epsilon_budget "
             "privacy_epsilon_left event_loop_lag_seconds disk_free_bytes disk_size_bytes "
-            "certificate_expires_timestamp_seconds transfer_bytes rounds",
+            "certificate_expires_timestamp_seconds certificate_issued_timestamp_seconds transfer_bytes "
+            "rounds",
         ),
         **_of(Tells.COHORT, "queue_length updates incidents silos"),
         "updates_refused": Tells.UPDATE,

@@ -56,7 +56,11 @@ class PendingTransition:
 
 
 class JobRunner:
-    """Drives one job's engine until the job ends; `inbox`, `instructions` and `collection` are its parts'."""
+    """Drives one job's engine until the job ends; `inbox`, `instructions` and `collection` are its parts'.
+
+    `round_began` is when the round that is under way began, over all its attempts, as far as this process
+    knows: after a restart, when the attempt began.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,9 @@ class JobRunner:
         self._trouble = ""
         self._handled = "its beginning"
         self._culprit: tuple[str, m.Step] | None = None
+        self._turn = self._present_turn()
+        attempt = engine.state.attempt
+        self.round_began = attempt.started if attempt else services.clock()
 
     @property
     def tells_cohorts(self) -> bool:
@@ -259,10 +266,17 @@ class JobRunner:
         attempt = self._engine.state.attempt
         step = attempt.step if attempt else None
         self._services.observer.moved(self.row.id, step, batch.records, time.monotonic() - began)
+        if (turn := self._present_turn()) != self._turn:
+            self._turn, self.round_began = turn, self._services.clock()
         for action in batch.actions:
             self._actions.perform(action)
         failpoint("transition_done", *self._place(batch))
         self.inbox.notify()
+
+    def _present_turn(self) -> tuple[int, str]:
+        """(round, status): with a new one the time that the job gives to a round begins anew."""
+        state = self._engine.state
+        return (state.attempt.round if state.attempt else 0, state.status)
 
     def _place(self, batch: PendingTransition) -> tuple[int, str]:
         """(round, phase) that this batch leads to, for failpoints; a commit counts as a phase."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from roundtable.core.identity.lifetimes import Lifetime
 from roundtable.server.door import to_agents
 from roundtable.server.door.to_agents import ToAgent
 from roundtable.server.store import AgentRow
@@ -22,11 +23,20 @@ class Identity:
     key: bytes
 
 
+@dataclass(frozen=True)
+class ShownCertificate:
+    """The certificate of a connection; `key` is SHA-256 of its public key, the same after a renewal."""
+
+    key: str
+    lifetime: Lifetime
+
+
 @dataclass
 class AgentSession:
     """One agent's control stream. `None` in the outbox ends it; `revocations` is the list it was given."""
 
     client: AgentRow
+    shown: ShownCertificate
     heard: float
     state: str = "available"
     revocations: bytes = b""
@@ -78,9 +88,13 @@ class Sessions:
         """Every agent that is connected."""
         return [session.client for session in self._sessions.values()]
 
-    def open(self, client: AgentRow) -> AgentSession:
+    def certificates(self) -> list[ShownCertificate]:
+        """What the agents that are connected have shown."""
+        return [session.shown for session in self._sessions.values()]
+
+    def open(self, client: AgentRow, shown: ShownCertificate) -> AgentSession:
         """A new session; an older one under the same name ends."""
-        session = AgentSession(client, self._clock())
+        session = AgentSession(client, shown, self._clock())
         older = self._sessions.get(client.name)
         self._sessions[client.name] = session
         if older is not None:

@@ -29,7 +29,7 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import AgentSession, Identity
 from roundtable.server.services import transfer
-from roundtable.server.services.installations import Installations
+from roundtable.server.services.installations import Installations, shown_by
 from roundtable.server.services.security import Security
 from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
@@ -94,7 +94,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             return
         await self._services.together.write(lambda connection: remember(connection, client))
         await context.write(agent_pb2.ToAgent(welcome=welcome))
-        session = self._services.sessions.open(client)
+        session = self._services.sessions.open(client, shown_by(context))
         session.revocations = welcome.revocations
         listening = asyncio.get_running_loop().create_task(self._listen(session, requests))
         try:

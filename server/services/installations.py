@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable
 
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity import certificates as x
+from roundtable.core.identity.lifetimes import Lifetime
 from roundtable.core.identity.signing import check_signature
 from roundtable.proto import agent_pb2
 from roundtable.server.auth.access import Context, address_of
@@ -27,6 +28,7 @@ from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import InstallationProof
 from roundtable.server.door.from_agents import message_of
+from roundtable.server.jobs.sessions import ShownCertificate
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import clone_incident
 from roundtable.server.store import Database
@@ -63,7 +65,7 @@ class Installations:
                 await _challenge(name, installation, requests, context)
             except IdentityError as error:
                 return await self._refused(name, str(error), context)
-        row = store.InstallationRow(_key_of(context), name, installation.hex(), self._clock())
+        row = store.InstallationRow(shown_by(context).key, name, installation.hex(), self._clock())
         bound = await self._database.read(lambda connection: store.installation_of(connection, row.key))
         if not bound and installation:
             bound = await self._database.write(lambda connection: store.bind_installation(connection, row))
@@ -102,8 +104,8 @@ async def _challenge(
     check_signature(installation, "installation", values, proof, name)
 
 
-def _key_of(context: Context) -> str:
-    """SHA-256 of the public key of the connection's certificate: the same after a renewal."""
+def shown_by(context: Context) -> ShownCertificate:
+    """The connection's certificate."""
     shown = next(iter(context.auth_context()["x509_pem_cert"]))
-    key = x.certificates_in(shown, "the connection's certificate")[0].public_key()
-    return hashlib.sha256(x.public_bytes(key)).hexdigest()
+    own = x.certificates_in(shown, "the connection's certificate")[0]
+    return ShownCertificate(hashlib.sha256(x.public_bytes(own.public_key())).hexdigest(), Lifetime.of(own))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.core.identity.certificates import (
+    certificates_in,
     key_in_request,
     pem_of,
     pem_of_key,
@@ -27,14 +28,17 @@ from roundtable.core.identity.certificates import (
 from roundtable.core.identity.credentials import (
     ROLES,
     Authority,
+    check_chain,
     create_ca,
     identity_of,
     issue,
     load_credentials,
     load_silo_identity,
+    renew_issuing,
     verify_identity,
 )
 from roundtable.core.identity.invitation import Invitation, Secret
+from roundtable.core.identity.lifetimes import Lifetimes
 from roundtable.core.identity.revocation import NOTHING, load_list, newer, parse_list, revoke
 
 
@@ -342,3 +346,35 @@ def test_invitations_and_tokens_come_back_whole() -> None:
     assert secret.fits(secret.digest)
     assert not Secret.fresh().fits(secret.digest)
     assert secret.secret.hex() not in repr(invitation)
+
+
+def test_how_long_certificates_hold_is_read_from_the_files_of_now(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    create_ca(tmp_path / "ca")
+    issue(tmp_path / "ca", "hub", "coordinator", tmp_path / "hub", ["hub"], days=20, enrols=True)
+    issue(tmp_path / "ca", "hub", "coordinator", tmp_path / "new", ["hub"], days=300)
+    lifetimes = Lifetimes(tmp_path / "hub")
+    before = lifetimes.now()
+    assert list(before) == ["own", "issuing", "ca"]
+    assert before["own"].expires < before["issuing"].expires < before["ca"].expires
+    shutil.copy(tmp_path / "new" / "node.crt", tmp_path / "hub" / "node.crt")
+    after = lifetimes.now()
+    assert after["own"].expires - before["own"].expires == pytest.approx(280 * 86400, abs=60)
+    (tmp_path / "hub" / "node.crt").write_text("half a file")
+    assert [lifetimes.now(), lifetimes.now()] == [after, after]
+    assert caplog.text.count("cannot be read") == 1
+
+
+def test_a_new_issuing_authority_certifies_under_the_same_root(tmp_path: Path) -> None:
+    create_ca(tmp_path / "ca")
+    issue(tmp_path / "ca", "old", "coordinator", tmp_path / "old", ["hub"], enrols=True)
+    renew_issuing(tmp_path / "ca")
+    issue(tmp_path / "ca", "new", "coordinator", tmp_path / "new", ["hub"], enrols=True)
+    roots = certificates_in((tmp_path / "ca" / "ca.crt").read_bytes(), "ca.crt")
+    key = ec.generate_private_key(ec.SECP256R1()).public_key()
+    for folder in ("old", "new"):
+        silo = Authority.issuing(tmp_path / folder).certify(key, "elm", "agent")
+        assert check_chain(certificates_in(silo, "elm"), roots, datetime.now(UTC)) == 1
+    both = [(tmp_path / folder / "issuing.crt").read_bytes() for folder in ("old", "new")]
+    assert both[0] != both[1]

@@ -42,6 +42,20 @@ def init(folder: Path, name: str, passphrase: bool) -> None:
     say(f"Next: roundtable ca issue coordinator --role coordinator --host HOSTNAME --ca {folder}")
 
 
+@ca.command("issuing")
+@click.argument("folder", type=_FOLDER, default="ca")
+def issuing(folder: Path) -> None:
+    """Make a new issuing authority in FOLDER, before the old one ends after two years.
+
+    Silos' certificates hold on, and are renewed by the new one once the coordinator has it.
+    """
+    from roundtable.core.identity.credentials import renew_issuing
+
+    certificate = renew_issuing(folder)
+    say(f"Made {certificate} anew, and its key. Give both to the coordinator: issue with --enrols,")
+    say("or copy issuing.crt and issuing.key into its credentials folder; they count at once.")
+
+
 @ca.command("issue")
 @click.argument("name")
 @click.option("--role", type=click.Choice(ROLES), required=True)

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -20,7 +21,8 @@ from service import AGENTS, Operator, running
 
 from roundtable.administration import Administrator
 from roundtable.core.errors import ResourceError
-from roundtable.proto import agent_pb2, common_pb2
+from roundtable.core.identity.credentials import issue
+from roundtable.proto import agent_pb2, common_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.coordinator import until_it_answers
 from roundtable.server.leadership.election import Sight
@@ -89,7 +91,10 @@ async def test_a_job_is_counted_and_timed(
     assert value(found, "roundtable_transfer_bytes_total", direction="out") >= 9 * 16
     assert value(found, "roundtable_queue_length", queue="events") == 0
     assert value(found, "roundtable_disk_free_bytes", folder="artifacts") > 0
-    assert value(found, "roundtable_certificate_expires_timestamp_seconds") > 1.7e9
+    for certificate in ("own", "ca"):
+        assert (
+            value(found, "roundtable_certificate_expires_timestamp_seconds", certificate=certificate) > 1.7e9
+        )
     assert value(found, "process_resident_memory_bytes") > 1e7
     assert value(found, "roundtable_event_loop_lag_seconds_count") >= 0
 
@@ -111,8 +116,55 @@ async def test_a_running_job_shows_who_is_there_and_who_is_needed(
     assert value(found, "roundtable_job_silos_needed", **labels) == 2
     assert value(found, "roundtable_job_rounds_wanted", **labels) == 1
     assert value(found, "roundtable_job_rounds_done", **labels) == 0
+    # [cohort] wait, deadline and grace, and the evaluation's deadline.
+    assert value(found, "roundtable_job_round_deadline_seconds", **labels) == 30 + 600 + 30 + 120
     refused = {"call": "Operators/GetJob", "status": "NOT_FOUND"}
     assert value(found, "roundtable_calls_refused_total", **refused) == 1
+
+
+async def test_a_round_began_with_its_first_attempt_and_the_next_one_with_its_commit(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    async def began() -> float:
+        found = await figures(coordinator.metrics_port)
+        return value(found, "roundtable_job_round_began_timestamp_seconds", job_id=job.id)
+
+    async with (
+        running(settings(metrics="127.0.0.1:0")) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / "alder") as alder,
+    ):
+        job = await operator.submit("[cohort]\nsize = 1\n[evaluation]\nevery = 0", rounds=2)
+        first = await alder.expect("instruction")
+        times = [await began()]
+        await alder.say(failure=agent_pb2.Failure(step=first.step, kind="task_error", detail="once"))
+        second = await alder.expect("instruction")
+        assert (second.step.round, second.step.attempt) == (1, 2)
+        times.append(await began())
+        await alder.answer(second, torch.ones(4))
+        assert (await alder.expect("instruction")).step.round == 2
+        times.append(await began())
+        await operator.stub.PauseJob(operator_pb2.JobRequest(job=job.id))
+        await operator.watch_until(job.id, "paused")
+        await operator.stub.ResumeJob(operator_pb2.JobRequest(job=job.id))
+        await operator.watch_until(job.id, "running")
+        times.append(await began())
+    assert times[0] == times[1] < times[2] < times[3] <= time.time()
+
+
+async def test_silos_whose_certificate_ends_soon_are_counted(
+    settings: Callable[..., ServerConfig], certificates: Path, tmp_path: Path
+) -> None:
+    def ending(name: str, days: int, old: float) -> Path:
+        start = datetime.now(UTC) - timedelta(days=old)
+        return issue(certificates / "ca", name, "agent", tmp_path / name, days=days, start=start)
+
+    folders = [certificates / "alder", ending("year", 365, 352), ending("week", 7, 5), ending("last", 7, 6.5)]
+    async with running(settings(metrics="127.0.0.1:0")) as coordinator:
+        for folder, count in zip(folders, (0, 1, 1, 2), strict=True):
+            await ScriptedAgent(coordinator.port, folder).connect()
+            found = await figures(coordinator.metrics_port)
+            assert value(found, "roundtable_silos_certificate_ending") == count, folder
 
 
 async def test_a_silo_that_was_revoked_is_not_waited_for(
