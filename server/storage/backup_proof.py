@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
-
-from blake3 import blake3
 
 from roundtable.core.errors import AuditError, IdentityError, StorageError
 from roundtable.core.evidence.audit_log import AuditEntry, Log, read_log
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import Signed, envelope, open_envelope
+from roundtable.server.storage.backup_folder import MANIFEST, TABLES, BackupFolder, object_name
 
 FORMAT = 2
-MANIFEST = "manifest.json"
-READ_BYTES = 4 << 20
 _NAMED = 10
 Rows = list[dict[str, Any]]
 
@@ -32,12 +29,13 @@ def signed_manifest(identity: SiloIdentity, manifest: Mapping[str, Any]) -> byte
     return json.dumps(envelope(identity, "backup", manifest), indent=1).encode()
 
 
-def open_manifest(folder: Path, ca: bytes, coordinator: str) -> Signed:
+def open_manifest(backup: BackupFolder, ca: bytes, coordinator: str) -> Signed:
     """The manifest of a backup that this coordinator has signed; StorageError otherwise."""
+    folder = backup.path
+    if not (folder / MANIFEST).exists():
+        raise StorageError(f"{folder} holds no whole backup: there is no {MANIFEST}")
     try:
-        document = json.loads((folder / MANIFEST).read_bytes())
-    except OSError as error:
-        raise StorageError(f"{folder} holds no whole backup: {error.strerror}: {MANIFEST}") from error
+        document = json.loads(b"".join(backup.read(MANIFEST)))
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{folder}/{MANIFEST} is damaged: {error}") from error
     if not isinstance(document, dict) or "signature" not in document:
@@ -61,28 +59,26 @@ def open_manifest(folder: Path, ca: bytes, coordinator: str) -> Signed:
     return found
 
 
-def check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+def check_files(backup: BackupFolder, manifest: Mapping[str, Any]) -> None:
     """StorageError naming each file that is missing, changed or added."""
-    wanted = dict(manifest["files"]) | {
-        f"objects/{digest[:2]}/{digest}": digest for digest in manifest["artifacts"]
-    }
-    differing = [words for name, digest in wanted.items() if (words := _difference(folder / name, digest))]
-    tables = {f"tables/{path.name}" for path in (folder / "tables").iterdir()}
+    wanted = dict(manifest["files"]) | {object_name(digest): digest for digest in manifest["artifacts"]}
+    differing = [words for name, digest in wanted.items() if (words := _difference(backup, name, digest))]
+    tables = {f"{TABLES}/{path.name}" for path in (backup.path / TABLES).iterdir()}
     differing += [f"{name} was added" for name in sorted(tables - wanted.keys())]
     if differing:
         more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
         raise StorageError(f"the backup is damaged or was altered: {'; '.join(differing[:_NAMED])}{more}")
 
 
-def check_rows(folder: Path, manifest: Mapping[str, Any], ca: bytes) -> Log:
+def check_rows(backup: BackupFolder, manifest: Mapping[str, Any], ca: bytes) -> Log:
     """The audit log in a backup. StorageError where it does not hold, or where rows do not follow from it."""
     try:
-        log = read_log(_lines(folder), ca)
+        log = read_log(_audit_lines(backup), ca)
     except AuditError as error:
         raise StorageError(f"the audit log in the backup does not hold: {error}") from error
     if [len(log.entries), log.hash_of(len(log.entries))] != list(manifest["audit"]):
         raise StorageError("the audit log in the backup does not end where its manifest says")
-    contradictions = [*_tokens(folder, log), *_revocations(folder, log), *_certificates(folder, log)]
+    contradictions = [*_tokens(backup, log), *_revocations(backup, log), *_certificates(backup, log)]
     if contradictions:
         raise StorageError(
             f"the backup contradicts its own audit log: {'; '.join(contradictions[:_NAMED])}. Somebody has "
@@ -91,33 +87,28 @@ def check_rows(folder: Path, manifest: Mapping[str, Any], ca: bytes) -> Log:
     return log
 
 
-def _difference(path: Path, digest: str) -> str:
-    found = blake3()
+def _difference(backup: BackupFolder, name: str, digest: str) -> str:
     try:
-        with path.open("rb") as file:
-            while data := file.read(READ_BYTES):
-                found.update(data)
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
-    return "" if found.hexdigest() == digest else f"{path.name} was changed"
+        return "" if backup.digest(name) == digest else f"{PurePath(name).name} was changed"
+    except StorageError as error:
+        return str(error)
 
 
-def _rows(folder: Path, table: str) -> Rows:
-    with (folder / "tables" / f"{table}.jsonl").open("rb") as file:
-        return [json.loads(line) for line in file]
+def _rows(backup: BackupFolder, table: str) -> Rows:
+    return [json.loads(line) for line in backup.lines(f"{TABLES}/{table}.jsonl")]
 
 
-def _lines(folder: Path) -> Iterator[str]:
-    for row in _rows(folder, "audit"):
+def _audit_lines(backup: BackupFolder) -> Iterator[str]:
+    for row in _rows(backup, "audit"):
         yield AuditEntry(**{**row, "detail": json.loads(row["detail"])}).to_line()
-    for row in _rows(folder, "seals"):
+    for row in _rows(backup, "seals"):
         yield f'{{"seal":{row["document"]}}}'
 
 
-def _tokens(folder: Path, log: Log) -> Iterator[str]:
+def _tokens(backup: BackupFolder, log: Log) -> Iterator[str]:
     made = {item.detail["identifier"]: item for item in log.entries if item.action == "token_created"}
     gone = {item.detail["identifier"] for item in log.entries if item.action == "token_revoked"}
-    for row in _rows(folder, "tokens"):
+    for row in _rows(backup, "tokens"):
         entry = made.get(row["identifier"])
         stated = {name: row[name] for name in ("identifier", "digest", "role", "expires")}
         if entry is None or entry.object != row["name"] or entry.detail != stated:
@@ -126,23 +117,23 @@ def _tokens(folder: Path, log: Log) -> Iterator[str]:
             yield f"token {row['name']!r} was revoked, and is not in the table"
 
 
-def _revocations(folder: Path, log: Log) -> Iterator[str]:
+def _revocations(backup: BackupFolder, log: Log) -> Iterator[str]:
     """A revocation that is missing lets somebody in again; one that was added shuts somebody out."""
     noted = {
         (item.detail["role"], item.object): item.time for item in log.entries if item.action == "revoked"
     }
-    kept = {(row["role"], row["name"]): row["time"] for row in _rows(folder, "revoked")}
+    kept = {(row["role"], row["name"]): row["time"] for row in _rows(backup, "revoked")}
     for role, name in sorted(noted.items() ^ kept.items()):
         yield f"the revocation of {role[0]} {role[1]!r} at {name:.0f} is in one of log and table only"
 
 
-def _certificates(folder: Path, log: Log) -> Iterator[str]:
+def _certificates(backup: BackupFolder, log: Log) -> Iterator[str]:
     made = {
         serial: item.object
         for item in log.entries
         if item.action in ("enrolled", "renewed")
         for serial in item.detail["serials"]
     }
-    for row in _rows(folder, "certificates"):
+    for row in _rows(backup, "certificates"):
         if made.get(row["serial"]) != row["name"]:
             yield f"certificate {row['serial'][:16]} of {row['name']!r} was never issued"

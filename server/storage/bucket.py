@@ -65,6 +65,12 @@ class Bucket:
         """Whether nothing lies there."""
         return not self._place.contents()
 
+    def clear(self) -> None:
+        """Deletes everything that lies there: what a restore that failed has put into an empty one."""
+        for name in self._place.contents():
+            self._place.forget(name)
+        self._sizes.clear()
+
     def put(self, source: Path, digest: str) -> None:
         """Makes a blob durable here."""
         size = source.stat().st_size

@@ -81,6 +81,11 @@ class Location:
         opened = self._opened(name)
         return None if opened is None else b"".join(self._pieces(opened))
 
+    def stream(self, name: str) -> Iterator[bytes] | None:
+        """What is stored under a name, piece by piece; None if there is nothing."""
+        opened = self._opened(name)
+        return None if opened is None else self._pieces(opened)
+
     def forget(self, name: str) -> None:
         """Deletes what is stored under this name, if anything."""
         if self.has(name):

@@ -108,11 +108,18 @@ class Retention:
         return count
 
     async def _delete(self, digests: Iterable[str]) -> int:
-        """Deletes the files of those that nobody mentions, while no other transaction can."""
+        """Deletes the files of those that nobody mentions, while no other transaction can.
+
+        None while a backup is made, which reads what it has seen mentioned: `sweep` finds them later.
+        """
         wanted: Sequence[str] = list(digests)
 
         def delete(connection: Connection) -> int:
-            still_mentioned = mentioned(connection, wanted)
-            return self._artifacts.delete(digest for digest in wanted if digest not in still_mentioned)
+            with self._database.deleting(connection) as allowed:
+                if not allowed:
+                    log.info("a backup is being made: nothing is deleted until it is done")
+                    return 0
+                still_mentioned = mentioned(connection, wanted)
+                return self._artifacts.delete(digest for digest in wanted if digest not in still_mentioned)
 
         return await self._database.write(delete) if wanted else 0

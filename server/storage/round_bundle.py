@@ -23,8 +23,8 @@ from roundtable.core.identity.signing import envelope
 from roundtable.engine.validation.repeatable import why_not_repeatable
 from roundtable.engine.verification.bundle import JOB, LOG, OBJECTS, ROUNDS, object_path, round_path
 from roundtable.server.config import ServerConfig
-from roundtable.server.storage.backup import Vanished, copy_artifact, fetch_artifact, make_folders
 from roundtable.server.storage.bucket import Bucket
+from roundtable.server.storage.copies import Vanished, copy_artifact, fetch_artifact, make_folders
 from roundtable.server.store import Database, JobRow
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store.artifacts import mentioned

@@ -7,6 +7,8 @@ power. PostgreSQL does the same by default.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +29,7 @@ Result = TypeVar("Result")
 BUSY_SECONDS = 10
 PASSING = ("starting up", "shutting down", "in recovery mode", "too many clients", "not yet accepting")
 UPGRADE_LOCK = 7443
+FILES_LOCK = 7444
 
 
 class DatabaseUnreachable(StorageError):
@@ -113,6 +116,38 @@ class Database:
             raise explain(error, self.url) from error
 
     @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps every process from deleting artifacts while the block lasts and this process lives.
+
+        PostgreSQL knows of it by a lock of a transaction, those who use a SQLite file by one on its folder.
+        """
+        if self.embedded:
+            with self._folder() as descriptor:
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                yield
+            return
+        try:
+            with self._reader.connect() as connection, connection.begin():
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock_shared(FILES_LOCK)))
+                yield
+        except SQLAlchemyError as error:
+            raise explain(error, self.url) from error
+
+    @contextmanager
+    def deleting(self, connection: Connection) -> Iterator[bool]:
+        """Whether artifacts may be deleted within the block, in this transaction: not while any are held."""
+        if not self.embedded:
+            yield bool(connection.execute(sa.select(sa.func.pg_try_advisory_xact_lock(FILES_LOCK))).scalar())
+            return
+        with self._folder() as descriptor:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    @contextmanager
     def transaction(self) -> Iterator[Connection]:
         """A transaction in this thread, beside those of `write`; it passes no fence."""
         try:
@@ -143,6 +178,15 @@ class Database:
         self._read_threads.shutdown(wait=True)
         self._writer.dispose()
         self._reader.dispose()
+
+    @contextmanager
+    def _folder(self) -> Iterator[int]:
+        # The folder itself: a lock file that root has made for a backup could be closed to the coordinator.
+        descriptor = os.open(self.file.parent, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _run(self, engine: Engine, work: Callable[[Connection], Result], writes: bool = False) -> Result:
         try:

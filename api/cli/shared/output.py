@@ -7,7 +7,7 @@ hold plain text and no markup, and JSON is escaped; a test looks that no command
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -92,14 +92,25 @@ def console() -> Console:
 
 
 @contextmanager
-def working(on: str) -> Iterator[None]:
-    """Says what takes seconds, with a moving sign, until the block ends; on a terminal only."""
+def working(on: str) -> Iterator[Callable[[str], None]]:
+    """Says what takes seconds, with a moving sign, until the block ends; on a terminal only.
+
+    What it yields takes words on how far it is.
+    """
     screen = console()
     if not screen.is_terminal:
-        yield
+        yield lambda _: None
         return
-    with screen.status(cell(on)):
-        yield
+    with screen.status(cell(on)) as status:
+        yield lambda how_far: status.update(cell(f"{on}: {how_far}"))
+
+
+def amount(count: int) -> str:
+    """A number of bytes, for people."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
 
 
 def cell(text: object, style: str = "", limit: int = _CELL) -> Text:

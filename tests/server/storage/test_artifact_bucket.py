@@ -26,7 +26,8 @@ from roundtable.server.jobs import aggregate_action
 from roundtable.server.storage import bucket
 from roundtable.server.storage import replicas as copies
 from roundtable.server.storage.artifact_store import ArtifactStore, DamagedArtifact
-from roundtable.server.storage.backup import back_up, restore
+from roundtable.server.storage.backup import back_up
+from roundtable.server.storage.backup_restore import restore
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.location import Location, Unreachable, blob_name
 from roundtable.server.store import Database

@@ -26,8 +26,9 @@ from roundtable.core.identity.credentials import SiloIdentity, issue, load_silo_
 from roundtable.core.identity.invitation import Secret
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import ServerConfig
-from roundtable.server.storage.backup import back_up, restore
+from roundtable.server.storage.backup import back_up
 from roundtable.server.storage.backup_proof import signed_manifest
+from roundtable.server.storage.backup_restore import restore
 from roundtable.server.store import Database, tables
 
 Settings = Callable[..., ServerConfig]
@@ -290,7 +291,7 @@ async def test_a_restore_stands_in_the_audit_log_that_it_restored(
     async with running(config) as coordinator:
         lines = [line async for page in coordinator.security.audit.lines(1) for line in page]
     before = read_log(lines, ca)
-    manifest = back_up(config, tmp_path / "backup")
+    manifest = back_up(config, tmp_path / "backup").manifest
     new = settings(state=str(tmp_path / "new"))
     restore(new, tmp_path / "backup", new_identity=True)
     async with running(new) as coordinator:
