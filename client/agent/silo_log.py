@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from roundtable.client.durable_files import append_synced
 from roundtable.core.errors import IdentityError, ResourceError
 from roundtable.core.evidence.audit_log import AuditEntry, entry
 from roundtable.core.identity.credentials import load_silo_identity
@@ -56,14 +57,11 @@ class SiloLog:
 
     def _append(self, line: str) -> None:
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(line.encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
+            self._path.touch(mode=0o600)
+            append_synced(self._path, line.encode() + b"\n")
+        except (OSError, ResourceError) as error:
             raise ResourceError(
-                f"the silo's log {self._path} cannot be written: {error.strerror}; nothing is done without it"
+                f"the silo's log cannot be written, and nothing is done without it: {error}"
             ) from error
 
 

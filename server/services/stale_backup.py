@@ -28,10 +28,12 @@ async def forgotten(jobs: JobRegistry, database: Database, hello: Introduction) 
 
 
 def _position(jobs: JobRegistry, job: str, stored: JobPosition | None) -> tuple[int, float] | None:
-    """(round, attempt) that the job has come to; every attempt at the last round of one that is over."""
+    """(round, attempt) that the job has come to; every attempt at the last round of one that is over.
+
+    A job is over before its driver is gone, for as long as its end waits for the database.
+    """
     runner = jobs.runner(job)
-    if runner is not None:
-        view = runner.view().value
+    if runner is not None and (view := runner.view().value).status not in FINAL:
         return view.round, view.attempt
     if stored is None:
         return None

@@ -6,6 +6,7 @@ Each line carries a hash over itself and the line before: an attempt is done aga
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 from pathlib import Path
@@ -28,7 +29,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.entries = self._read(path) if path.exists() else []
-            self._file = path.open("a", encoding="ascii")
+            self._file = path.open("ab", buffering=0)
             sync_folder(path.parent)
         except OSError as error:
             raise os_error(error, path) from error
@@ -38,10 +39,14 @@ class Journal:
         if self._file.closed:
             return
         found = _chained(self._hash, kind, data)
+        line = json.dumps([kind, base64.b64encode(data).decode(), found]).encode() + b"\n"
+        end = self._file.seek(0, os.SEEK_END)
         try:
-            self._file.write(json.dumps([kind, base64.b64encode(data).decode(), found]) + "\n")
-            self._file.flush()
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            # Half a line would spoil the one that follows, once there is room again.
+            self._file.truncate(end)
             raise os_error(error, self.path) from error
         self._hash = found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import sqlalchemy as sa
 import torch
 from scripted_agent import ScriptedAgent, secure_channel
 from service import Operator, running
@@ -28,6 +29,32 @@ async def test_the_welcome_says_what_the_agent_needs(coordinator: Coordinator, c
         assert abs(agent.welcome.clock - time.time()) < 60
         await agent.say(heartbeat=agent_pb2.Heartbeat(state="available"))
         await agent.expect("heartbeat")
+
+
+async def test_a_silo_that_has_seen_the_last_round_is_welcome_while_the_job_s_end_waits_for_the_database(
+    coordinator: Coordinator, operator: Operator, certificates: Path, tmp_path: Path
+) -> None:
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'state' / 'coordinator.db'}")
+    async with ScriptedAgent(coordinator.port, certificates / "alder") as agent:
+        job = await operator.submit("[cohort]\nsize = 1\n[evaluation]\nevery = 0", rounds=1)
+        instruction = await agent.expect("instruction")
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "CREATE TRIGGER refuse BEFORE UPDATE ON jobs WHEN NEW.status = 'finished' "
+                "BEGIN SELECT RAISE(FAIL, 'I/O trouble'); END"
+            )
+        assert (await agent.answer(instruction, ONE)).status == agent_pb2.UploadReceipt.ACCEPTED
+        async for update in operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job.id), timeout=20):
+            if "I/O trouble" in update.detail.waiting_for:
+                break
+        back = ScriptedAgent(coordinator.port, certificates / "alder")
+        answer = await back.connect(coordinator=agent.welcome.coordinator, seen=[instruction.step])
+        assert answer.HasField("welcome"), answer
+        with engine.begin() as connection:
+            connection.exec_driver_sql("DROP TRIGGER refuse")
+        await operator.watch_until(job.id, "finished")
+        await back.close()
+    engine.dispose()
 
 
 async def test_an_agent_of_another_version(coordinator: Coordinator, certificates: Path) -> None:

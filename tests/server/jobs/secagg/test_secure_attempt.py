@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blake3 import blake3
+from file_limit import files_of_at_most
 
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ProtocolError, StorageError
+from roundtable.core.errors import ProtocolError, ResourceError, StorageError
 from roundtable.engine import GroupMeans
 from roundtable.engine.messages import Step
 from roundtable.privacy import SecureRound
@@ -227,6 +228,17 @@ def test_a_closed_journal_takes_nothing_more(tmp_path: Path) -> None:
     journal.add("message", b"two")
     journal.sync()
     assert Journal(tmp_path / "journal").entries == [("message", b"one")]
+
+
+def test_a_journal_on_a_full_disk_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.add("message", b"one")
+    with files_of_at_most(path.stat().st_size + 20), pytest.raises(ResourceError, match="is full"):
+        journal.add("message", b"two")
+    journal.add("message", b"two")
+    journal.close(forget=False)
+    assert Journal(path).entries == [("message", b"one"), ("message", b"two")]
 
 
 def test_what_is_said_again_in_a_later_phase_changes_nothing(tmp_path: Path) -> None:
