@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from roundtable.cli.shared.options import connection_options, json_option
-from roundtable.cli.shared.output import print_json, say, say_styled
+from roundtable.cli.shared.output import interruptible, print_json, say, say_styled, working
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator
 
-    from roundtable.doctor import Check
+    from roundtable.doctor.inquiries import Check, Inquiry
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -49,19 +50,19 @@ def doctor(
     or --agent, everything that these settings name, before the service is started.
     """
     if server is None and agent is None:
-        from roundtable.doctor import examine
+        from roundtable.doctor.machine_checks import examine
 
         return report(examine(coordinator, credentials, listen, state), as_json)
-    checks: list[Check] = []
+    probes: list[Iterator[Inquiry]] = []
     if server is not None:
-        from roundtable.doctor_coordinator import examine_coordinator
+        from roundtable.doctor.doctor_coordinator import examine_coordinator
 
-        checks += examine_coordinator(server)
+        probes.append(examine_coordinator(server))
     if agent is not None:
-        from roundtable.doctor_agent import examine_agent
+        from roundtable.doctor.doctor_agent import examine_agent
 
-        checks += examine_agent(agent)
-    return report(checks, as_json)
+        probes.append(examine_agent(agent))
+    return report(chain.from_iterable(probes), as_json)
 
 
 @click.command("doctor")
@@ -72,20 +73,26 @@ def client_doctor(context: click.Context, as_json: bool) -> int:
 
     Runs no task. The coordinator sees the silo for a moment, offering nothing.
     """
-    from roundtable.doctor_agent import examine_agent
+    from roundtable.doctor.doctor_agent import examine_agent
 
     assert context.parent is not None
     return report(examine_agent(context.parent.params["config"]), as_json)
 
 
-def report(checks: Sequence[Check], as_json: bool) -> int:
-    """Prints the checks; the exit code that they make."""
+def report(probes: Iterable[Inquiry], as_json: bool) -> int:
+    """Prints what each probe finds as soon as it is known; the exit code that it all makes."""
+    found: list[Check] = []
+    with interruptible("Nothing was changed; what is printed above was checked."):
+        for probe in probes:
+            with working(probe.about or f"checking {probe.name}"):
+                answer = probe.answer()
+            found += answer
+            if not as_json:
+                for check in answer:
+                    _print(check)
     if as_json:
-        print_json([asdict(check) for check in checks])
-    else:
-        for check in checks:
-            _print(check)
-    return 1 if any(check.state == "fail" for check in checks) else 0
+        print_json([asdict(check) for check in found])
+    return 1 if any(check.state == "fail" for check in found) else 0
 
 
 def _print(check: Check) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -100,12 +99,6 @@ class Bucket:
         """Queues a blob for deletion. Does not block."""
         self._sizes.pop(digest, None)
         self._doomed.add(blob_name(digest))
-
-    def probe(self) -> None:
-        """Stores something, reads it back and deletes it."""
-        name = f"probe-{secrets.token_hex(4)}"
-        self._place.write(name, name.encode())
-        self._place.forget(name)
 
     async def run(self) -> None:
         """Deletes what `forget` has queued; tries again where that fails; runs until cancelled."""

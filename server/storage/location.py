@@ -92,6 +92,17 @@ class Location:
             with self._asking():
                 self._files.rm_file(self._place(name))
 
+    def probe(self) -> None:
+        """Stores something, reads it back and deletes it."""
+        name = f"probe-{secrets.token_hex(4)}"
+        self.write(name, name.encode())
+        self.forget(name)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, where the place is one of this machine."""
+        return Path(self._root) if self._on_disk else None
+
     def contents(self) -> dict[str, int]:
         """Lists everything that is stored: name → size in bytes."""
         with self._asking():

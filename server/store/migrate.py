@@ -30,6 +30,11 @@ def revision_of(connection: Connection) -> str | None:
     return MigrationContext.configure(connection).get_current_revision()
 
 
+def newest_revision(connection: Connection) -> str:
+    """The version of the tables that this software needs."""
+    return str(ScriptDirectory.from_config(alembic_config(connection)).get_current_head())
+
+
 def make(connection: Connection, revision: str) -> None:
     """Makes the tables of one version in an empty database. StorageError for a version that is newer."""
     config = alembic_config(connection)

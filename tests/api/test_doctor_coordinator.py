@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from service import running
 
 from roundtable.cli.main import run
 from roundtable.core.identity.credentials import create_ca, issue
-from roundtable.doctor import Check
-from roundtable.doctor_coordinator import _postgresql, examine_coordinator
+from roundtable.doctor.database_checks import database
+from roundtable.doctor.doctor_coordinator import examine_coordinator
+from roundtable.doctor.inquiries import Check, answers
 from roundtable.server import load_server_config
 
 Command = Any
@@ -42,7 +44,7 @@ def write(folder: Path, **settings: object) -> Path:
 
 
 def failing(file: Path) -> list[Check]:
-    return [check for check in examine_coordinator(file) if check.state == "fail"]
+    return [check for check in answers(examine_coordinator(file)) if check.state == "fail"]
 
 
 def found(file: Path, name: str) -> Check:
@@ -75,9 +77,9 @@ def test_a_sound_folder_has_nothing_to_say(site: Path, roundtable: Command) -> N
 async def test_it_may_be_asked_beside_a_running_coordinator(site: Path) -> None:
     file = write(site)
     async with running(load_server_config(file)):
-        checks = {check.name: check for check in examine_coordinator(file)}
+        checks = {check.name: check for check in answers(examine_coordinator(file))}
     assert "runs at" in checks["port"].message
-    assert checks["database"].message.endswith("knows")
+    assert checks["database"].message.endswith("as this version needs")
     assert all(check.state != "fail" for check in checks.values())
 
 
@@ -116,7 +118,7 @@ def test_a_page_of_metrics_whose_port_is_taken(site: Path, roundtable: Command) 
         other.listen()
         metrics = f"127.0.0.1:{other.getsockname()[1]}"
         file = write(site, metrics=metrics)
-        (check,) = [check for check in examine_coordinator(file) if check.name == "metrics"]
+        (check,) = [check for check in answers(examine_coordinator(file)) if check.name == "metrics"]
         assert (check.state, f"{metrics} cannot be taken" in check.message) == ("warn", True)
         assert "another port" in check.remedy
         assert metrics in refused(roundtable, file)
@@ -131,7 +133,7 @@ def test_enrolment_without_the_issuing_key(site: Path) -> None:
 def test_a_wrong_path_where_a_folder_should_be(site: Path) -> None:
     (site / "file").write_text("")
     names = {check.name for check in failing(write(site, state="file"))}
-    assert names == {"state", "artifacts"}
+    assert names == {"state", "artifacts", "database"}
 
 
 def test_a_volume_that_cannot_be_written(site: Path) -> None:
@@ -141,7 +143,7 @@ def test_a_volume_that_cannot_be_written(site: Path) -> None:
     said = powerless("doctor", "--json", "--server", file)
     assert said.returncode == 1, said.stderr
     checks = [check for check in json.loads(said.stdout) if check["state"] == "fail"]
-    assert {check["name"] for check in checks} == {"state", "artifacts"}
+    assert {check["name"] for check in checks} == {"state", "artifacts", "database"}
     assert f"{volume} cannot be written by user" in checks[0]["message"]
     assert "chown" in checks[0]["remedy"]
     started = powerless("server", file)
@@ -193,11 +195,9 @@ def test_a_databases_password(
     nobody = write(site, database=right.replace(right.rsplit("/", 1)[1], "absent"))
     assert "does not exist" in found(nobody, "database").message
     # The database's clock is the only other one that a coordinator knows.
-    import roundtable.doctor_coordinator as doctor
-
-    now = doctor.time.time
-    monkeypatch.setattr(doctor.time, "time", lambda: now() + 3600)
-    (clock,) = [check for check in _postgresql(right) if check.name == "clock"]
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    (clock,) = [check for check in database(right) if check.name == "clock"]
     assert clock.state == "fail"
     assert "3600 s ahead of the database's" in clock.message
 

@@ -19,7 +19,8 @@ from scripted_agent import ScriptedAgent, header_for
 from service import AGENTS, Operator, running
 
 from roundtable.core.errors import ConfigError, StorageError
-from roundtable.doctor_coordinator import examine_coordinator
+from roundtable.doctor.doctor_coordinator import examine_coordinator
+from roundtable.doctor.inquiries import answers
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig, load_server_config
 from roundtable.server.jobs import aggregate_action
@@ -375,7 +376,7 @@ async def test_the_doctor_tries_the_bucket(
     file.write_text(f"bucket = {json.dumps(address)}\ncredentials = '{certificates / 'coordinator'}'\n")
 
     def said() -> tuple[str, str]:
-        (check,) = [check for check in examine_coordinator(file) if check.name == "bucket"]
+        (check,) = [check for check in answers(examine_coordinator(file)) if check.name == "bucket"]
         return check.state, check.message
 
     assert said()[0] == "ok"

@@ -100,7 +100,7 @@ def test_a_bucket_is_the_home_of_artifacts_and_another_folder_a_cache(bucket: st
     with pytest.raises(StorageError, match="belongs to coordinator me, the database to you"):
         Bucket(bucket).check_owner("you")
     home = Bucket(bucket)
-    home.probe()
+    Location(bucket, "bucket").probe()
     second = ArtifactStore(tmp_path / "second", "me", home)
     assert second.delete([digest]) == 1
     home._purge()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -19,38 +20,54 @@ from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.client.worker.executor import choose_device
 from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.identity.handshake import check_connection
-from roundtable.doctor import Check, clock, disk, folder_writable, machine, shown_credentials, taken
+from roundtable.doctor.inquiries import Check, Inquiry, known
+from roundtable.doctor.machine_checks import (
+    clock,
+    disk,
+    folder_writable,
+    machine,
+    remedy_for,
+    shown_credentials,
+    taken,
+)
+from roundtable.doctor.reach import traces, trying
 from roundtable.proto.pieces import agents_stub
 
 
-def examine_agent(file: Path) -> list[Check]:
-    """All checks of an agent.toml. The clock is compared over a short connection that offers no task."""
+def examine_agent(file: Path) -> Iterator[Inquiry]:
+    """All probes of an agent.toml. The clock is compared over a short connection that offers no task."""
     try:
         config = load_agent_config(file)
     except RoundtableError as error:
-        return [Check("settings", "fail", str(error), f"mend {file}")]
-    credentials = list(shown_credentials(config.credentials, "agent"))
-    checks = [
-        Check("settings", "ok", str(file)),
-        *machine(),
-        *_device(config),
-        *_tasks(config),
-        *_policy(config),
-        folder_writable("state", config.state, "state in agent.toml"),
-        disk(config.state),
-        *_metrics(config),
-        *credentials,
-    ]
-    if any(check.state == "fail" for check in credentials):
-        return [*checks, Check("coordinator", "warn", "not checked: that needs credentials")]
-    return [*checks, *_coordinators(config, any(c.name == "state" and c.state == "ok" for c in checks))]
+        yield known(Check("settings", "fail", str(error), f"mend {file}"))
+        return
+    yield known(Check("settings", "ok", str(file)))
+    yield from machine()
+    yield Inquiry("device", lambda: _device(config), remedy='install the driver, or [limits] device = "auto"')
+    yield Inquiry("tasks", lambda: _tasks(config), about="reading the tasks' code")
+    yield Inquiry("policy", lambda: _policy(config))
+    yield Inquiry("state", lambda: [folder_writable("state", config.state, "state in agent.toml")])
+    yield Inquiry("disk", lambda: [disk(config.state)])
+    yield Inquiry("metrics", lambda: _metrics(config))
+    if config.traces:
+        remedy = trying(config.traces)
+        yield Inquiry("traces", partial(traces, config.traces), f"asking {config.traces}", remedy)
+    certificates = Inquiry(
+        "certificates", lambda: shown_credentials(config.credentials, "agent"), remedy=remedy_for("agent")
+    ).answer()
+    yield from map(known, certificates)
+    if any(check.state == "fail" for check in certificates):
+        yield known(Check("coordinator", "warn", "not checked: that needs credentials", remedy_for("agent")))
+        return
+    for address in (config.coordinator, *config.standbys):
+        yield Inquiry("coordinator", partial(_reaches, config, address), f"reaching {address}", _way(address))
+    yield Inquiry(
+        "clock", lambda: _compares_clocks(config), "comparing clocks", "ask the coordinator's operator"
+    )
 
 
 def _device(config: AgentConfig) -> Iterator[Check]:
-    try:
-        yield Check("device", "ok", f"training runs on {choose_device(config.device)}")
-    except ResourceError as error:
-        yield Check("device", "fail", str(error), 'install the driver, or [limits] device = "auto"')
+    yield Check("device", "ok", f"training runs on {choose_device(config.device)}")
 
 
 def _tasks(config: AgentConfig) -> Iterator[Check]:
@@ -94,34 +111,35 @@ def _metrics(config: AgentConfig) -> Iterator[Check]:
         yield Check("metrics", "ok", f"{config.metrics} is free")
 
 
-def _coordinators(config: AgentConfig, writable: bool) -> Iterator[Check]:
-    reached = ""
+def _reaches(config: AgentConfig, address: str) -> Iterator[Check]:
+    check_connection(address, config.credentials)
+    yield Check("coordinator", "ok", f"{address} accepts this silo's certificate")
+
+
+def _compares_clocks(config: AgentConfig) -> Iterator[Check]:
+    """With the first of the coordinators that answers."""
     for address in (config.coordinator, *config.standbys):
         try:
             check_connection(address, config.credentials)
-        except RoundtableError as error:
-            yield Check("coordinator", "fail", str(error), _way(address))
-        else:
-            yield Check("coordinator", "ok", f"{address} accepts this silo's certificate")
-            reached = reached or address
-    if not reached:
+        except RoundtableError:
+            continue
+        if folder_writable("state", config.state, "state").state != "ok":
+            yield Check("clock", "warn", "not compared: that needs the state folder", "see state")
+            return
+        try:
+            with locked(config.state):
+                yield asyncio.run(_clock(replace(config, coordinator=address)))
+        except ResourceError:
+            yield Check("clock", "ok", "the agent runs here now; it compares clocks at each connection")
         return
-    if not writable:
-        yield Check("clock", "warn", "not compared: that needs the state folder")
-        return
-    try:
-        with locked(config.state):
-            yield asyncio.run(_clock(replace(config, coordinator=reached)))
-    except ResourceError:
-        yield Check("clock", "ok", "the agent runs here now; it compares clocks at each connection")
-    except RoundtableError as error:
-        yield Check("coordinator", "fail", str(error), "ask the coordinator's operator")
+    yield Check("clock", "warn", "not compared: no coordinator is reached", "see coordinator")
 
 
 def _way(address: str) -> str:
     """Name and port are the commonest mistakes, a firewall the next."""
     port = address.rpartition(":")[2]
-    return f"compare the address with what its operator gave you; allow TCP to port {port} outwards"
+    nc = f"`nc -vz {address.rpartition(':')[0]} {port}` must connect"
+    return f"{nc}: compare the address with what its operator gave you; allow TCP to port {port} outwards"
 
 
 async def _clock(config: AgentConfig) -> Check:

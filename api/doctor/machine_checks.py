@@ -1,4 +1,4 @@
-"""The checks of `roundtable doctor`: each gives a state, a sentence, and a remedy where one is needed."""
+"""What the doctor asks of any machine: versions, GPU, disk, ports, certificates, clock, the way out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Literal
+from shlex import quote
 
-from roundtable.core.errors import RoundtableError
+from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.evidence.release import release
+from roundtable.core.identity.certificates import certificates_in
 from roundtable.core.identity.credentials import (
+    CA_CERTIFICATE,
+    IDENTITY_CERTIFICATE,
+    ISSUING_CERTIFICATE,
     NODE_KEY,
     OPERATOR_ROLES,
     TOKEN,
@@ -27,6 +30,7 @@ from roundtable.core.identity.credentials import (
     load_credentials,
 )
 from roundtable.core.identity.handshake import check_connection, split_address
+from roundtable.doctor.inquiries import Check, Inquiry
 
 _GIB = 1 << 30
 _SOON_DAYS = 30
@@ -34,31 +38,23 @@ _CLOCK_SECONDS = 5.0
 _CLOCK_WRONG_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line of the report."""
-
-    name: str
-    state: Literal["ok", "warn", "fail"]
-    message: str
-    remedy: str = ""
-
-
-def examine(coordinator: str | None, credentials: Path | None, listen: str, state: Path) -> list[Check]:
-    """All checks; `coordinator` and `credentials` may be left out, and what needs them says so."""
-    return [
-        *machine(),
-        disk(state),
-        _port(listen),
-        *_certificates(credentials),
-        *_coordinator(coordinator, credentials),
-    ]
+def examine(coordinator: str | None, credentials: Path | None, listen: str, state: Path) -> Iterator[Inquiry]:
+    """All probes; `coordinator` and `credentials` may be left out, and what needs them says so."""
+    yield from machine()
+    yield Inquiry("disk", lambda: [disk(state)])
+    yield Inquiry("port", lambda: [_port(listen)], remedy="write --listen HOST:PORT")
+    yield Inquiry("certificates", lambda: _certificates(credentials), remedy="`roundtable ca issue NAME`")
+    yield Inquiry(
+        "coordinator", lambda: _coordinator(coordinator, credentials), about=f"reaching {coordinator}"
+    )
 
 
-def machine() -> Iterator[Check]:
+def machine() -> Iterator[Inquiry]:
     """What holds for every use of this machine: versions and GPU."""
-    yield from _versions()
-    yield _gpu()
+    yield Inquiry("versions", _versions)
+    yield Inquiry(
+        "gpu", lambda: [_gpu()], about="looking for a GPU", remedy="`nvidia-smi` must answer", seconds=120
+    )
 
 
 def _versions() -> Iterator[Check]:
@@ -111,10 +107,14 @@ def disk(state: Path) -> Check:
     free = shutil.disk_usage(place).free
     message = f"{free / _GIB:.1f} GiB free at {place}"
     if free < _GIB:
-        return Check("disk", "fail", message, "free some space: models and updates are kept on disk")
+        return Check("disk", "fail", message, _space(place))
     if free < 5 * _GIB:
-        return Check("disk", "warn", message, "each round needs about clients x model size for a while")
+        return Check("disk", "warn", message, _space(place))
     return Check("disk", "ok", message)
+
+
+def _space(place: Path) -> str:
+    return f"`du -xh {quote(str(place))} | sort -h | tail` shows what takes it: models and updates need it"
 
 
 def _standing(folder: Path) -> Path:
@@ -125,7 +125,9 @@ def _standing(folder: Path) -> Path:
 def folder_writable(name: str, folder: Path, setting: str) -> Check:
     """Whether this user can write there; a folder that is not there yet must be possible to make."""
     place = _standing(folder)
-    remedy = f"chown it to the user who runs this, or set {setting}"
+    remedy = (
+        f"`sudo chown {os.getuid()} {quote(str(place))}` as the user who runs the service, or set {setting}"
+    )
     if not place.is_dir():
         return Check(name, "fail", f"{place} is no folder", f"set {setting} to a folder")
     try:
@@ -172,27 +174,22 @@ def _port(listen: str) -> Check:
 def clock(apart: float, other: str) -> Check:
     """How far this machine's clock is from another's, in seconds; positive where the other is ahead."""
     if abs(apart) <= _CLOCK_SECONDS:
-        return Check("clock", "ok", f"{abs(apart):.1f} s from {other}'s")
+        return Check("clock", "ok", f"{abs(apart):.1f} s from {other}'s; {_CLOCK_SECONDS:g} s are allowed")
     where = "behind" if apart > 0 else "ahead of"
     return Check(
         "clock",
         "fail" if abs(apart) > _CLOCK_WRONG_SECONDS else "warn",
-        f"this machine's clock is {abs(apart):.0f} s {where} {other}'s",
-        "synchronise both with NTP (`timedatectl set-ntp true`): certificates and deadlines depend on time",
+        f"this machine's clock is {abs(apart):.0f} s {where} {other}'s; {_CLOCK_SECONDS:g} s are allowed, "
+        f"and more than {_CLOCK_WRONG_SECONDS:g} s fail",
+        "synchronise both with NTP, `sudo timedatectl set-ntp true`: certificates and deadlines need it",
     )
 
 
 def shown_credentials(folder: Path, role: Role) -> Iterator[Check]:
-    """The credentials of a service's folder, which must be of this role."""
-    try:
-        shown = load_credentials(folder)
-    except RoundtableError as error:
-        yield Check("certificates", "fail", str(error), remedy_for(role))
-        return
+    """The credentials of a service's folder, which must be of this role; IdentityError for what is wrong."""
+    shown = load_credentials(folder)
     if shown.role != role:
-        message = f"{folder} is for the {shown.role} {shown.name!r}, not for role {role}"
-        yield Check("certificates", "fail", message, remedy_for(role))
-        return
+        raise IdentityError(f"{folder} is for the {shown.role} {shown.name!r}, not for role {role}")
     yield from _judged(folder, shown)
 
 
@@ -210,29 +207,37 @@ def _certificates(credentials: Path | None) -> Iterator[Check]:
     if (credentials / TOKEN).exists():
         yield Check("certificates", "ok", f"{credentials} holds a token; the coordinator says if it holds")
         return
-    try:
-        shown = load_credentials(credentials)
-    except RoundtableError as error:
-        yield Check("certificates", "fail", str(error))
-        return
-    yield from _judged(credentials, shown)
+    yield from _judged(credentials, load_credentials(credentials))
 
 
 def _judged(credentials: Path, shown: Credentials) -> Iterator[Check]:
-    mode = (credentials / NODE_KEY).stat().st_mode & 0o077
-    if mode:
-        yield Check(
-            "certificates",
-            "warn",
-            f"{credentials / NODE_KEY} can be read by others",
-            f"chmod 600 {credentials / NODE_KEY}",
-        )
-    days = (shown.expires - datetime.now(UTC)).days
-    message = f"{shown.role} {shown.name!r}, valid for {days} days"
-    if days < _SOON_DAYS:
-        yield Check("certificates", "warn", message, "issue a new one soon with `roundtable ca issue`")
-    else:
-        yield Check("certificates", "ok", message)
+    key = credentials / NODE_KEY
+    if key.stat().st_mode & 0o077:
+        remedy = f"`chmod 600 {quote(str(key))}`"
+        yield Check("certificates", "warn", f"{key} can be read by others", remedy)
+    yield _dated(
+        f"{shown.role} {shown.name!r}", shown.expires, f"`roundtable ca issue {shown.name}` makes one"
+    )
+    # What stands above it: when that ends, it ends with it.
+    for name in (CA_CERTIFICATE, ISSUING_CERTIFICATE, IDENTITY_CERTIFICATE):
+        file = credentials / name
+        if file.exists():
+            expires = min(each.not_valid_after_utc for each in certificates_in(file.read_bytes(), file))
+            if (dated := _dated(str(file), expires, "`roundtable ca` makes a new one")).state != "ok":
+                yield dated
+
+
+def _dated(what: str, expires: datetime, way: str) -> Check:
+    left = expires - datetime.now(UTC)
+    message = f"{what}, valid for {left.days} days, until {expires:%Y-%m-%d %H:%M} UTC"
+    if left.total_seconds() <= 0:
+        return Check("certificates", "fail", f"{what} expired on {expires:%Y-%m-%d %H:%M} UTC", way)
+    return Check(
+        "certificates",
+        "warn" if left.days < _SOON_DAYS else "ok",
+        message,
+        way if left.days < _SOON_DAYS else "",
+    )
 
 
 def _coordinator(coordinator: str | None, credentials: Path | None) -> Iterator[Check]:
@@ -240,18 +245,13 @@ def _coordinator(coordinator: str | None, credentials: Path | None) -> Iterator[
         yield Check("coordinator", "ok", "not checked; name it with --coordinator and --credentials")
         yield Check("clock", "ok", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by this machine, not compared")
         return
-    try:
-        if (credentials / TOKEN).exists():
-            yield from _status(coordinator, credentials)
-            return
+    if not (credentials / TOKEN).exists():
         role = load_credentials(credentials).role
         check_connection(coordinator, credentials)
         if role not in OPERATOR_ROLES:
             yield Check("coordinator", "ok", f"{coordinator} accepts this {role}'s certificate")
             return
-        yield from _status(coordinator, credentials)
-    except RoundtableError as error:
-        yield Check("coordinator", "fail", str(error))
+    yield from _status(coordinator, credentials)
 
 
 def _status(coordinator: str, credentials: Path) -> Iterator[Check]:

@@ -1,0 +1,1 @@
+"""What `roundtable doctor` asks of a machine, of a silo's settings and of a coordinator's."""
