@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,11 +25,11 @@ class Weight:
 class Anatomy:
     """A model's parts.
 
-    `blocks` are the names of its repeated parts in order, `units` those and its other top-level parts in the
-    order of definition: where a pipeline may be cut. `tied` lists names that share a parameter, `alone` the
-    blocks that share none with what is outside of them, `batch_norms` the layers that
-    take statistics over a batch, `loose` the parameters and saved buffers that lie in no unit, but on the
-    model itself.
+    `blocks` are the names of its repeated parts in order, at whatever depth they lie, `units` those and the
+    other parts of the modules that hold them, in the order of definition: where a pipeline may be cut.
+    `tied` lists names that share a parameter, `alone` the blocks that share none with what is outside of
+    them, `batch_norms` the layers that take statistics over a batch, `loose` the parameters and saved buffers
+    that lie in no unit, but on a module that holds them.
     """
 
     weights: tuple[Weight, ...]
@@ -79,15 +79,17 @@ def dissect(model: nn.Module) -> Anatomy:
         )
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     blocks = find_blocks(model)
+    units = _units(model, blocks)
+    within = tuple(f"{unit}." for unit in units)
     return Anatomy(
         weights=tuple(weights),
         buffer_bytes=buffers,
         blocks=blocks,
-        units=_units(model, blocks),
+        units=units,
         tied=tuple(tied),
         alone=standing_alone(model, blocks),
         batch_norms=batch_norms(model),
-        loose=tuple(name for name in model.state_dict(keep_vars=True) if "." not in name),
+        loose=tuple(name for name in model.state_dict(keep_vars=True) if not name.startswith(within)),
     )
 
 
@@ -132,11 +134,14 @@ def _runs(container: nn.Module) -> list[list[str]]:
 
 
 def _units(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    container = blocks[0].rpartition(".")[0] if blocks else ""
-    units: list[str] = []
-    for name, child in model.named_children():
-        if name == container:
-            units.extend(f"{name}.{key}" for key, _ in child.named_children())
+    return tuple(_parts(model, "", blocks[0].rpartition(".")[0] if blocks else None))
+
+
+def _parts(module: nn.Module, name: str, holder: str | None) -> Iterator[str]:
+    """The children of a module, and in the place of the one on the way to `holder` that one's."""
+    for key, child in module.named_children():
+        full = f"{name}.{key}" if name else key
+        if holder is not None and (holder == full or holder.startswith(f"{full}.")):
+            yield from _parts(child, full, holder)
         else:
-            units.append(name)
-    return tuple(units)
+            yield full

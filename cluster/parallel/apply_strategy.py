@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from roundtable.cluster.parallel.anatomy import find_blocks, standing_alone
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
@@ -149,18 +150,36 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
     fully_shard(model, **options)
 
 
-def replicate(model: nn.Module, meshes: Meshes, device: torch.device) -> DistributedDataParallel:
-    """Wraps the model in DDP, which reduces gradients in buckets during the backward pass."""
+class Replicated(DistributedDataParallel):
+    """DDP whose attributes are the model's too: losses read a model's configuration, and call its methods."""
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of its own, else the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def replicate(
+    model: nn.Module, meshes: Meshes, device: torch.device, *, unused: bool = False
+) -> DistributedDataParallel:
+    """Wraps the model in DDP, which reduces gradients in buckets during the backward pass.
+
+    `unused`: it looks, at each step, for parameters that get no gradient, instead of waiting for theirs.
+    """
     with warnings.catch_warnings():
         # Its successor would copy buffers from rank 0 once more.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        return DistributedDataParallel(
+        return Replicated(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             process_group=meshes.one("dp").get_group(),
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
             init_sync=False,
+            find_unused_parameters=unused,
         )
 
 

@@ -114,16 +114,15 @@ class _BlockRun:
                 **options,
             )
             next(self._run)
-        elif not (self._follows(inputs) and options == self._options):
+        elif not self._follows(inputs, options):
             raise TaskError(
                 f"checkpointing = 'sqrt' runs {self._names[0]} to {self._names[-1]} in a row, and "
                 f"{self._names[index]} gets something else than the block before it gives; use 'every'"
             )
 
-    def _follows(self, inputs: tuple[Any, ...]) -> bool:
-        same = len(inputs) == len(self._rest) + 1
-        same = same and all(one is other for one, other in zip(inputs[1:], self._rest, strict=True))
-        return same and self._passed is not None and _place(inputs[0]) == _place(self._passed)
+    def _follows(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        same = bool(inputs) and _alike((inputs[1:], options), (self._rest, self._options))
+        return same and self._passed is not None and _alike(inputs[0], self._passed)
 
     def _after(self, index: int, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if self._again or self._run is None:
@@ -135,7 +134,20 @@ class _BlockRun:
             self._run = None
 
 
-def _place(tensor: Tensor) -> int:
-    """Identifies the tensor's memory, fake or real."""
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same: tensors by their memory, so that two equal slices of one are."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or _view(one) == _view(other)
+    if isinstance(one, (tuple, list)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, dict) and type(one) is type(other):
+        return one.keys() == other.keys() and all(_alike(value, other[key]) for key, value in one.items())
+    plain = isinstance(one, (int, float, str)) and type(one) is type(other)
+    return one is other or (plain and bool(one == other))
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    """Identifies a view of a tensor's memory, fake or real."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return int(local.untyped_storage()._cdata)
+    place = local.untyped_storage()._cdata, local.storage_offset(), local.dtype
+    return *place, tuple(local.shape), local.stride(), tensor.requires_grad

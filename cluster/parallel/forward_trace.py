@@ -6,7 +6,7 @@ Nothing is materialised: parameters, batch and activations are fake tensors, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,10 @@ from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
 
 _ATEN = torch.ops.aten
+_VALUES = (
+    torch._subclasses.fake_tensor.DataDependentOutputException,
+    torch._subclasses.fake_tensor.DynamicOutputShapeException,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Trace:
     """The record of a forward pass of `examples` examples; `output` is the model's own, in bytes.
 
     `products` are the results of matrix products and attention: what selective checkpointing keeps. `draws`
-    are in the order of the pass. `normalised` names modules that take statistics over a batch by themselves.
+    are in the order of the pass. `normalised` names modules that take statistics over a batch by themselves,
+    `unused` the trained parameters that the loss does not depend on.
     """
 
     examples: int
@@ -72,10 +77,16 @@ class Trace:
     draws: list[RandomDraw] = field(default_factory=list)
     normalised: list[str] = field(default_factory=list)
     output: int = 0
+    unused: tuple[str, ...] = ()
+
+    @property
+    def whole_calls(self) -> int:
+        """How often the loss calls the model, rather than parts of it."""
+        return sum(call.name == "" for call in self.calls)
 
 
 class NotTraceable(TaskError):
-    """The task looks at values, which fake tensors do not have."""
+    """The task cannot run on fake tensors: it looks at values, or calls what they do not have."""
 
 
 def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensorMode, nn.Module]:
@@ -110,18 +121,18 @@ def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensor
 
 def trace(
     task: Task,
-    mode: FakeTensorMode,
+    mode: FakeTensorMode | None,
     model: nn.Module,
     batch: Any,
     bfloat16: bool = False,
     sharded: Callable[[], bool] = lambda: False,
 ) -> Trace:
-    """Runs `task.loss(model, batch)` on fake tensors; `batch` is a real one.
+    """Runs `task.loss(model, batch)` on fake tensors, or on real ones without a mode; `batch` is a real one.
 
     `sharded` says at any point of the pass whether activations are shards there, for the record of draws.
     Raises NotTraceable where the task's code needs values, and whatever else it raises.
     """
-    fakes = tree_map_only(Tensor, mode.from_tensor, batch)
+    fakes = batch if mode is None else tree_map_only(Tensor, mode.from_tensor, batch)
     result = Trace(_length(batch))
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     seen = weights | {
@@ -141,17 +152,34 @@ def trace(
         return tensor
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
-    with mode, _CallRecorder(stack, result, sharded), _named(model, stack, result), half:
+    with mode or nullcontext(), _CallRecorder(stack, result, sharded), _named(model, stack, result), half:
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = task.loss(model, fakes)
+                reached = _reached(loss)
                 del loss
-        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        except _VALUES as error:
             raise NotTraceable(
                 f"{type(task).__name__}.loss() or the model looks at the values of tensors "
                 f"({error.func}), so its memory cannot be measured without running it"
             ) from error
+    parameters = model.named_parameters()
+    result.unused = tuple(name for name, p in parameters if p.requires_grad and id(p) not in reached)
     return result
+
+
+def _reached(loss: Tensor) -> set[int]:
+    """Identifies the parameters that the loss depends on, by the graph that its backward pass would take."""
+    found, seen, waiting = set(), set(), [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def draws(operation: Any, args: Any, kwargs: Any) -> bool:

@@ -67,6 +67,7 @@ class Strategy:
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
     `batch_norm` layers take the statistics of the whole batch, or of each rank's micro-batch (`local`).
+    `unused`: some trained parameters get no gradient, which DDP is to expect.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -84,6 +85,7 @@ class Strategy:
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
     batch_norm: BatchStatistics = "synchronised"
+    unused: bool = False
 
     def __post_init__(self) -> None:
         mesh, kind = self.mesh, self.data_parallel

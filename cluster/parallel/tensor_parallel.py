@@ -144,8 +144,8 @@ def _is_heads(key: str, value: object) -> bool:
 
 def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Style]:
     """Styles of embeddings before the blocks and of the linear head after them."""
-    first = next(i for i, name in enumerate(order) if anatomy.unit_of(name) in anatomy.blocks)
-    final = max(i for i, name in enumerate(order) if anatomy.unit_of(name) in anatomy.blocks)
+    inside = [i for i, name in enumerate(order) if anatomy.unit_of(name) in anatomy.blocks]
+    first, final = inside[0], inside[-1]
     styles: dict[str, Style] = {}
     for index, name in enumerate(order):
         module = model.get_submodule(name)

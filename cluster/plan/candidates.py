@@ -38,6 +38,10 @@ def candidates(
                     # Shards of one rank alone save nothing, unless they are what is offloaded.
                     if kind in _SHARDED and mesh.data == 1 and not (hand.data_parallel or offload):
                         continue
+                    if reason := _cannot_apply(probe, hand, kind, mesh):
+                        if reason not in reasons:
+                            reasons.append(reason)
+                        continue
                     yield from _whole(
                         probe, job, reasons, _variants(probe, job, table, mesh, kind, offload, reduction)
                     )
@@ -134,8 +138,11 @@ def _variants(
     share = max(1, -(-job.algorithm.batch_size // mesh.data))
     sequence_parallel = hand.sequence_parallel
     if sequence_parallel is None:
-        sequence_parallel = _can_shard_sequence(probe, mesh)
-    for checkpointing in [hand.checkpointing] if hand.checkpointing else _CHECKPOINTING:
+        sequence_parallel = mesh.tp > 1 and not _no_sequence(probe, mesh.tp)
+    kinds = [kind for kind in _CHECKPOINTING if kind == "none" or probe.anatomy.blocks]
+    if probe.cannot_run and "sqrt" in kinds:
+        kinds.remove("sqrt")
+    for checkpointing in [hand.checkpointing] if hand.checkpointing else kinds:
         for micro_batch in [hand.micro_batch] if hand.micro_batch else _halvings(share, mesh.pp):
             yield Strategy(
                 mesh=mesh,
@@ -154,6 +161,7 @@ def _variants(
                 local_steps=hand.local_steps or 0,
                 outer_learning_rate=hand.outer_learning_rate or 1.0,
                 outer_momentum=hand.outer_momentum or 0.0,
+                unused=bool(probe.trace.unused) and kind in ("ddp", "zero1") and not hand.local_steps,
             )
 
 
@@ -172,13 +180,35 @@ def _whole(
             reasons.append(reason)
 
 
-def _can_shard_sequence(probe: ModelProbe, mesh: Mesh) -> bool:
-    """Whether the ranks of `tp` may share out the sequence between blocks."""
-    if mesh.tp == 1 or probe.tensor_parallel.no_sequence:
-        return False
-    shapes = probe.trace.calls[-1].inputs if probe.trace.calls else ()
-    first = shapes[0] if shapes else None
-    return not (first and len(first) > 1 and first[1] % mesh.tp)
+def _no_sequence(probe: ModelProbe, tp: int) -> str:
+    """Why the ranks of `tp` cannot share out the sequence between blocks; empty where they can."""
+    if reason := probe.tensor_parallel.no_sequence:
+        return reason
+    block = next(call for call in probe.trace.calls if call.name == probe.anatomy.blocks[0])
+    length = block.output[1] if block.output else 0
+    return f"the sequence's {length} places do not divide over tp = {tp}" if length % tp else ""
+
+
+def _cannot_apply(probe: ModelProbe, hand: StrategyTable, kind: DataParallel, mesh: Mesh) -> str:
+    """Why the model cannot be trained so; empty where it can."""
+    calls, wrapped = probe.trace.whole_calls, kind in ("ddp", "zero1") and not hand.local_steps
+    if mesh.tp > 1 and hand.sequence_parallel and (reason := _no_sequence(probe, mesh.tp)):
+        return f"sequence_parallel = true: {reason}"
+    if (hand.checkpointing or "none") != "none" and not probe.anatomy.blocks:
+        return f"checkpointing = {hand.checkpointing!r}: the model has no repeated blocks to compute again"
+    if hand.checkpointing == "sqrt" and probe.cannot_run:
+        return probe.cannot_run
+    if not calls and (wrapped or kind in _SHARDED):
+        return (
+            f"{kind}: the loss calls parts of the model and never the model, whose call is what gathers "
+            "weights and reduces gradients; let the model's forward call its parts"
+        )
+    if probe.trace.unused and calls > 1 and wrapped:
+        return (
+            f"{kind}: {probe.trace.unused[0]} gets no gradient, and the loss calls the model {calls} times, "
+            "so that DDP could not tell which gradients to wait for; use zero2, or freeze or remove it"
+        )
+    return ""
 
 
 def _halvings(share: int, stages: int) -> Iterator[int]:

@@ -47,9 +47,10 @@ class ModelProbe:
     """What a plan has to know of a task: its anatomy, one traced pass, and where its layers can be split.
 
     `state_factor` is the optimizer's state in bytes for each byte of parameters: 2 for Adam, 0 for plain SGD.
-    `cannot_split` has a reason by degree, and `cannot_pipeline` one; empty where the model can be split, or
-    cut into stages. In bfloat16 `trace` is under autocast, and `half` the pass of a model in bfloat16 itself,
-    as gathered shards are. `gloo`: collectives are gloo's, which work on copies. `flops` are of one example.
+    `cannot_split` has a reason by degree, `cannot_pipeline` and `cannot_run` one; empty where the model can
+    be split, cut into stages, or its blocks checkpointed in runs. In bfloat16 `trace` is under autocast, and
+    `half` the pass of a model in bfloat16 itself, as gathered shards are. `gloo`: collectives are gloo's,
+    which work on copies. `flops` are of one example.
     """
 
     anatomy: Anatomy
@@ -60,6 +61,7 @@ class ModelProbe:
     experts: tuple[str, ...]
     cannot_split: dict[int, str]
     cannot_pipeline: str
+    cannot_run: str = ""
     half: Trace | None = None
     gloo: bool = False
     flops: float = 0.0

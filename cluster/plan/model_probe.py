@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from roundtable.client.training.batches import count_examples, ordered_batches
+from roundtable.client.training.module_state import isolated_randomness
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
+from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
 from roundtable.cluster.parallel.experts import Experts
-from roundtable.cluster.parallel.forward_trace import Trace, fake_model, trace
+from roundtable.cluster.parallel.forward_trace import NotTraceable, Trace, fake_model, trace
 from roundtable.cluster.parallel.pipeline_stages import (
     FixedOutput,
     inputs_of,
@@ -20,24 +28,32 @@ from roundtable.cluster.parallel.pipeline_stages import (
     partition,
     refuse_cut,
 )
+from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
+from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.memory_estimate import ModelProbe
-from roundtable.core.errors import TaskError
-from roundtable.core.task import Task
+from roundtable.core.errors import RoundtableError, TaskError
+from roundtable.core.task import Task, initial_state
 
 _DEGREES = (2, 4, 8, 16)
+_VALUES = "the model or its loss cannot run on tensors without values, so no part of it could be tried"
 
 
 def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool = False) -> ModelProbe:
-    """Traces the task on one real batch, whose values do not matter.
+    """Traces the task on one real batch, on fake tensors where it can run on them, else on real ones.
 
-    Raises NotTraceable where the loss needs values, and whatever the task raises.
+    Raises TaskError with what the task raises, and NotTraceable where it needs values of a model that is too
+    large for this machine's memory.
     """
-    mode, model = fake_model(task)
+    try:
+        mode, model, traced = _traced(task, batch, bfloat16)
+    except RoundtableError:
+        raise
+    except Exception as error:
+        raise TaskError(_said(task, error)) from error
     anatomy = dissect(model)
-    traced = trace(task, mode, model, batch, bfloat16)
     plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced)
     factor = state_factor(task)
     return ModelProbe(
@@ -49,12 +65,47 @@ def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool 
         optimizer_temporaries=1.0 if factor and device == "cuda" else 0.0,
         experts=tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
         cannot_split={
-            degree: cannot_split(task, plan, batch, degree, anatomy, traced) for degree in _DEGREES
+            degree: _VALUES if mode is None else cannot_split(task, plan, batch, degree, anatomy, traced)
+            for degree in _DEGREES
         },
-        cannot_pipeline=cannot_pipeline(task, anatomy, batch),
-        half=in_half(task, batch) if bfloat16 else None,
+        cannot_pipeline=_VALUES if mode is None else cannot_pipeline(task, anatomy, batch),
+        cannot_run=cannot_run(task, anatomy, batch) if mode is not None else _VALUES,
+        half=in_half(task, batch) if bfloat16 and mode is not None else None,
         gloo=device == "cpu",
         flops=count_work(task, batch).flops,
+    )
+
+
+def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | None, nn.Module, Trace]:
+    """(the mode, None where the model is real, the model, its trace)."""
+    mode, model = fake_model(task)
+    try:
+        return mode, model, trace(task, mode, model, batch, bfloat16)
+    except Exception as error:
+        needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        if 2 * needed > _free_memory():
+            if isinstance(error, RoundtableError):
+                raise
+            raise NotTraceable(_said(task, error)) from error
+    made = initial_state(task, 0)
+    assert isinstance(made, nn.Module)
+    share_batch_norms(made, None, MicroBatch())
+    with isolated_randomness(0, torch.device("cpu")):
+        return None, made, trace(task, None, made, batch, bfloat16)
+
+
+def _free_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _said(task: Task, error: Exception) -> str:
+    """An error of the task's code in a line, with the line of the code that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or list(frames)
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return (
+        f"{type(task).__name__}'s model or loss does not run on the first training examples: "
+        f"{type(error).__name__}: {first} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
     )
 
 
@@ -117,9 +168,11 @@ def cannot_split(
     regions = ShardedRegions(plan, sequence=False)
     regions.follow(model, anatomy.blocks)
     try:
-        part = trace(task, mode, model, batch, sharded=lambda: regions.sharded)
-    except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-        return f"with its part of the heads a rank cannot run the model: {str(error).splitlines()[0][:160]}"
+        with _quietly():
+            part = trace(task, mode, model, batch, sharded=lambda: regions.sharded)
+    except Exception as error:  # noqa: BLE001 - code that wants its whole layers may raise anything
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        return f"with its part of the heads a rank cannot run the model: {first}"
     return _cannot_draw(whole, part)
 
 
@@ -145,27 +198,54 @@ def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:
         return reason
     cuts = partition(anatomy, 2)
     try:
-        values: Any = None
-        for units in cuts:
-            mode, model = fake_model(task)
-            keep_only(model, anatomy, units)
-            if values is None:
-                values = inputs_of(task, tree_map_only(Tensor, mode.from_tensor, batch))
+        with _quietly():
+            values: Any = None
+            for units in cuts:
+                mode, model = fake_model(task)
+                keep_only(model, anatomy, units)
+                if values is None:
+                    values = inputs_of(task, tree_map_only(Tensor, mode.from_tensor, batch))
+                with mode:
+                    passed = [torch.empty(value.shape, dtype=value.dtype) for value in values]
+                    output = model(*passed)
+                    if not isinstance(output, Tensor):
+                        return f"a stage would hand on a {type(output).__name__}, not a tensor"
+                    values = (output,)
             with mode:
-                passed = [torch.empty(value.shape, dtype=value.dtype) for value in values]
-                output = model(*passed)
-                if not isinstance(output, Tensor):
-                    return f"a stage would hand on a {type(output).__name__}, not a tensor"
-                values = (output,)
-        with mode:
-            fakes = tree_map_only(Tensor, mode.from_tensor, batch)
-            task.loss(FixedOutput(torch.empty(values[0].shape, dtype=values[0].dtype)), fakes)
-    except (RuntimeError, TypeError, AttributeError, ValueError, LookupError, TaskError) as error:
+                fakes = tree_map_only(Tensor, mode.from_tensor, batch)
+                task.loss(FixedOutput(torch.empty(values[0].shape, dtype=values[0].dtype)), fakes)
+    except TaskError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - code that wants all of its parts may raise anything
+        first = (str(error).strip().splitlines() or [""])[0][:120]
         return (
             "its forward does not skip parts that are None, as a stage's must "
-            f"({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+            f"({type(error).__name__}: {first})"
         )
     return ""
+
+
+def cannot_run(task: Task, anatomy: Anatomy, batch: Any) -> str:
+    """Why runs of blocks cannot be checkpointed together: a pass on fake tensors is tried."""
+    mode, model = fake_model(task)
+    checkpoint_blocks(model, anatomy.blocks, Strategy(checkpointing="sqrt"))
+    try:
+        trace(task, mode, model, batch)
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """What is tried may fail, and torch logs the traceback of an operation whose shapes do not fit."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _shrink(module: nn.Linear, dimension: int, degree: int) -> None:

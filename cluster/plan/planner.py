@@ -140,6 +140,17 @@ def check_by_hand(resources: Resources, table: ClusterTable) -> None:
             f"[cluster.strategy] {mesh}: {world} devices do not divide by {product}; "
             f"use {world // product * product} of them, or other degrees"
         )
+    split = next((key for key in ("tp", "pp", "ep") if (getattr(hand, key) or 1) > 1), None)
+    if split and hand.data_parallel in ("ddp", "zero1"):
+        why = {
+            "ddp": "DDP reduces whole gradients in buckets of its own",
+            "zero1": "ZeRO-1's ranks share out the optimizer's state by whole parameters",
+        }[hand.data_parallel]
+        raise ConfigError(
+            f"[cluster.strategy] data_parallel = {hand.data_parallel!r} and {split} = "
+            f"{getattr(hand, split)}: {why}, and {split} leaves each rank a part of them; use zero2, which "
+            "shards the optimizer too and replicates over dp"
+        )
     if (hand.tp or 1) > resources.devices:
         raise ConfigError(
             f"[cluster.strategy] tp = {hand.tp} would cross nodes of {resources.devices} devices: "

@@ -120,7 +120,7 @@ class Replica:
             and not self._plain
             and not self._ddp
         ):
-            self._ddp = replicate(self.model, self.meshes, self.device)
+            self._ddp = replicate(self.model, self.meshes, self.device, unused=self.strategy.unused)
             install(self._ddp, self.strategy.reduction, self.meshes.one("dp").get_group())
             self.model = self._ddp
 
