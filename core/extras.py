@@ -10,22 +10,29 @@ from typing import Any
 from roundtable.core.errors import ConfigError
 
 EXTRAS = {
+    "adlfs": "azure",
     "alembic": "server",
     "fsspec": "server",
+    "gcsfs": "gcs",
     "jwt": "oidc",
     "matplotlib": "plot",
     "opacus": "client",
     "opentelemetry": "tracing",
     "psycopg": "postgresql",
     "ray": "ray",
+    "s3fs": "s3",
     "sqlalchemy": "server",
 }
 """The extra that brings a library, by the name under which it is imported."""
 
 
-def missing(error: ModuleNotFoundError, purpose: str) -> ConfigError | None:
-    """The error for people where a library of an extra is not installed; None for any other module."""
-    name = (error.name or "").split(".")[0]
+def missing(error: ImportError, purpose: str) -> ConfigError | None:
+    """The error for people where a library of an extra is not installed; None for any other module.
+
+    Of a library that loads others and says so in words of its own, as fsspec does, the cause counts.
+    """
+    cause = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+    name = (cause.name or "").split(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
     if name not in EXTRAS:
         return None
     pip = f"{Path(sys.executable).name} -m pip install 'roundtable[{EXTRAS[name]}]'"

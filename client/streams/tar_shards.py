@@ -14,7 +14,7 @@ from typing_extensions import override
 from roundtable.client.streams.shard_lists import shard_list
 from roundtable.client.streams.tar_records import NOT_A_TAR, DamagedShard, Record, read_records
 from roundtable.core.errors import TaskError
-from roundtable.core.extras import load
+from roundtable.core.extras import load, missing
 from roundtable.core.paths import AnyPath
 
 _TGZ = (".tgz", ".tar.gz")
@@ -109,7 +109,8 @@ class TarShards(IterableDataset[Any]):
         try:
             handle = fsspec.open(url, "rb", compression=compression, **self._options)
         except ImportError as error:
-            raise TaskError(f"needs a library that is not installed: {error}") from error
+            known = missing(error, f"{url.partition('://')[0]}://")
+            raise TaskError(f"cannot be read: {known or error}") from error
         except ValueError as error:
             protocol = url.partition("://")[0]
             raise TaskError(f"has an address that fsspec does not read ({protocol!r}): {error}") from error

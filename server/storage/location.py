@@ -17,6 +17,7 @@ import fsspec
 from blake3 import blake3
 
 from roundtable.core.errors import ConfigError, RoundtableError, StorageError
+from roundtable.core.extras import missing
 from roundtable.server.storage.blobs import os_error, sync_folder
 
 PIECE = 4 << 20
@@ -37,7 +38,8 @@ class Location:
             # Listings that fsspec remembers would hide what another coordinator has written.
             self._files, root = fsspec.core.url_to_fs(address, use_listings_cache=False)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{setting}: {address!r} cannot be used: {error}") from error
+            known = missing(error, f"{setting} = {address!r}") if isinstance(error, ImportError) else None
+            raise known or ConfigError(f"{setting}: {address!r} cannot be used: {error}") from error
         self._root = root.rstrip("/")
         # What renames is a file system, where a file can be half written; an object appears when it is whole.
         self._renames = type(self._files).mv is not fsspec.AbstractFileSystem.mv

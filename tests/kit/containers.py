@@ -86,7 +86,8 @@ def image_of(dockerfile: Path, target: str) -> Image:
 
 def _joined(text: str) -> str:
     """With continued lines in one, and what a shell would fill in."""
-    return re.sub(r"\\\n\s*", "", text).replace("$(ls /wheel/*.whl)", "/wheel")
+    joined = re.sub(r"\\\n\s*", "", text).replace("$(ls /wheel/*.whl)", "/wheel")
+    return joined.replace("${BUCKETS}", "")
 
 
 def installed(image: Image, folder: Path, wheel: Path, constraints: Path) -> Path:

@@ -1,28 +1,30 @@
 """Buckets: a server of the S3 protocol on this machine, spoken to by s3fs as any other would be.
 
-Skipped where moto and s3fs are absent: `pip install s3fs 'moto[server]'` in the environment of the tests.
+Skipped where moto and s3fs are absent: `pip install 'roundtable[s3,test]'` in the environment of the tests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from blake3 import blake3
+from fsspec.registry import _registry as registry
 from s3 import s3_bucket
 from scripted_agent import ScriptedAgent
 from service import Operator, running
 
-from roundtable.core.errors import StorageError
+from roundtable.core.errors import ConfigError, StorageError
 from roundtable.server import ServerConfig
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.location import Location, Unreachable, blob_name
 
-s3fs = pytest.importorskip("s3fs", reason="a bucket on this machine needs s3fs: pip install s3fs")
+s3fs = pytest.importorskip("s3fs", reason="pip install 'roundtable[s3,test]'")
 ONE = "[cohort]\nsize = 1\n[evaluation]\nevery = 0"
 
 
@@ -116,3 +118,18 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_named(
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(Unreachable, match="Could not connect to the endpoint"):
         Bucket(bucket).check_owner("me")
+
+
+@pytest.mark.parametrize(
+    ("address", "library", "extra"),
+    [("s3://b/x", "s3fs", "s3"), ("gs://b/x", "gcsfs", "gcs"), ("abfs://b/x", "adlfs", "azure")],
+)
+def test_a_kind_of_bucket_whose_library_is_missing_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, address: str, library: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    for protocol in (address.partition(":")[0], "s3a"):
+        monkeypatch.delitem(registry, protocol, raising=False)
+    said = rf"bucket = '{address}' needs the library '{library}', .* install 'roundtable\[{extra}\]'$"
+    with pytest.raises(ConfigError, match=said):
+        Location(address, "bucket")
