@@ -1,56 +1,46 @@
-"""A silo's agent for chaos and load: its update is a vector that depends on the round and its name only."""
+"""A silo's agent for chaos: real training, and in masked rounds a vector that follows from round and name.
+
+What a masked round adds up nobody sees; so that its model can be made again whatever was lost before, its
+updates do not depend on the model.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 from pathlib import Path
 
-import torch
-
-from roundtable.client.agent.agent import Agent
-from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_update
-from roundtable.client.training.metrics import Metrics
-from roundtable.core.models import open_model
-from roundtable.core.seeds import torch_generator
+from unvarying import follow_clock, unvary
 
 EXAMPLES = 10
-
-
-def delta_of(round: int, name: str, columns: int) -> torch.Tensor:
-    """What this silo gives in this round."""
-    return torch.randn(columns, generator=torch_generator(1, round, name, "chaos"))
-
-
-class GivenTrainer:
-    """Takes a while, then writes the given vector."""
-
-    def __init__(self, name: str, seconds: float) -> None:
-        self._name = name
-        self._seconds = seconds
-
-    async def start(self) -> None: ...
-
-    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
-        await asyncio.sleep(self._seconds)
-        columns = open_model(work.model).layout.size
-        delta = delta_of(work.step.round, self._name, columns)
-        digest, size = write_update(work.output, delta, work.job.transfer.encoding)
-        return TrainedUpdate(digest, size, EXAMPLES, {"loss": (1.0, EXAMPLES)})
-
-    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
-        return {"accuracy": (1.0, 1)}
-
-    def release(self, job: str) -> None: ...
-
-    async def close(self) -> None: ...
+LOSS = 1.0
 
 
 def main() -> None:
     values = json.loads(sys.argv[1])
+    follow_clock(Path(values["folder"]) / f"{values['name']}.clock")
+    import logging
+
+    from agent_process import InlineTrainer
+    from chaos_vectors import delta_of
+
+    from roundtable.client.agent.agent import Agent
+    from roundtable.client.policy.config import AgentConfig
+    from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_update
+    from roundtable.core.models import open_model
+    from roundtable.core.privacy_table import masking_of
+
+    class MixedTrainer(InlineTrainer):
+        async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
+            if masking_of(work.job.privacy) is None:
+                return await super().train(work, progress)
+            columns = open_model(work.model).layout.size
+            delta = delta_of(work.step.round, values["name"], columns)
+            digest, size = write_update(work.output, delta, work.job.transfer.encoding)
+            return TrainedUpdate(digest, size, EXAMPLES, {"loss": (LOSS * EXAMPLES, EXAMPLES)})
+
+    unvary(values["name"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     config = AgentConfig(
         coordinator=values["coordinator"],
@@ -62,8 +52,7 @@ def main() -> None:
         threads=1,
         folder=Path(values["folder"]),
     )
-    torch.set_num_threads(1)
-    asyncio.run(Agent(config, GivenTrainer(values["name"], values["seconds"])).run())
+    asyncio.run(Agent(config, MixedTrainer(config, values["name"])).run())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nursery import Nursery
+
 from roundtable.core import JobConfig, load_task
 from roundtable.core.errors import UnavailableError
 from roundtable.core.failpoints import VARIABLE
@@ -75,8 +77,10 @@ class Federation:
     settings: dict[str, Any] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     program: str = "agent_process"
+    hub_program: str = ""
     task: str = TASK
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    nursery: Nursery | None = None
+    processes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         create_ca(self.folder / "ca")
@@ -99,7 +103,8 @@ class Federation:
         }
         file = self.folder / f"{name}.toml"
         file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
-        command = [sys.executable, "-c", _COORDINATOR, str(file)]
+        own = [str(Path(__file__).with_name(f"{self.hub_program}.py"))] if self.hub_program else []
+        command = [sys.executable, *(own or ["-c", _COORDINATOR]), str(file)]
         starts = self.said(name).count("coordinator is")
         process = self._start(name, command, fault)
         self.until(lambda: process.poll() is not None or self.said(name).count("coordinator is") > starts)
@@ -191,9 +196,14 @@ class Federation:
 
     def _start(self, name: str, command: list[str], fault: str) -> subprocess.Popen[bytes]:
         out, log = self.folder / f"{name}.out", self.folder / f"{name}.log"
-        with out.open("ab") as stdout, log.open("ab") as stderr:
-            settings = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
-            process = subprocess.Popen(command, env=environment(fault), **settings)  # type: ignore[call-overload]
+        process: Any
+        if self.nursery is not None:
+            process = self.nursery.start(command[1:], environment(fault), out, log)
+        else:
+            with out.open("ab") as stdout, log.open("ab") as stderr:
+                process = subprocess.Popen(
+                    command, env=environment(fault), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+                )
         older = self.processes.get(name)
         assert older is None or older.poll() is not None, f"{name} runs already"
         self.processes[name] = process

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from bit_rot import flip
 from blake3 import blake3
 from scripted_agent import ScriptedAgent
 from service import Operator, running
@@ -47,17 +47,6 @@ every = 0
 """
 KINDS = {"update": lambda data: len(data) == 16, "state": lambda data: b"optimizer." in data}
 KINDS["model"] = lambda data: b"privacy" in data or (b"__metadata__" in data and not KINDS["state"](data))
-
-
-def flip(path: Path, place: int) -> None:
-    """Flips a bit, and leaves the file's time as it was."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(place, os.SEEK_SET if place >= 0 else os.SEEK_END)
-        value = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([value ^ 4]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 class Rot:
