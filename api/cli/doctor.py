@@ -66,17 +66,21 @@ def doctor(
 
 
 @click.command("doctor")
+@click.option("--no-rehearsal", is_flag=True, help="Run no task: only their code is read.")
 @json_option
 @click.pass_context
-def client_doctor(context: click.Context, as_json: bool) -> int:
-    """Check whether this silo's agent would start and the coordinator would have it; exit code 1 if not.
+def client_doctor(context: click.Context, no_rehearsal: bool, as_json: bool) -> int:
+    """Check whether this silo's agent would start, train, and be had by the coordinator; exit code 1 if not.
 
-    Runs no task. The coordinator sees the silo for a moment, offering nothing.
+    Each task is tried as a round would: its code, its model, its data, one batch of training and one of
+    evaluation, in a training process within the silo's limits. Nothing of it is kept, sent or paid for. The
+    coordinator sees the silo for a moment, offering nothing.
     """
     from roundtable.doctor.doctor_agent import examine_agent
 
     assert context.parent is not None
-    return report(examine_agent(context.parent.params["config"]), as_json)
+    file = context.parent.params["config"]
+    return report(examine_agent(file, skip_tasks=no_rehearsal), as_json)
 
 
 def report(probes: Iterable[Inquiry], as_json: bool) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 import grpc
 
@@ -31,10 +33,11 @@ from roundtable.doctor.machine_checks import (
     taken,
 )
 from roundtable.doctor.reach import traces, trying
+from roundtable.doctor.task_checks import trials
 from roundtable.proto.pieces import agents_stub
 
 
-def examine_agent(file: Path) -> Iterator[Inquiry]:
+def examine_agent(file: Path, *, skip_tasks: bool = False) -> Iterator[Inquiry]:
     """All probes of an agent.toml. The clock is compared over a short connection that offers no task."""
     try:
         config = load_agent_config(file)
@@ -46,6 +49,7 @@ def examine_agent(file: Path) -> Iterator[Inquiry]:
     yield Inquiry("device", lambda: _device(config), remedy='install the driver, or [limits] device = "auto"')
     yield Inquiry("tasks", lambda: _tasks(config), about="reading the tasks' code")
     yield Inquiry("policy", lambda: _policy(config))
+    yield Inquiry("user", lambda: _user(config, file))
     yield Inquiry("state", lambda: [folder_writable("state", config.state, "state in agent.toml")])
     yield Inquiry("disk", lambda: [disk(config.state)])
     yield Inquiry("metrics", lambda: _metrics(config))
@@ -57,8 +61,12 @@ def examine_agent(file: Path) -> Iterator[Inquiry]:
     ).answer()
     yield from map(known, certificates)
     if any(check.state == "fail" for check in certificates):
+        yield known(
+            Check("rehearsal", "warn", "not tried: a task is told the silo's name", "see certificates")
+        )
         yield known(Check("coordinator", "warn", "not checked: that needs credentials", remedy_for("agent")))
         return
+    yield from trials(config, skip_tasks)
     for address in (config.coordinator, *config.standbys):
         yield Inquiry("coordinator", partial(_reaches, config, address), f"reaching {address}", _way(address))
     yield Inquiry(
@@ -68,6 +76,17 @@ def examine_agent(file: Path) -> Iterator[Inquiry]:
 
 def _device(config: AgentConfig) -> Iterator[Check]:
     yield Check("device", "ok", f"training runs on {choose_device(config.device)}")
+
+
+def _user(config: AgentConfig, file: Path) -> Iterator[Check]:
+    """What another user may read says nothing of the agent."""
+    if not hasattr(os, "geteuid") or not config.state.exists():
+        return
+    owner = config.state.stat().st_uid
+    if owner != os.geteuid():
+        message = f"the state folder is user {owner}'s, and this runs as user {os.geteuid()}"
+        remedy = f"`sudo -u '#{owner}' roundtable client --config {quote(str(file.absolute()))} doctor`"
+        yield Check("user", "warn", message, remedy)
 
 
 def _tasks(config: AgentConfig) -> Iterator[Check]:

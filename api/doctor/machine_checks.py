@@ -103,7 +103,7 @@ def _gpu() -> Check:
 
 def disk(state: Path) -> Check:
     """How much is free where the folder is, or will be."""
-    place = _standing(state)
+    place = standing(state)
     free = shutil.disk_usage(place).free
     message = f"{free / _GIB:.1f} GiB free at {place}"
     if free < _GIB:
@@ -117,14 +117,14 @@ def _space(place: Path) -> str:
     return f"`du -xh {quote(str(place))} | sort -h | tail` shows what takes it: models and updates need it"
 
 
-def _standing(folder: Path) -> Path:
+def standing(folder: Path) -> Path:
     """The folder itself, or what stands of the way to it."""
     return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
 
 
 def folder_writable(name: str, folder: Path, setting: str) -> Check:
     """Whether this user can write there; a folder that is not there yet must be possible to make."""
-    place = _standing(folder)
+    place = standing(folder)
     remedy = (
         f"`sudo chown {os.getuid()} {quote(str(place))}` as the user who runs the service, or set {setting}"
     )

@@ -33,6 +33,7 @@ from roundtable.client.door import incoming, outgoing
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import Trainer
 from roundtable.client.worker.executor import choose_device, list_devices
+from roundtable.client.worker.rehearsals import rehearsing
 from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
@@ -132,9 +133,10 @@ class Agent:
                 async with monitored(self._config.metrics, page) as self.metrics_port:
                     await trainer.start()
                     handler.recover()
-                    await either(
-                        self._stay_connected(handler, link, identity.name), observer.tally.measure_lag()
-                    )
+                    async with rehearsing(self._config, trainer, observer.rehearsed):
+                        await either(
+                            self._stay_connected(handler, link, identity.name), observer.tally.measure_lag()
+                        )
             finally:
                 await handler.close()
                 await trainer.close()

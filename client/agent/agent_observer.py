@@ -43,6 +43,7 @@ class AgentObserver:
         self.tally = ProcessMetrics()
         self._tracer = tracer or Tracer(silo)
         self.figures: dict[str, float] = {}
+        self.rehearsed: dict[str, bool] = {}
         self._doing: dict[StepKey, _Doing] = {}
 
     def task(self, work: Coroutine[Any, Any, None], step: StepKey) -> asyncio.Task[None]:
@@ -111,13 +112,19 @@ class AgentPage:
 
     async def ready(self) -> tuple[bool, str]:
         """Whether the agent is connected: without its coordinator it can do nothing."""
-        return (True, "connected") if self._connected() else (False, "not connected; the log says why")
+        if not self._connected():
+            return False, "not connected; the log says why"
+        failed = [task for task, passed in self._observer.rehearsed.items() if not passed]
+        return True, f"connected; failed when tried: {', '.join(failed)}" if failed else "connected"
 
     async def figures(self) -> list[Metric]:
         page, tally = Families(), self._observer.tally
         page.process(tally, *traffic.both())
         page.surroundings({"state": self._state}, self._certificates.now())
         page.gauge("roundtable_agent_connected", "1 with a connection", {(): float(self._connected())})
+        tried = {(task,): float(passed) for task, passed in self._observer.rehearsed.items()}
+        text = "1 if the task could be tried at the agent's start, 0 if it failed; the log says why"
+        page.gauge("roundtable_agent_task_rehearsed", text, tried, ("task",))
         queue = {("updates",): float(self._spooled())}
         page.gauge("roundtable_queue_length", "finished updates that wait for delivery", queue, ("queue",))
         for name, text, labels in (

@@ -40,7 +40,7 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.identity.handshake import split_address
 from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
-from roundtable.core.toml_tables import Table
+from roundtable.core.toml_tables import Seconds, Table
 
 
 class LimitsTable(Table):
@@ -49,6 +49,11 @@ class LimitsTable(Table):
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto takes a GPU if there is one")
     threads: int | None = Field(None, ge=1, description="CPU threads of the training process; default: all")
     cached_models: int = Field(3, ge=1, description="how many downloaded models are kept on disk")
+    rehearsal: Seconds = Field(
+        300.0,
+        ge=0,
+        description="time to try each task with a batch, at the agent's start and by doctor; 0: not tried",
+    )
 
 
 class AgentTable(Table):
@@ -110,7 +115,10 @@ class AgentTable(Table):
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What an agent needs to know, with absolute paths; `folder` is where task files are looked up."""
+    """What an agent needs to know, with absolute paths; `folder` is where task files are looked up.
+
+    A file has tasks tried at the start unless it says otherwise, and what is made by a program does not.
+    """
 
     coordinator: str
     credentials: Path
@@ -121,6 +129,7 @@ class AgentConfig:
     device: str = "auto"
     threads: int | None = None
     cached_models: int = 3
+    rehearsal: float = 0.0
     policy: PolicyTable = field(default_factory=PolicyTable)
     cluster: ClusterTable | None = None
     folder: Path = field(default_factory=Path.cwd)
@@ -167,6 +176,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         device=table.limits.device,
         threads=table.limits.threads,
         cached_models=table.limits.cached_models,
+        rehearsal=table.limits.rehearsal,
         policy=table.policy,
         cluster=table.cluster,
         folder=folder,

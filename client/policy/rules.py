@@ -39,7 +39,7 @@ class Rules:
         the submitter's own, or for one with a token the coordinator's.
         """
         return [
-            *self._to_task(job),
+            *self.to_task(job),
             *self._to_submitter(submitter),
             *self._to_size(job),
             *privacy_objections(self.policy, job),
@@ -74,7 +74,8 @@ class Rules:
         sound = {name: (s, n) for name, (s, n) in metrics.items() if n and math.isfinite(s)}
         return {name: (round(total / count, digits) * count, count) for name, (total, count) in sound.items()}
 
-    def _to_task(self, job: JobConfig) -> Iterator[str]:
+    def to_task(self, job: JobConfig) -> Iterator[str]:
+        """What speaks against running the job's task here, whatever else the job says."""
         name = self.task_name(job.task.name)
         reference = self.references.get(name)
         if reference is None:

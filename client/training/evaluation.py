@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ def evaluate(
     batch_size: int = 256,
     prepare: Prepare | None = None,
     context: Context | None = None,
+    batches: int | None = None,
 ) -> Metrics:
     """Named (sum, count) of the model `vector` over the client's test data, "loss" among them.
 
     No gradients, evaluation mode. Empty where there is no test data. For an ArrayTask it is what
-    the task's own `evaluate` says.
+    the task's own `evaluate` says. `batches`: over the first so many of them.
     """
     with evaluation(
         task,
@@ -54,6 +56,7 @@ def evaluate(
         batch_size=batch_size,
         prepare=prepare,
         context=context,
+        batches=batches,
     ) as measure:
         return measure(data)
 
@@ -70,6 +73,7 @@ def evaluation(
     batch_size: int = 256,
     prepare: Prepare | None = None,
     context: Context | None = None,
+    batches: int | None = None,
 ) -> Iterator[Callable[[Any], Metrics]]:
     """`evaluate` for one data set after the other: the model is put in place once for all of them, and each
     begins with the same seed. A task must not change the model meanwhile; `prepare` may, once, before: an
@@ -91,7 +95,7 @@ def evaluation(
         def measure(data: Any) -> Metrics:
             seed_all(seed, device)
             sums: Metrics = {}
-            for batch in ordered_batches(data, batch_size, device):
+            for batch in islice(ordered_batches(data, batch_size, device), batches):
                 loss = told_task.loss(module, batch.data)
                 add(sums, {"loss": (float(loss) * batch.size, batch.size)})
                 if (own := getattr(told_task, "metrics", None)) is not None:

@@ -104,7 +104,7 @@ class Executor:
     """Does orders, one at a time."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._state = SiloState(Path(settings.jobs))
         self._data: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._warm: _WarmJob | None = None
@@ -128,7 +128,7 @@ class Executor:
                 warm.layout,
                 start.vector,
                 order.round,
-                self._settings.client,
+                self.settings.client,
                 start.local if local is None else local,
                 warm.algorithm,
             ),
@@ -148,7 +148,7 @@ class Executor:
         return TrainedUpdate(digest, size, update.examples, update.metrics)
 
     def _protection(self, order: Order, mode: str) -> Protection:
-        settings, folder = self._settings, Path(self._settings.jobs).parent / "privacy"
+        settings, folder = self.settings, Path(self.settings.jobs).parent / "privacy"
         step = (order.job, order.round, order.attempt)
         return Protection(payment(folder, *step, settings.epsilon, settings.delta), mode=mode)
 
@@ -164,7 +164,7 @@ class Executor:
             warm.layout,
             start.vector,
             order.round,
-            self._settings.client,
+            self.settings.client,
             local,
             warm.algorithm,
         )
@@ -198,7 +198,7 @@ class Executor:
         if warm is None or warm.job != order.job:
             self._warm = None
             config = job_from_json(order.config)
-            task = load_task(order.task, Path(self._settings.folder), parameters=config.task.parameters)
+            task = load_task(order.task, Path(self.settings.folder), parameters=config.task.parameters)
             model = initial_state(task, config.seed)
             algorithm = make_algorithm(config.algorithm)
             layout = algorithm_layout(config.model.rules(), algorithm, model)
@@ -212,8 +212,8 @@ class Executor:
     def _data_of(self, reference: str, warm: _WarmJob) -> tuple[Any, Any]:
         key = reference, json.dumps(warm.config.task.parameters, sort_keys=True)
         if key not in self._data:
-            options = self._settings.data_of.get(reference, self._settings.data)
-            site = Site(self._settings.client, options=options)
+            options = self.settings.data_of.get(reference, self.settings.data)
+            site = Site(self.settings.client, options=options)
             self._data = {key: split_data(warm.task, site)}
         return self._data[key]
 

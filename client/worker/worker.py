@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from roundtable.client.failures import diagnose
 from roundtable.client.worker.executor import Executor, Order, Settings
+from roundtable.client.worker.rehearsal import ACTS, rehearse
 
 _PROGRESS_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -89,7 +90,12 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
             reported = now
             _say(answers, {"progress": [done, total, loss if math.isfinite(loss) else None]})
 
+    def begins(act: int) -> None:
+        _say(answers, {"progress": [act, len(ACTS), None]})
+
     def work() -> dict[str, Any]:
+        if command["do"] == "rehearse":
+            return {"rehearsed": asdict(rehearse(executor.settings, order, executor.device, begins))}
         if command["do"] == "train":
             return {"trained": asdict(executor.train(order, progress))}
         return {"evaluated": executor.evaluate(order, progress)}

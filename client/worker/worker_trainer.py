@@ -20,6 +20,7 @@ from roundtable.client.policy.gpus import shown_gpus
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Order, Settings, part_of_batch
+from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.privacy_table import ExampleLevel
 
@@ -54,6 +55,7 @@ class WorkerTrainer:
         self._settings = asdict(settings)
         self._turn = asyncio.Lock()
         self._child: _Child | None = None
+        self._rehearsal: asyncio.Task[Rehearsed] | None = None
         self._halvings: dict[tuple[str, str], int] = {}
         self._whole: set[tuple[str, str]] = set()
 
@@ -122,8 +124,36 @@ class WorkerTrainer:
         detail = f"{first.detail}; with parts of a batch: {failure.detail}"
         return WorkFailed("out_of_memory", detail, failure.trace)
 
+    async def rehearse(self, order: Order, progress: ProgressListener) -> Rehearsed | None:
+        """Tries a task in a process of its own, of which nothing stays for rounds; WorkFailed as for work.
+
+        None where a step is worked on, or comes meanwhile: that goes first, and tries the same.
+        """
+        if self._turn.locked():
+            return None
+        rehearsal = self._rehearsal = asyncio.create_task(self._rehearse(order, progress))
+        try:
+            return await rehearsal
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current.cancelling():
+                raise
+            return None
+        finally:
+            self._rehearsal = None
+
+    async def _rehearse(self, order: Order, progress: ProgressListener) -> Rehearsed:
+        child = await _Child.spawn(self._config, self._settings)
+        try:
+            return Rehearsed(**(await child.do("rehearse", order, progress))["rehearsed"])
+        finally:
+            await child.end()
+
     async def _order(self, verb: str, order: Order, progress: ProgressListener) -> dict[str, Any]:
         async with self._turn:
+            if (rehearsal := self._rehearsal) is not None:
+                rehearsal.cancel()
+                await asyncio.wait([rehearsal])
             if self._child is not None and await self._child.gone():
                 await self.close()
             if self._child is None:

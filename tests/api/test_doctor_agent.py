@@ -46,7 +46,10 @@ class Silo:
         (folder / "small.py").write_text(TASK)
 
     def write(self, coordinator: str, more: str = "", tasks: str = 'small = "small.py:Small"') -> Path:
+        """The settings; no task is run."""
         file = self.folder / "agent.toml"
+        if "[limits]" not in tasks:
+            tasks += "\n[limits]\nrehearsal = 0"
         file.write_text(f'coordinator = "{coordinator}"\n{more}\n[tasks]\n{tasks}\n')
         return file
 

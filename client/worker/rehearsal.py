@@ -1,0 +1,106 @@
+"""Tries a task as rounds would: its code, its model, its data, a batch of training and one of evaluation.
+
+For the doctor and the agent's start, in a process of its own that does nothing else. Nothing of it is kept or
+sent: no update, no loss, no metric, no count of examples, no place in a stream; no privacy is paid for,
+because nothing leaves that would have to be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from roundtable.client.training.evaluation import evaluate
+from roundtable.client.training.local_training import split_data, train
+from roundtable.client.training.local_work import Execution, LocalWork
+from roundtable.client.training.silo_account import Protection
+from roundtable.client.worker.executor import Order, Settings, part_of_batch
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import TaskError
+from roundtable.core.privacy_table import NoPrivacy
+from roundtable.core.task import Site, initial_state, load_task
+
+ACTS = (
+    "import its code",
+    "make its model",
+    "open its data",
+    "train on one batch",
+    "evaluate one batch",
+)
+"""What is tried, in this order."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What the machine must hold: values of the vector that travels, bytes that the process held at most."""
+
+    values: int
+    batch_size: int
+    evaluated: bool
+    memory: int
+    gpu_memory: int
+
+
+def one_step(job: JobConfig) -> JobConfig:
+    """The job as far as one batch tells: with a round of a single step."""
+    algorithm = job.algorithm.model_copy(update={"steps": 1, "epochs": None})
+    return job.model_copy(update={"algorithm": algorithm, "rounds": 1})
+
+
+def rehearse(
+    settings: Settings, order: Order, device: torch.device, begins: Callable[[int], None]
+) -> Rehearsed:
+    """Does all of ACTS; `begins` hears the number of each before it is done. Raises what the task raises."""
+    begins(0)
+    job = one_step(job_from_json(order.config))
+    task = load_task(order.task, Path(settings.folder), parameters=job.task.parameters)
+    begins(1)
+    made = initial_state(task, job.seed)
+    algorithm = make_algorithm(job.algorithm)
+    layout = algorithm_layout(job.model.rules(), algorithm, made)
+    if layout.size == 0:
+        raise TaskError(f"no tensor of {type(task).__name__}'s model travels")
+    vector = initial_vector(layout, made)
+    begins(2)
+    options = settings.data_of.get(order.task, settings.data)
+    training, test = split_data(task, Site(settings.client, options=options))
+    begins(3)
+    work = LocalWork(job, layout, vector, 1, settings.client, None, algorithm)
+    free = Protection(lambda privacy, charge: None)
+    out = torch.empty(layout.size)
+    train(task, made, training, work, Execution(device=device, protection=free, out=out))
+    evaluates = isinstance(job.privacy, NoPrivacy) or job.privacy.public_evaluation
+    if evaluates:
+        begins(4)
+        evaluate(
+            task,
+            made,
+            test,
+            layout,
+            vector,
+            device=device,
+            context=work.evaluation_context(device),
+            batch_size=part_of_batch(job, 0, evaluation=True),
+            batches=1,
+        )
+    return Rehearsed(layout.size, job.algorithm.batch_size, evaluates, _held(), _held_of(device))
+
+
+def _held() -> int:
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    # Kibibytes, but on macOS bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _held_of(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
