@@ -1,0 +1,153 @@
+"""docs/reproduction.md and its figure, written from the results."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from roundtable.simulation.reporting.plots import new_figure
+
+from .cells import HERE, GroupFile
+from .results import Results
+from .verdicts import Row, orders, rows
+
+DOCS = HERE.parents[1] / "docs"
+PAGE = DOCS / "reproduction.md"
+FIGURE = DOCS / "figures" / "reproduction.png"
+_HEAD = """# Published results, run again
+
+Tables of publications, run again with their authors' settings through `roundtable.simulate`. What was
+published is data, with its sources, in `benchmarks/reproduction/cells/`; ours is in
+`benchmarks/reproduction/results/`, a line for each run; and this page is written from both.
+
+```sh
+python -m benchmarks.reproduction --only heart --out mine     # runs, or goes on with, a table; prints it
+python -m benchmarks.reproduction --only heart/fedavg --seeds 3 --out mine
+python -m benchmarks.reproduction --page                      # writes this page from the stored results
+```
+
+A cell **agrees** if the mean of our seeds is within one published deviation of the published mean, or
+within half a point where that deviation is smaller. Five seeds against five say little: two means of equal
+methods differ by more than 0.63 deviations in a third of the cases. So ours are 20 where theirs are five. Δ
+is ours − theirs in their deviations; the time is that of one run, in one process on a core that had other
+work to do as well. "Seen" figures were read at their source, "recalled" ones are from memory of the paper.
+
+![Theirs as bars, ours as dots](figures/reproduction.png)
+"""
+
+
+def page(known: dict[str, GroupFile], results: Results) -> str:
+    """The whole page."""
+    every = list(rows(known, results))
+    return "\n".join(
+        [_HEAD, *(_group(name, group, every, results) for name, group in known.items()), _foot(every)]
+    )
+
+
+def fingerprint(known: dict[str, GroupFile], results: Results) -> str:
+    """Of the figures on the page: the picture carries it, so that a test can tell whether it is theirs."""
+    return blake3(page(known, results).encode()).hexdigest(16)
+
+
+def _group(name: str, group: GroupFile, every: list[Row], results: Results) -> str:
+    mine = [row for row in every if row.group == name]
+    table = group.group
+    lines = [
+        f"## {table.title}\n",
+        f"{table.about}.\n",
+        f"Source ({table.evidence}): {table.source}. Their deviation is over {table.deviation_over}.\n",
+    ]
+    if cells := [row for row in mine if row.cell.value is not None or row.verdict == "shown"]:
+        lines += [
+            "| method | theirs | ours | seeds | Δ | time | |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        lines += [_line(row) for row in cells]
+        lines.append("")
+    if table.parts and any(row.ours for row in mine):
+        lines += _by_part(table.parts, mine)
+    between = list(orders(name, group, results))
+    if between:
+        lines += ["| order | smaller | larger | seeds | |", "| --- | --- | --- | --- | --- |"]
+        lines += [
+            f"| {one.claim} | {one.smaller:.4f} | {one.larger:.4f} | {one.seeds} | {one.verdict} |"
+            for one in between
+        ]
+        lines.append("")
+    notes = [f"- {row.cell.method}: {row.cell.note}" for row in mine if row.cell.note]
+    return "\n".join([*lines, *notes, ""] if notes else lines)
+
+
+def _line(row: Row) -> str:
+    cell, ours = row.cell, row.ours
+    theirs = "–" if cell.value is None else _figure(cell.value, cell.deviation)
+    measured = "–" if ours is None else _figure(ours.mean, ours.deviation if ours.seeds > 1 else None)
+    difference = "–" if row.difference is None else f"{row.difference:+.2f}"
+    seconds = "–" if ours is None else _time(ours.seconds)
+    seeds = ours.seeds if ours else 0
+    return f"| {cell.method} | {theirs} | {measured} | {seeds} | {difference} | {seconds} | {row.verdict} |"
+
+
+def _figure(mean: float, deviation: float | None) -> str:
+    return f"{mean:.4f}" if deviation is None else f"{mean:.4f} ± {deviation:.4f}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _by_part(parts: tuple[str, ...], mine: list[Row]) -> list[str]:
+    """Theirs / ours of each part: means may agree by accident."""
+    lines = [
+        f"| theirs / ours | {' | '.join(parts)} |",
+        f"| --- |{' --- |' * len(parts)}",
+    ]
+    for row in mine:
+        if row.ours is None:
+            continue
+        theirs = [f"{value:.3f}" for value in row.cell.by_part] or ["–"] * len(parts)
+        pairs = (f"{one} / {row.ours.parts[part]:.3f}" for one, part in zip(theirs, parts, strict=True))
+        lines.append(f"| {row.cell.method} | {' | '.join(pairs)} |")
+    return [*lines, ""]
+
+
+def _foot(every: list[Row]) -> str:
+    judged = [row for row in every if row.cell.judged]
+    kinds = ("agrees", "differs", "too few seeds", "not run")
+    counts = {kind: sum(row.verdict == kind for row in judged) for kind in kinds}
+    said = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
+    return (
+        f"## In sum\n\nOf {len(judged)} cells that are judged: {said}. `make test` runs a cell of the first "
+        "table with a few seeds\nand holds this page to the results; `pytest -m nightly` runs whole tables "
+        "(`tests/simulation/test_reproduction.py`).\n"
+    )
+
+
+def draw(known: dict[str, GroupFile], results: Results, path: Path) -> None:
+    """A panel a group: what is allowed around a published figure as a bar, ours as a dot with its error."""
+    every = [row for row in rows(known, results) if row.ours is not None]
+    shown = [name for name in known if any(row.group == name and row.cell.value is not None for row in every)]
+    figure, axes = new_figure(max(1, len(shown)))
+    for axis, name in zip(axes, shown, strict=False):
+        _panel(axis, known[name], [row for row in every if row.group == name])
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Description": fingerprint(known, results), "Software": None})
+
+
+def _panel(axis: Any, group: GroupFile, mine: list[Row]) -> None:
+    labels = []
+    for place, row in enumerate(reversed(mine)):
+        assert row.ours is not None
+        labels.append(row.cell.method)
+        if row.cell.value is not None:
+            wide = max(row.cell.deviation or 0.0, 0.005)
+            axis.barh(place, 2 * wide, 0.6, row.cell.value - wide, color="0.8")
+            axis.plot([row.cell.value] * 2, [place - 0.3, place + 0.3], color="0.4")
+        spread = row.ours.deviation / math.sqrt(row.ours.seeds)
+        axis.errorbar(row.ours.mean, place, xerr=spread, fmt="o", color="C0", markersize=4, capsize=2)
+    axis.set_yticks(range(len(labels)), labels, fontsize="x-small")
+    axis.set_title(group.group.title, fontsize="small")
+    axis.set_xlabel(group.group.unit)

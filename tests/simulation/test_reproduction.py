@@ -1,0 +1,143 @@
+"""Published results: a cell runs, the page says what the results say, and differences are seen."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from roundtable.core.errors import ConfigError
+
+
+@pytest.fixture
+def board(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """benchmarks/reproduction, imported from the project's folder as its command does."""
+    monkeypatch.syspath_prepend(str(root))
+    yield importlib.import_module("benchmarks.reproduction.__main__")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+
+
+def lines(folder: Path, name: str = "heart") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_cell_runs_to_what_is_stored_and_is_not_run_again(board: ModuleType, tmp_path: Path) -> None:
+    ask = ["--only", "heart/fedyogi", "--out", str(tmp_path)]
+    assert board.main([*ask, "--seeds", "2"]) == 0
+    found = {line["seed"]: line for line in lines(tmp_path)}
+    group = board.groups()["heart"]
+    cell = next(cell for cell in group.cell if cell.id == "heart/fedyogi")
+    stored = board.Results(board.STORED).of("heart", group, cell)
+    # Of another processor's rounding a patient of the smallest hospital may hang.
+    assert found.keys() == {42, 43}
+    for seed, line in found.items():
+        assert line["value"] == pytest.approx(stored[seed].value, abs=0.02)
+    with (tmp_path / "heart.jsonl").open("a") as file:
+        file.write('{"cell": "heart/fedyogi", "se')
+    board.main([*ask, "--seeds", "2"])
+    assert lines(tmp_path) == list(found.values())
+    board.main([*ask, "--seeds", "3"])
+    assert [line["seed"] for line in lines(tmp_path)] == [42, 43, 44]
+
+
+def test_the_page_and_its_figure_are_of_the_stored_results(board: ModuleType) -> None:
+    known, results = board.groups(), board.Results(board.STORED)
+    again = "run: python -m benchmarks.reproduction --page"
+    assert board.PAGE.read_text(encoding="utf-8") == board.page(known, results), again
+    pages = sys.modules["benchmarks.reproduction.page"]
+    assert pages.fingerprint(known, results).encode() in board.FIGURE.read_bytes(), again
+
+
+def test_no_cell_that_is_stored_differs_unless_the_page_says_why(board: ModuleType) -> None:
+    known, results = board.groups(), board.Results(board.STORED)
+    table = {row.cell.id: row for row in board.rows(known, results)}
+    assert {name for name, row in table.items() if row.verdict == "differs" and not row.cell.note} == set()
+    heart = [row for row in table.values() if row.group == "heart"]
+    assert all(row.ours is not None and row.ours.seeds >= min(20, row.needed) for row in heart)
+    # Without a model one does better than by averaging: who reads the table has to know.
+    assert table["heart/majority"].ours.mean > table["heart/fedavg"].ours.mean + 0.01
+
+
+def test_a_figure_a_deviation_off_differs_and_few_seeds_are_no_verdict(board: ModuleType) -> None:
+    verdicts = sys.modules["benchmarks.reproduction.verdicts"]
+    known, results = board.groups(), board.Results(board.STORED)
+    row = next(row for row in board.rows(known, results) if row.cell.id == "heart/fedadam")
+    at = lambda off: replace(row.ours, mean=row.cell.value + off)  # noqa: E731
+    assert verdicts.judge(row.cell, 20, at(0.99 * row.cell.deviation)) == "agrees"
+    assert verdicts.judge(row.cell, 20, at(-1.01 * row.cell.deviation)) == "differs"
+    sharp = row.cell.model_copy(update={"deviation": 0.001})
+    assert verdicts.judge(sharp, 20, at(0.0049)) == "agrees"
+    assert verdicts.judge(sharp, 20, at(0.0051)) == "differs"
+    assert verdicts.judge(row.cell, 20, replace(row.ours, seeds=19)) == "too few seeds"
+    assert verdicts.judge(row.cell, 20, None) == "not run"
+
+
+def test_results_of_other_settings_do_not_count(board: ModuleType) -> None:
+    group, results = board.groups()["heart"], board.Results(board.STORED)
+    cell = next(cell for cell in group.cell if cell.id == "heart/fedavg")
+    faster = cell.model_copy(update={"job": {"algorithm": {**cell.job["algorithm"], "learning_rate": 0.002}}})
+    assert len(results.of("heart", group, cell)) == 20
+    assert results.of("heart", group, faster) == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("deviation = 0.0253", "deviation = -1.0", "deviation"),
+        ('id = "heart/fedprox"', 'id = "heart/fedavg"', "two cells of one id: heart/fedavg"),
+        ('id = "heart/fedprox"', 'id = "hart/fedprox"', "must begin with heart/"),
+        ('method = "FedAvg"', 'methud = "FedAvg"', "methud"),
+        ("value = 0.6850\n", "", "judged = true needs value and deviation"),
+    ],
+)
+def test_a_mistake_in_the_figures_is_named(
+    board: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
+) -> None:
+    cells = sys.modules["benchmarks.reproduction.cells"]
+    text = (cells.CELLS / "heart.toml").read_text()
+    assert old in text
+    (tmp_path / "heart.toml").write_text(text.replace(old, new, 1))
+    monkeypatch.setattr(cells, "CELLS", tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        board.groups()
+
+
+def test_the_command_stops_goes_on_and_says_what_is_wrong(
+    board: ModuleType, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = ["--out", str(tmp_path), "--only", "heart/fedavg"]
+    assert board.command([*ask, "--only", "hart"]) == 2
+    assert capsys.readouterr().err.startswith("error: --only hart: no such group or cell; groups are heart")
+    run = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.reproduction", *ask], cwd=root, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stderr is not None
+    assert run.stderr.readline().startswith("heart/fedavg, seed 42: 0.")
+    assert board.command(ask) == 2
+    assert "another process runs heart into" in capsys.readouterr().err
+    os.kill(run.pid, signal.SIGINT)
+    _, said = run.communicate()
+    assert run.returncode == 130
+    assert said.endswith("stopped; the same command goes on\n")
+    assert board.command([*ask, "--report", "--json"]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert (cell["cell"], cell["verdict"]) == ("heart/fedavg", "too few seeds")
+    assert 1 <= cell["ours"]["seeds"] < 20
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_whole_table_of_heart_agrees(board: ModuleType, tmp_path: Path) -> None:
+    assert board.main(["--only", "heart", "--out", str(tmp_path)]) == 0
+    rows = [row for row in board.rows(board.groups(), board.Results(tmp_path)) if row.group == "heart"]
+    assert {row.verdict for row in rows} == {"agrees", "shown"}
