@@ -20,6 +20,7 @@ from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.simulation_table import SimulationTable
+from roundtable.core.job_tables.staleness_table import Discount, PolynomialDiscount
 from roundtable.core.job_tables.task_table import JobTaskTable, named_task
 from roundtable.core.layout import LayoutRules
 from roundtable.core.paths import AnyPath
@@ -111,17 +112,17 @@ class RoundTable(Table):
     max_staleness: int = Field(
         10, ge=0, description="buffered: models made since a client was asked, above which it is given up"
     )
-    staleness_exponent: Finite = Field(
-        0.5, ge=0, description="buffered: an update of staleness s is scaled by 1/(1+s) to this power"
+    staleness: Discount = Field(
+        PolynomialDiscount(), description="buffered: what an update of staleness s is scaled by"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundTable:
         if (self.mode == "buffered") != (self.buffer is not None):
             raise ValueError('buffer belongs to mode = "buffered", and is needed there')
-        others = (self.concurrency, self.max_staleness, self.staleness_exponent)
-        if self.mode != "buffered" and others != (None, 10, 0.5):
-            raise ValueError('concurrency, max_staleness and staleness_exponent belong to mode = "buffered"')
+        others = (self.concurrency, self.max_staleness, self.staleness)
+        if self.mode != "buffered" and others != (None, 10, PolynomialDiscount()):
+            raise ValueError('concurrency, max_staleness and staleness belong to mode = "buffered"')
         return self
 
 

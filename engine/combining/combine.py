@@ -168,7 +168,7 @@ def try_rule(
 ) -> Tensor:
     """The aggregate [d] that `combine` would give to the server optimizer, for those who only ask: attackers
     in a simulation who try a rule before they send. Plans with central noise have no rule."""
-    rows = discounted(rows, round, plan.staleness_exponent)
+    rows = discounted(rows, round, plan.discount)
     return _aggregated(plan, rows, state, _sums(plan, rows, state), round, seed, False, root_update).vector
 
 
@@ -183,7 +183,7 @@ def _of_rows(
     root_update: Tensor | None,
 ) -> _Delta:
     """The job's rule over single updates."""
-    rows = discounted(rows, round, plan.staleness_exponent)
+    rows = discounted(rows, round, plan.discount)
     sums = _sums(plan, rows, state)
     result = _aggregated(plan, rows, state, sums, round, seed, diagnose, root_update)
     past = remembered(state.past, sums, rows.updates, result.diagnosis.clients) if sums is not None else {}

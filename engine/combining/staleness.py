@@ -8,19 +8,20 @@ import torch
 
 from roundtable.aggregation import UpdateMatrix
 from roundtable.aggregation.rows.matrix import BLOCK_BYTES, Block, DerivedRows
+from roundtable.core.job_tables.staleness_table import Discount
 from roundtable.engine.combining.received import Rows
 
 
-def discounted(rows: Rows, round: int, exponent: float) -> Rows:
-    """Each row times 1/(1 + s)^a for the staleness s of its update (Nguyen et al. 2022, section 5; a = 1/2).
+def discounted(rows: Rows, round: int, discount: Discount) -> Rows:
+    """Each row times what the discount leaves at the staleness of its update.
 
     The rows are scaled, not their weights: as in FedBuff's sum over K, an old update then counts for less
     without the others counting for more, and that under every rule.
     """
     ages = [update.staleness(round) for update in rows.updates]
-    if not any(ages) or not exponent:
+    factors = [discount.factor(age) for age in ages]
+    if all(factor == 1.0 for factor in factors):
         return rows
-    factors = [(1.0 + age) ** -exponent for age in ages]
     return Rows(ScaledRows(rows.matrix, factors), rows.updates)
 
 

@@ -17,6 +17,7 @@ from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
 from roundtable.core.errors import ConfigError
+from roundtable.core.job_tables.staleness_table import ConstantDiscount, Discount
 from roundtable.core.privacy_table import (
     ClientLevel,
     ClientLocalLevel,
@@ -74,12 +75,15 @@ class ServerPart:
         return slices
 
 
+_NOTHING_OFF = ConstantDiscount()
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the rounds of a checked job need.
 
-    `noise` says who hides the updates and what a round costs; `strategy` chooses cohorts;
-    `staleness_exponent` discounts late updates; `server` is the server's part of an algorithm that has one.
+    `noise` says who hides the updates and what a round costs; `strategy` chooses cohorts; `discount` is
+    what staleness leaves of an update; `server` is the server's part of an algorithm that has one.
     """
 
     aggregation: AggregationConfig
@@ -87,7 +91,7 @@ class Plan:
     privacy: NoPrivacy | Private
     noise: RoundNoise
     strategy: Strategy
-    staleness_exponent: float = 0.0
+    discount: Discount = _NOTHING_OFF
     server: ServerPart | None = None
 
     def charge_of(self, round: int) -> Charge | None:
@@ -158,10 +162,10 @@ def make_plan(
     check_soundness(job, aggregation)
     check_secure(job, aggregation)
     noise = _noise(job, population, slices, spent)
-    exponent = job.round.staleness_exponent if job.round.mode == "buffered" else 0.0
+    discount = job.round.staleness if job.round.mode == "buffered" else ConstantDiscount()
     server = algorithm.server()
     part = ServerPart(server, algorithm.places) if server is not None else None
-    return Plan(aggregation, optimizer, job.privacy, noise, strategy, exponent, part)
+    return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part)
 
 
 def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:

@@ -52,19 +52,41 @@ def test_one_client_after_the_other_is_a_naive_loop(buffered, make_job):
     assert [len(record.contributors) for record in result.history.records] == [1] * 4
 
 
-def test_staleness_scales_what_an_update_does(buffered):
-    """With two at work and K = 1 the second update is one model old: it moves the model by 1/√2."""
-    devices = {"speed": 10.0}
+@pytest.mark.parametrize(
+    ("discount", "factor"),
+    [
+        ({"name": "polynomial"}, 1 / np.sqrt(2)),
+        ({"name": "polynomial", "exponent": 2.0}, 1 / 4),
+        ({"name": "hinge"}, 1 / 1.1),
+        ({"name": "hinge", "slope": 3.0}, 1 / 4),
+        ({"name": "hinge", "slope": 3.0, "free": 1}, 1.0),
+    ],
+)
+def test_staleness_scales_what_an_update_does(buffered, discount, factor):
+    """With two at work and K = 1 the second update is one model old: it moves the model by the factor."""
     moved = {}
-    for exponent in (0.0, 0.5):
+    for name, table in (("plain", {"name": "constant"}), ("scaled", discount)):
         for rounds in (1, 2):
-            settings = {"round__buffer": 1, "round__concurrency": 2, "round__staleness_exponent": exponent}
-            result = buffered(rounds=rounds, simulation__devices=devices, **settings)
+            settings = {"round__buffer": 1, "round__concurrency": 2, "round__staleness": table}
+            result = buffered(rounds=rounds, simulation__devices={"speed": 10.0}, **settings)
             assert [r.staleness for r in result.history.records][1:] in ([], [{_last(result): 1}])
-            moved[exponent, rounds] = result.model.vector
-    torch.testing.assert_close(moved[0.0, 1], moved[0.5, 1])
-    plain, scaled = moved[0.0, 2] - moved[0.0, 1], moved[0.5, 2] - moved[0.5, 1]
-    torch.testing.assert_close(scaled, plain / np.sqrt(2), atol=1e-7, rtol=1e-5)
+            moved[name, rounds] = result.model.vector
+    torch.testing.assert_close(moved["plain", 1], moved["scaled", 1])
+    plain, scaled = moved["plain", 2] - moved["plain", 1], moved["scaled", 2] - moved["scaled", 1]
+    torch.testing.assert_close(scaled, plain * factor, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"name": "hinge", "exponent": 0.5}, r"round\.staleness\.exponent: belongs to name = 'polynomial'"),
+        ({"name": "linear"}, r"staleness\.name: choose one of constant, polynomial, hinge \(got 'linear'\)"),
+        ({"name": "hinge", "slope": 0.0}, r"round\.staleness\.slope.*greater than 0"),
+    ],
+)
+def test_a_discount_that_is_none_is_refused_with_what_there_is(buffered, table, said):
+    with pytest.raises(ConfigError, match=said):
+        buffered(round__staleness=table)
 
 
 def _last(result):
