@@ -13,3 +13,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "agent.probe" -}}
 ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9465/{{ . }}', timeout=4)"]
 {{- end }}
+{{/* By its digest, which nobody can give to another image; else by its tag. */}}
+{{- define "agent.image" -}}
+{{ .Values.image.repository }}
+{{- if .Values.image.digest }}@{{ .Values.image.digest }}
+{{- else }}:{{ default (printf "%s-cuda" .Chart.AppVersion) .Values.image.tag }}{{ end }}
+{{- end }}

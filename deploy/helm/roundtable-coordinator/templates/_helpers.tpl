@@ -21,3 +21,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "coordinator.probe" -}}
 ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9464/{{ . }}', timeout=4)"]
 {{- end }}
+{{/* By its digest, which nobody can give to another image; else by its tag. */}}
+{{- define "coordinator.image" -}}
+{{ .Values.image.repository }}
+{{- if .Values.image.digest }}@{{ .Values.image.digest }}
+{{- else }}:{{ default (printf "%s" .Chart.AppVersion) .Values.image.tag }}{{ end }}
+{{- end }}
