@@ -79,6 +79,17 @@ class OperatorClient:
             reply = self._stub.ListClients(operator_pb2.ListClientsRequest(), timeout=_CALL_SECONDS)
         return sorted(reply.clients, key=lambda client: client.name)
 
+    def disable_client(self, name: str, reason: str) -> operator_pb2.Client:
+        """Lets no job ask this agent for anything new, and tells it why."""
+        request = operator_pb2.DisableClientRequest(name=name, reason=reason)
+        with self._translated():
+            return self._stub.DisableClient(request, timeout=_CALL_SECONDS)
+
+    def enable_client(self, name: str) -> operator_pb2.Client:
+        """Lets jobs ask this agent again."""
+        with self._translated():
+            return self._stub.EnableClient(operator_pb2.EnableClientRequest(name=name), timeout=_CALL_SECONDS)
+
     def jobs(self) -> list[operator_pb2.Job]:
         """Every job, the newest first."""
         with self._translated():

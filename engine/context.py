@@ -51,13 +51,14 @@ class JobContext:
         attempt = self.attempt()
         assert attempt.deadline is not None
         model = attempt.aggregated.model if attempt.aggregated else self.state.model
+        cohort = attempt.cohort
+        if attempt.failures:
+            cohort = tuple(name for name in cohort if name not in attempt.failures)
         for name in names:
             if self.population.is_online(name):
                 self.mark(name, "available", now)
                 counted = self.counted(name)
-                self.out.append(
-                    m.Instruct(name, attempt.step, model, attempt.deadline, attempt.cohort, counted)
-                )
+                self.out.append(m.Instruct(name, attempt.step, model, attempt.deadline, cohort, counted))
             else:
                 self.mark(name, "offline", now)
 
@@ -93,7 +94,7 @@ class JobContext:
     def choose_available(
         self, count: int, available: Callable[[str], bool], unavailable: int, chance: np.random.Generator
     ) -> list[str]:
-        """Up to `count` of the clients that are online and `available`.
+        """Up to `count` of the clients that are free and `available`.
 
         `unavailable` is about how many are not: where these are few, a uniform draw costs nothing that grows
         with the population.
@@ -103,11 +104,11 @@ class JobContext:
             drawn: dict[str, None] = {}
             for _ in range(16 * count + 64):
                 name = known[int(chance.integers(len(known)))]
-                if self.population.is_online(name) and available(name):
+                if self.population.is_free(name) and available(name):
                     drawn[name] = None
                 if len(drawn) == count:
                     return sorted(drawn)
-        names = [name for name in self.population.online() if available(name)]
+        names = [name for name in self.population.free() if available(name)]
         return self.choose(names, min(count, len(names)), chance) if names else []
 
     def record(self, name: str) -> ClientRecord:

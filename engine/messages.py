@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roundtable.core.errors import SiteFailure
+from roundtable.engine.clients import ClientInfo as ClientInfo
+from roundtable.engine.clients import ClientState as ClientState
+from roundtable.engine.clients import Held as Held
 
 TRAIN = "train"
 AGGREGATE = "aggregate"
@@ -15,7 +18,6 @@ COMMIT = "commit"
 SELECT = "select"
 AUTHORIZE = "authorize"
 
-ClientState = Literal["available", "training", "uploading", "offline", "dropped", "done"]
 JobStatus = Literal["waiting", "running", "paused", "finished", "cancelled", "failed"]
 FINAL: tuple[JobStatus, ...] = ("finished", "cancelled", "failed")
 
@@ -27,15 +29,6 @@ class Step:
     round: int
     attempt: int
     phase: str
-
-
-@dataclass(frozen=True)
-class ClientInfo:
-    """What is declared about a client: `metadata` comes from the silo, `examples` from past rounds."""
-
-    name: str
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    examples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +98,14 @@ class ClientLeft:
     """A client has disconnected. It may come back and deliver until the deadline."""
 
     client: str
+
+
+@dataclass(frozen=True)
+class ClientHeld:
+    """A client that is known may be asked for nothing new from now on; with None, for everything again."""
+
+    client: str
+    held: Held | None
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ Event = (
     Start
     | ClientJoined
     | ClientLeft
+    | ClientHeld
     | WorkStarted
     | UpdateArrived
     | Evaluated
@@ -276,9 +278,9 @@ class Authorize:
 class Instruct:
     """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent.
 
-    `cohort` names everybody who was selected, for work that clients do among themselves. `counted` is the
-    (round, attempt) of the client's newest update that is in `model` or in a model before it: what that
-    training left at the client is what it goes on from.
+    `cohort` names everybody who was selected and has not failed, for work that clients do among
+    themselves. `counted` is the (round, attempt) of the client's newest update that is in `model` or in a
+    model before it: what that training left at the client is what it goes on from.
     """
 
     client: str

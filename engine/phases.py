@@ -108,15 +108,17 @@ class Phases:
         )
 
     def begin_evaluation(self, now: float) -> None:
-        """Asks for the new model's metrics: clients that are there, and those that have just delivered.
+        """Asks for the new model's metrics: clients that are free, and those that have just delivered.
 
-        After a restart nobody is there yet, and the latter are on their way back.
+        After a restart nobody is there yet, and the latter are on their way back. One that is held finishes
+        the round that it was asked for, and no later one.
         """
-        attempt = self._context.attempt()
-        pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.online()
-        there = (name for name in pool if self._population.is_online(name))
+        attempt, held = self._context.attempt(), self._population.held()
+        pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.free()
+        there = (name for name in pool if self._population.is_free(name))
         # Of a secret cohort nobody is asked who would not be otherwise.
-        delivered = sorted(attempt.updates) if is_told(self._job.privacy, Tells.COHORT) else ()
+        known = sorted(attempt.updates) if is_told(self._job.privacy, Tells.COHORT) else ()
+        delivered = (name for name in known if name not in held or attempt.updates[name].asked is None)
         idle = (name for name in (*there, *delivered) if name not in self._state.at_work)
         attempt.awaited = dict.fromkeys(idle)
         attempt.phase = m.EVALUATE

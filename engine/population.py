@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from typing_extensions import override
 
-from roundtable.engine.messages import ClientInfo
+from roundtable.engine.clients import ClientInfo, Held
 
 
 class Population(Protocol):
@@ -17,11 +17,17 @@ class Population(Protocol):
     def known(self) -> Sequence[str]:
         """Every client, there or not: what Poisson sampling draws from."""
 
-    def online(self) -> Sequence[str]:
-        """Those that can be asked now."""
+    def free(self) -> Sequence[str]:
+        """Those that can be asked for something new: they are there, and not held."""
+
+    def is_free(self, name: str) -> bool:
+        """Whether this one can be asked for something new."""
 
     def is_online(self, name: str) -> bool:
-        """Whether this one can be asked now."""
+        """Whether this one is there: it can go on with what it was asked."""
+
+    def held(self) -> Mapping[str, Held]:
+        """Those that are known and held, by name, and why."""
 
     def info(self, name: str) -> ClientInfo:
         """What is declared about it."""
@@ -43,11 +49,17 @@ class Roster:
     def known(self) -> Sequence[str]:
         return sorted(self._infos)
 
-    def online(self) -> Sequence[str]:
-        return sorted(self._online)
+    def free(self) -> Sequence[str]:
+        return sorted(name for name in self._online if not self._infos[name].held)
+
+    def is_free(self, name: str) -> bool:
+        return name in self._online and not self._infos[name].held
 
     def is_online(self, name: str) -> bool:
         return name in self._online
+
+    def held(self) -> Mapping[str, Held]:
+        return {name: info.held for name, info in sorted(self._infos.items()) if info.held}
 
     def info(self, name: str) -> ClientInfo:
         return self._infos.get(name, ClientInfo(name))
@@ -104,13 +116,19 @@ class NumberedClients:
     def known(self) -> Sequence[str]:
         return self.names
 
-    def online(self) -> Sequence[str]:
+    def free(self) -> Sequence[str]:
         if not self._away:
             return self.names
         return [name for name in self.names if name not in self._away]
 
+    def is_free(self, name: str) -> bool:
+        return self.is_online(name)
+
     def is_online(self, name: str) -> bool:
         return name not in self._away
+
+    def held(self) -> Mapping[str, Held]:
+        return {}
 
     def info(self, name: str) -> ClientInfo:
         return ClientInfo(name)

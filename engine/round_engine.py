@@ -28,7 +28,7 @@ from roundtable.engine.policies.training_policy import TrainingPolicy
 from roundtable.engine.population import Population, Roster
 from roundtable.engine.selection import SelectionFailed, Strategy
 from roundtable.engine.state import EngineState, from_plain, to_plain
-from roundtable.engine.view import EngineView, view
+from roundtable.engine.view import WHO_HELD, EngineView, view
 
 
 class RoundEngine:
@@ -52,6 +52,7 @@ class RoundEngine:
             m.Start: self._on_start,
             m.ClientJoined: self._on_joined,
             m.ClientLeft: self._on_left,
+            m.ClientHeld: self._on_held,
             m.WorkStarted: self._on_work_started,
             m.UpdateArrived: self._on_update,
             m.Evaluated: self._on_evaluated,
@@ -208,6 +209,19 @@ class RoundEngine:
             return
         self._context.note("client_offline", f"{client} is offline; it can still deliver", client)
         self._phases.proceed(self._context.attempt().phase if awaited else m.TRAIN, now)
+
+    def _on_held(self, event: m.ClientHeld, now: float) -> None:
+        name, info = event.client, self.population.info(event.client)
+        if info.held == event.held:
+            return
+        online = self.population.is_online(name)
+        self.population.join(replace(info, held=event.held), online)
+        said = f"{name} may be asked again"
+        if event.held is not None:
+            said = f"{name} is {WHO_HELD[event.held]}: it is asked for nothing new"
+        self._context.note("client_held", said, detail={"silo": name, "held": event.held or ""})
+        if event.held is None and online and self.state.attempt is not None:
+            self._phases.follow(self._policy.client_joined(name, now), now)
 
     def _on_work_started(self, event: m.WorkStarted, now: float) -> None:
         if self._context.works_on(event.client, event.step):

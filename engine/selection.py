@@ -17,7 +17,7 @@ from roundtable.core.config import CohortTable, JobConfig
 from roundtable.core.errors import RoundtableError
 from roundtable.core.privacy_table import groups_of, has_secret_cohorts
 from roundtable.core.seeds import derive_seed
-from roundtable.engine.messages import ClientInfo
+from roundtable.engine.clients import ClientInfo
 from roundtable.engine.state import EngineState
 
 

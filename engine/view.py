@@ -13,6 +13,7 @@ from roundtable.engine.state import Attempt, ClientRecord, EngineState
 from roundtable.engine.validation.secure_feasibility import fewest
 
 _SHOWN = 5
+WHO_HELD: Mapping[m.Held, str] = {"drained": "drained by its silo", "disabled": "disabled by operators"}
 
 
 @dataclass(frozen=True)
@@ -63,22 +64,38 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
     attempt = state.attempt
     assert attempt is not None
     if attempt.phase == m.SELECT:
-        there = len(rested(population.online(), state))
+        free = population.free()
+        there = len(rested(free, state))
         least = max(least_for_selection(job.cohort, attempt.settled), fewest(job))
-        if there < len(population.online()):
-            resting = len(population.online()) - there
-            return (
-                f"{there} of {least} clients may take part; {resting} others did within the last "
+        said = f"{there} of {least} clients are available; waiting for more to connect"
+        if there < len(free):
+            said = (
+                f"{there} of {least} clients may take part; {len(free) - there} others did within the last "
                 f"{state.separation - 1} rounds. Waiting for more to connect"
             )
-        return f"{there} of {least} clients are available; waiting for more to connect"
+        return "; ".join([said, *held_in_words(population)])
     if attempt.phase == m.TRAIN and job.round.mode == "buffered":
         busy = [n for n, given in state.at_work.items() if not given.away]
         shown = ", ".join(busy[:_SHOWN]) + (f" and {len(busy) - _SHOWN} more" if len(busy) > _SHOWN else "")
-        return f"{len(attempt.updates)} of {attempt.target} updates; at work: {shown or 'nobody'}"
+        said = f"{len(attempt.updates)} of {attempt.target} updates; at work: {shown or 'nobody'}"
+        return "; ".join([said, *(() if busy else held_in_words(population))])
     if attempt.phase in (m.TRAIN, m.EVALUATE):
         return _waiting_for_answers(attempt, state, population)
     return {m.AGGREGATE: "combining the updates", m.COMMIT: "storing the round"}.get(attempt.phase, "")
+
+
+def held_in_words(population: Population) -> list[str]:
+    """For each reason how many of the known clients are held, and which: "2 of 5 are drained by …"."""
+    held, known = population.held(), len(population.known())
+    said = []
+    for reason, who in WHO_HELD.items():
+        names = [name for name, why in held.items() if why == reason]
+        if names:
+            are = who.replace("its silo", "their silos") if len(names) > 1 else who
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            verb = "are" if len(names) > 1 else "is"
+            said.append(f"{len(names)} of {known} {verb} {are}: {', '.join(names[:_SHOWN])}{more}")
+    return said
 
 
 def _waiting_for_answers(attempt: Attempt, state: EngineState, population: Population) -> str:

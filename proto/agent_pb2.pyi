@@ -67,6 +67,7 @@ class FromAgent(google.protobuf.message.Message):
     GOODBYE_FIELD_NUMBER: builtins.int
     TROUBLE_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
+    MAINTENANCE_FIELD_NUMBER: builtins.int
     proof: builtins.bytes
     """The installation's signature over core.signing's statement of a challenge."""
     @property
@@ -105,6 +106,10 @@ class FromAgent(google.protobuf.message.Message):
     def trouble(self) -> global___Trouble:
         """Something failed on the way to the answer, which is still to come."""
 
+    @property
+    def maintenance(self) -> global___Maintenance:
+        """The silo has gone into maintenance, or come back from it."""
+
     def __init__(
         self,
         *,
@@ -118,10 +123,11 @@ class FromAgent(google.protobuf.message.Message):
         goodbye: global___Goodbye | None = ...,
         trouble: global___Trouble | None = ...,
         proof: builtins.bytes = ...,
+        maintenance: global___Maintenance | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble", "proof"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble", "proof", "maintenance"] | None: ...
 
 global___FromAgent = FromAgent
 
@@ -138,6 +144,7 @@ class ToAgent(google.protobuf.message.Message):
     HEARTBEAT_FIELD_NUMBER: builtins.int
     REVOCATIONS_FIELD_NUMBER: builtins.int
     CHALLENGE_FIELD_NUMBER: builtins.int
+    STANDING_FIELD_NUMBER: builtins.int
     revocations: builtins.bytes
     """The list of the Welcome, once there is another one."""
     challenge: builtins.bytes
@@ -162,6 +169,10 @@ class ToAgent(google.protobuf.message.Message):
     def heartbeat(self) -> global___Heartbeat:
         """Answer to a heartbeat."""
 
+    @property
+    def standing(self) -> global___Standing:
+        """After the welcome to a silo that operators have disabled, and whenever that changes."""
+
     def __init__(
         self,
         *,
@@ -172,10 +183,11 @@ class ToAgent(google.protobuf.message.Message):
         heartbeat: global___Heartbeat | None = ...,
         revocations: builtins.bytes = ...,
         challenge: builtins.bytes = ...,
+        standing: global___Standing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge"] | None: ...
+    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge", "standing"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -212,6 +224,7 @@ class Hello(google.protobuf.message.Message):
     COORDINATOR_FIELD_NUMBER: builtins.int
     SEEN_FIELD_NUMBER: builtins.int
     INSTALLATION_FIELD_NUMBER: builtins.int
+    MAINTENANCE_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The agent's software version."""
     protocol: builtins.int
@@ -244,6 +257,8 @@ class Hello(google.protobuf.message.Message):
 
     @property
     def seen(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Step]: ...
+    @property
+    def maintenance(self) -> global___Maintenance: ...
     def __init__(
         self,
         *,
@@ -258,10 +273,54 @@ class Hello(google.protobuf.message.Message):
         coordinator: builtins.str = ...,
         seen: collections.abc.Iterable[roundtable.proto.common_pb2.Step] | None = ...,
         installation: builtins.bytes = ...,
+        maintenance: global___Maintenance | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "installation", b"installation", "metadata", b"metadata", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["maintenance", b"maintenance"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "installation", b"installation", "maintenance", b"maintenance", "metadata", b"metadata", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Hello = Hello
+
+@typing.final
+class Maintenance(google.protobuf.message.Message):
+    """Whether the silo takes new rounds. One that is drained finishes the round that it was asked for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRAINED_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    drained: builtins.bool
+    reason: builtins.str
+    """One sentence for people; no data and no paths of the silo."""
+    def __init__(
+        self,
+        *,
+        drained: builtins.bool = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drained", b"drained", "reason", b"reason"]) -> None: ...
+
+global___Maintenance = Maintenance
+
+@typing.final
+class Standing(google.protobuf.message.Message):
+    """Whether the coordinator selects the silo."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DISABLED_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    disabled: builtins.bool
+    """By operators; its certificate holds, and it stays connected."""
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        disabled: builtins.bool = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["disabled", b"disabled", "reason", b"reason"]) -> None: ...
+
+global___Standing = Standing
 
 @typing.final
 class Welcome(google.protobuf.message.Message):

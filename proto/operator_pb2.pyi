@@ -451,6 +451,8 @@ class Client(google.protobuf.message.Message):
     LAST_SEEN_FIELD_NUMBER: builtins.int
     SELECTED_FIELD_NUMBER: builtins.int
     COMPLETED_FIELD_NUMBER: builtins.int
+    DRAINED_FIELD_NUMBER: builtins.int
+    DISABLED_FIELD_NUMBER: builtins.int
     name: builtins.str
     online: builtins.bool
     state: builtins.str
@@ -459,6 +461,10 @@ class Client(google.protobuf.message.Message):
     selected: builtins.int
     """Rounds in which it was selected, and in which its update counted."""
     completed: builtins.int
+    drained: builtins.str
+    """Why its silo takes no new rounds, in the silo's words; empty where it takes them."""
+    disabled: builtins.str
+    """Why operators have disabled it; empty where they have not."""
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -478,10 +484,46 @@ class Client(google.protobuf.message.Message):
         last_seen: builtins.float = ...,
         selected: builtins.int = ...,
         completed: builtins.int = ...,
+        drained: builtins.str = ...,
+        disabled: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["completed", b"completed", "devices", b"devices", "last_seen", b"last_seen", "metadata", b"metadata", "name", b"name", "online", b"online", "selected", b"selected", "state", b"state", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completed", b"completed", "devices", b"devices", "disabled", b"disabled", "drained", b"drained", "last_seen", b"last_seen", "metadata", b"metadata", "name", b"name", "online", b"online", "selected", b"selected", "state", b"state", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Client = Client
+
+@typing.final
+class DisableClientRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    reason: builtins.str
+    """For the silo, for other operators and for the audit log."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason"]) -> None: ...
+
+global___DisableClientRequest = DisableClientRequest
+
+@typing.final
+class EnableClientRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___EnableClientRequest = EnableClientRequest
 
 @typing.final
 class ListClientsReply(google.protobuf.message.Message):

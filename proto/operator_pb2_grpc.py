@@ -71,6 +71,16 @@ class OperatorsStub(object):
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.ListClientsRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.ListClientsReply.FromString,
                 )
+        self.DisableClient = channel.unary_unary(
+                '/roundtable.v1.Operators/DisableClient',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.DisableClientRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.Client.FromString,
+                )
+        self.EnableClient = channel.unary_unary(
+                '/roundtable.v1.Operators/EnableClient',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.EnableClientRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.Client.FromString,
+                )
         self.ShowPrivacy = channel.unary_unary(
                 '/roundtable.v1.Operators/ShowPrivacy',
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
@@ -174,6 +184,20 @@ class OperatorsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DisableClient(self, request, context):
+        """No job asks this agent for anything new, and it is told why; its certificate holds, unlike after Revoke.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EnableClient(self, request, context):
+        """Jobs may ask it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ShowPrivacy(self, request, context):
         """What has been spent on the privacy of populations and of their silos, over all jobs.
         """
@@ -266,6 +290,16 @@ def add_OperatorsServicer_to_server(servicer, server):
                     servicer.ListClients,
                     request_deserializer=roundtable_dot_proto_dot_operator__pb2.ListClientsRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.ListClientsReply.SerializeToString,
+            ),
+            'DisableClient': grpc.unary_unary_rpc_method_handler(
+                    servicer.DisableClient,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.DisableClientRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.Client.SerializeToString,
+            ),
+            'EnableClient': grpc.unary_unary_rpc_method_handler(
+                    servicer.EnableClient,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.EnableClientRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.Client.SerializeToString,
             ),
             'ShowPrivacy': grpc.unary_unary_rpc_method_handler(
                     servicer.ShowPrivacy,
@@ -487,6 +521,40 @@ class Operators(object):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ListClients',
             roundtable_dot_proto_dot_operator__pb2.ListClientsRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.ListClientsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def DisableClient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/DisableClient',
+            roundtable_dot_proto_dot_operator__pb2.DisableClientRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.Client.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def EnableClient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/EnableClient',
+            roundtable_dot_proto_dot_operator__pb2.EnableClientRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.Client.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -83,6 +83,18 @@ class OperatorsStub:
     ]
     """Every agent that the coordinator knows."""
 
+    DisableClient: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.DisableClientRequest,
+        roundtable.proto.operator_pb2.Client,
+    ]
+    """No job asks this agent for anything new, and it is told why; its certificate holds, unlike after Revoke."""
+
+    EnableClient: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.EnableClientRequest,
+        roundtable.proto.operator_pb2.Client,
+    ]
+    """Jobs may ask it again."""
+
     ShowPrivacy: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.PrivacyRequest,
         roundtable.proto.operator_pb2.PrivacyReply,
@@ -176,6 +188,18 @@ class OperatorsAsyncStub:
         roundtable.proto.operator_pb2.ListClientsReply,
     ]
     """Every agent that the coordinator knows."""
+
+    DisableClient: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.DisableClientRequest,
+        roundtable.proto.operator_pb2.Client,
+    ]
+    """No job asks this agent for anything new, and it is told why; its certificate holds, unlike after Revoke."""
+
+    EnableClient: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.EnableClientRequest,
+        roundtable.proto.operator_pb2.Client,
+    ]
+    """Jobs may ask it again."""
 
     ShowPrivacy: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.PrivacyRequest,
@@ -292,6 +316,22 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.operator_pb2.ListClientsReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.ListClientsReply]]:
         """Every agent that the coordinator knows."""
+
+    @abc.abstractmethod
+    def DisableClient(
+        self,
+        request: roundtable.proto.operator_pb2.DisableClientRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.Client, collections.abc.Awaitable[roundtable.proto.operator_pb2.Client]]:
+        """No job asks this agent for anything new, and it is told why; its certificate holds, unlike after Revoke."""
+
+    @abc.abstractmethod
+    def EnableClient(
+        self,
+        request: roundtable.proto.operator_pb2.EnableClientRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.Client, collections.abc.Awaitable[roundtable.proto.operator_pb2.Client]]:
+        """Jobs may ask it again."""
 
     @abc.abstractmethod
     def ShowPrivacy(

@@ -48,7 +48,7 @@ from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.replicas import Replicas
 from roundtable.server.storage.retention import Retention
 from roundtable.server.store import AgentRow, Database
-from roundtable.server.store.agent_rows import seen
+from roundtable.server.store.agent_rows import all_clients, seen
 from roundtable.server.store.artifacts import Keep, all_digests
 from roundtable.server.store.database import DatabaseUnreachable
 from roundtable.server.store.group_commit import GroupedWrites
@@ -141,6 +141,8 @@ class Coordinator:
         self._tasks = [loop.create_task(self._stay())]
         artifacts = await self._find_artifacts()
         self._sessions = Sessions(time.monotonic, config.heartbeat, self._joined, self._left)
+        known = await self._database.read(all_clients)
+        self._sessions.disabled = {each.name: each.disabled for each in known if each.disabled}
         self._together = GroupedWrites(self._database)
         alerts = Alerts(config.alerts)
         keep = Keep(config.keep_models, config.keep_every, config.keep_updates)

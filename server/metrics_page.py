@@ -1,7 +1,7 @@
 """The coordinator's page of metrics, made when somebody asks for it.
 
 Anybody who reaches its address may read it: silos are counted, not named, and jobs are identifiers. Names are
-for those who show a certificate or a token (`roundtable clients`, `roundtable job show`).
+for those who show a certificate or a token (`roundtable clients list`, `roundtable job show`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from roundtable.engine.selection import quorum
 from roundtable.proto.pieces import traffic
 from roundtable.server.auth.quotas import QUOTAS
 from roundtable.server.config import ServerConfig
+from roundtable.server.jobs.job_driver import held_of
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.privacy_report import Books, books
 from roundtable.server.jobs.runner import JobRunner
@@ -147,7 +148,8 @@ class CoordinatorPage:
         statuses.update(runner.row.status for runner in live.values())
         values = {(status,): float(count) for status, count in statuses.items()}
         page.gauge("roundtable_jobs", "jobs by status", values, ("status",))
-        labels, online = ("job_id",), sessions.clients()
+        labels = ("job_id",)
+        online = [client for client in sessions.clients() if held_of(client) is None]
 
         def each(name: str, text: str, value: Callable[[JobRunner], float]) -> None:
             page.gauge(name, text, {key: value(runner) for key, runner in live.items()}, labels)
@@ -159,10 +161,10 @@ class CoordinatorPage:
         each(
             "roundtable_job_running", "1 while it runs", lambda runner: float(runner.row.status == "running")
         )
-        text = "silos that are connected and have the job's task"
+        text = "silos that are connected, have the job's task and may be asked"
         each("roundtable_job_silos_online", text, lambda runner: _offering(runner, online))
-        text = "silos that are known to have the job's task"
-        each("roundtable_job_silos_known", text, lambda runner: _offering(runner, self._silos))
+        text = "silos that are known to have the job's task and may be asked"
+        each("roundtable_job_silos_known", text, lambda runner: _offering(runner, self._asked()))
         text = "updates without which the job's rounds fail"
         each("roundtable_job_silos_needed", text, lambda runner: self._needed(runner))
         text = (
@@ -174,7 +176,11 @@ class CoordinatorPage:
 
     def _needed(self, runner: JobRunner) -> float:
         cohort = runner.job.cohort
-        return float(quorum(cohort, cohort.size or max(1, int(_offering(runner, self._silos)))))
+        return float(quorum(cohort, cohort.size or max(1, int(_offering(runner, self._asked())))))
+
+    def _asked(self) -> list[AgentRow]:
+        """Silos that are neither drained nor disabled: one that is awaits nobody's remedy."""
+        return [silo for silo in self._silos if held_of(silo) is None]
 
     def _silo_states(self, page: Families, jobs: JobRegistry, sessions: Sessions) -> None:
         states: Counter[str] = Counter(dict.fromkeys(SILO_STATES, 0))

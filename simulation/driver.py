@@ -279,6 +279,6 @@ class Driver:
                 raise RoundtableError(f"round {len(self.history) + 1} waits for ever: {waiting}")
             self._queue.now = at
         self.fleet.now = self._queue.now
-        there = self.fleet.online()
+        there = self.fleet.free()
         if len(there):
             self._queue.push(self._queue.now, m.ClientJoined(self.fleet.info(there[0])))

@@ -31,6 +31,7 @@ from roundtable.client.agent.state_lock import locked
 from roundtable.client.agent.step_handler import StepHandler
 from roundtable.client.door import incoming, outgoing
 from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.maintenance import Drained, Maintenance
 from roundtable.client.trainer import Trainer
 from roundtable.client.worker.executor import choose_device, list_devices
 from roundtable.client.worker.rehearsals import rehearsing
@@ -87,6 +88,9 @@ class Agent:
         self._wrong_since: float | None = None
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self._address = next(self._addresses)
+        self._maintenance = Maintenance(config.state)
+        self._drained: Drained | None = None
+        self._idle: asyncio.Task[None] | None = None
         self._memory: CoordinatorMemory
         self._installation: Installation
         self._observer: AgentObserver
@@ -135,9 +139,13 @@ class Agent:
                     handler.recover()
                     async with rehearsing(self._config, trainer, observer.rehearsed):
                         await either(
-                            self._stay_connected(handler, link, identity.name), observer.tally.measure_lag()
+                            self._maintenance.watch(lambda drained: self._maintain(drained, handler, link)),
+                            self._stay_connected(handler, link, identity.name),
+                            observer.tally.measure_lag(),
                         )
             finally:
+                if self._idle is not None:
+                    self._idle.cancel()
                 await handler.close()
                 await trainer.close()
                 await asyncio.to_thread(observer.close)
@@ -180,6 +188,7 @@ class Agent:
                     memory.coordinator,
                     memory.seen,
                     self._installation.public_key,
+                    drained.reason if (drained := self._drained) else None,
                 )
                 welcome = await session.greet(greeting, self._installation.prove)
                 self._connected(welcome, name)
@@ -190,12 +199,16 @@ class Agent:
                 backoff.reset()
 
                 def handle(message: incoming.Message) -> None:
+                    if isinstance(message, incoming.StepInstruction) and self._declined(message, link):
+                        return
                     self._memory.note(message)
                     if isinstance(message, incoming.RevocationNews):
                         handler.gate.revocations.learn(message.revocations)
                     handler.handle(message)
 
                 link.attach(stub, session.outbox)
+                if self._drained != drained:
+                    link.send(outgoing.maintenance(self._drained.reason if self._drained else None))
                 try:
                     await either(
                         session.run(welcome.heartbeat, handle, lambda: handler.state),
@@ -206,6 +219,33 @@ class Agent:
                     link.detach()
         except grpc.aio.AioRpcError as error:
             raise await explain(error, self._address, config.credentials) from error
+
+    def _maintain(self, drained: Drained | None, handler: StepHandler, link: Link) -> None:
+        """Somebody has drained the silo, or it takes part again: that is noted, and told."""
+        was, self._drained = self._drained, drained
+        if drained is None:
+            assert was is not None
+            _log.info("takes part again; it was drained: %s", was.reason or "no reason given")
+            handler.gate.silo_log.note(handler.gate.name, "resumed")
+        else:
+            _log.info("drained, takes no new round: %s", drained.reason or "no reason given")
+            handler.gate.silo_log.note(handler.gate.name, "drained", reason=drained.reason, by=drained.by)
+            self._idle = asyncio.create_task(self._tell_idle(handler))
+        link.send(outgoing.maintenance(drained.reason if drained else None))
+
+    async def _tell_idle(self, handler: StepHandler) -> None:
+        await handler.settled()
+        if self._drained is not None:
+            _log.info("drained, and nothing is under way: the agent can be stopped")
+
+    def _declined(self, instruction: incoming.StepInstruction, link: Link) -> bool:
+        """Whether the silo is drained, and was not asked for this attempt, or a later one, before it was."""
+        step = instruction.step
+        if self._drained is None or (step.round, step.attempt) <= self._memory.seen.get(step.job, (0, 0)):
+            return False
+        _log.info("%s: not begun, the silo is drained", step)
+        link.send(outgoing.failure(step, "refused", f"the silo is drained: {self._drained.reason}"))
+        return True
 
     def _after(self, session: asyncio.Task[None], backoff: Backoff) -> float:
         """How long to wait before the next attempt; raises what no attempt can heal."""

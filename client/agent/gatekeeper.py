@@ -42,7 +42,7 @@ class Gatekeeper:
 
     def __init__(self, config: AgentConfig, name: str) -> None:
         self._config = config
-        self._name = name
+        self.name = name
         self.rules = config.rules()
         self._jobs = KnownJobs(config.state)
         self.silo_log = SiloLog(config.state / NAME, config.credentials)
@@ -68,7 +68,7 @@ class Gatekeeper:
         except IdentityError as error:
             reasons = [str(error)]
         if reasons:
-            self.silo_log.note(self._name, "refused", step.job, step=str(step), reasons=reasons)
+            self.silo_log.note(self.name, "refused", step.job, step=str(step), reasons=reasons)
             raise WorkFailed("refused", "; ".join(reasons))
         self.silo_log.note(
             "coordinator",
@@ -119,13 +119,13 @@ class Gatekeeper:
         except IdentityError as error:
             _log.debug("an update is not signed: %s", error)
             return header
-        return sign_update(header, self._name, identity, time.time())
+        return sign_update(header, self.name, identity, time.time())
 
     def sends(self, finished: Finished) -> None:
         """Writes down which update is about to leave: a receipt that never comes is then missed by name."""
         step, content = finished.step, finished.content
         values = {"round": step.round, "attempt": step.attempt, "update": content.digest}
-        self.silo_log.note(self._name, "sent", step.job, job=step.job, **values)
+        self.silo_log.note(self.name, "sent", step.job, job=step.job, **values)
 
     def received(self, finished: Finished, receipt: Receipt) -> None:
         """Keeps a receipt as it came, and what seems to be wrong with it.
@@ -133,7 +133,7 @@ class Gatekeeper:
         That may be this machine's clock alone; who checks the log later judges by the times that it states.
         """
         step = finished.step
-        values = receipt_statement(self._name, step, finished.content, receipt)
+        values = receipt_statement(self.name, step, finished.content, receipt)
         problem = self._problem_of(values, receipt.signature)
         if problem:
             _log.error("%s: the coordinator's receipt does not hold: %s", step, problem)

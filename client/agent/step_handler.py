@@ -111,6 +111,10 @@ class StepHandler:
         match message:
             case StepInstruction():
                 self._instruct(message)
+            case incoming.StandingNews(""):
+                _log.info("operators have enabled this silo: jobs may ask it again")
+            case incoming.StandingNews(reason):
+                _log.warning("operators have disabled this silo, no job asks it for a new round: %s", reason)
             case incoming.Withdrawal():
                 self._withdraw(message)
             case incoming.BadMessage(reason, step):

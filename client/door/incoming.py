@@ -22,6 +22,7 @@ _BEAT_SECONDS = (0.05, 3600.0)
 _NAME_CHARACTERS = 500
 _CONFIG_CHARACTERS = 1 << 20
 _NONCE_BYTES = 64
+_REASON = 200
 _MOST_IDENTITIES = 100_000
 _SHOWN_STEP = 128
 
@@ -132,6 +133,13 @@ class RevocationNews:
 
 
 @dataclass(frozen=True)
+class StandingNews:
+    """Why operators have disabled the silo; "" where they have not."""
+
+    disabled: str
+
+
+@dataclass(frozen=True)
 class Alive:
     """The answer to a heartbeat."""
 
@@ -145,7 +153,17 @@ class BadMessage:
     step: StepKey | None = None
 
 
-Message = Welcome | Challenge | StepInstruction | Withdrawal | Dismissal | RevocationNews | Alive | BadMessage
+Message = (
+    Welcome
+    | Challenge
+    | StepInstruction
+    | Withdrawal
+    | Dismissal
+    | RevocationNews
+    | StandingNews
+    | Alive
+    | BadMessage
+)
 
 
 @dataclass(frozen=True)
@@ -289,11 +307,16 @@ _DECODERS: dict[str, Callable[[agent_pb2.ToAgent], Message]] = {
     "instruction": _instruction,
     "withdraw": _withdrawal,
     "refused": lambda message: Dismissal(printable(message.refused.reason)),
+    "standing": lambda message: StandingNews(_disabled(message.standing)),
     "heartbeat": lambda message: Alive(),
     "revocations": lambda message: RevocationNews(
         bounds.bounded(message.revocations, MAX_MESSAGE_BYTES, "the revocation list")
     ),
 }
+
+
+def _disabled(standing: agent_pb2.Standing) -> str:
+    return (bounds.one_line(standing.reason, _REASON) or "no reason given") if standing.disabled else ""
 
 
 def _as_named(step: common_pb2.Step) -> StepKey:

@@ -52,10 +52,12 @@ def hello(
     coordinator: str = "",
     seen: Mapping[str, tuple[int, int]] | None = None,
     installation: bytes = b"",
+    drained: str | None = None,
 ) -> FromAgent:
     """What the agent says of itself; `seen` is (round, attempt) by job, at the `coordinator` of before.
 
-    `installation` is the public key of this installation of the agent.
+    `installation` is the public key of this installation of the agent, `drained` why the silo takes no new
+    rounds; None where it does.
     """
     return FromAgent(
         hello=agent_pb2.Hello(
@@ -69,6 +71,7 @@ def hello(
             identity=identity,
             coordinator=coordinator,
             installation=installation,
+            maintenance=_maintenance(drained),
             seen=[
                 common_pb2.Step(job=job, round=round, attempt=attempt)
                 for job, (round, attempt) in (seen or {}).items()
@@ -85,6 +88,11 @@ def proof(signature: bytes) -> FromAgent:
 def heartbeat(state: str) -> FromAgent:
     """ "I am alive"; `state` is what the agent does, in a word."""
     return FromAgent(heartbeat=agent_pb2.Heartbeat(state=state))
+
+
+def maintenance(drained: str | None) -> FromAgent:
+    """The silo takes no new rounds from now on, or takes them again."""
+    return FromAgent(maintenance=_maintenance(drained))
 
 
 def goodbye(reason: str) -> FromAgent:
@@ -195,6 +203,10 @@ def figures_message(figures: Figures) -> common_pb2.StepFigures:
     """Figures by name as they travel."""
     values = {name: int(value) if name in _EXACT else value for name, value in figures.items()}
     return common_pb2.StepFigures(**values)  # type: ignore[arg-type]
+
+
+def _maintenance(drained: str | None) -> agent_pb2.Maintenance:
+    return agent_pb2.Maintenance(drained=drained is not None, reason=drained or "")
 
 
 def _step(step: StepKey) -> common_pb2.Step:

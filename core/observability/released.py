@@ -124,6 +124,7 @@ EVENTS: Mapping[str, EventKind] = {
         ),
         EventKind(),
     ),
+    "client_held": EventKind(detail=_of(Tells.PUBLIC, "silo held")),
     "round_started": EventKind(
         (Tells.COHORT,),
         "round {round}: the cohort is secret",
@@ -250,7 +251,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.SILO, "done total loss figures"),
     },
     "Client": {
-        **_of(Tells.PUBLIC, "name online version tasks metadata devices last_seen"),
+        **_of(Tells.PUBLIC, "name online version tasks metadata devices last_seen drained disabled"),
         **_of(Tells.COHORT, "state selected completed"),
     },
     "PrivacyAccount": _of(
@@ -279,11 +280,15 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "UploadState": _of(Tells.PUBLIC, "offset wanted receipt"),
     "Welcome": _of(Tells.PUBLIC, "version coordinator heartbeat_seconds clock identity revocations"),
     "Refused": _of(Tells.PUBLIC, "reason"),
+    "Standing": _of(Tells.PUBLIC, "disabled reason"),
     # A silo to the coordinator.
     "Hello": _of(
         Tells.PUBLIC,
-        "version protocol tasks metadata devices clock spooled identity coordinator seen installation",
+        "version protocol tasks metadata devices clock spooled identity coordinator seen installation "
+        "maintenance",
     ),
+    # A person at the silo decides, and writes the reason.
+    "Maintenance": _of(Tells.PUBLIC, "drained reason"),
     "Heartbeat": {"state": Tells.PUBLIC},
     "Accepted": {"step": Tells.PUBLIC},
     "Progress": {**_of(Tells.PUBLIC, "step activity"), **_of(Tells.SILO, "done total loss figures")},

@@ -31,6 +31,7 @@ from roundtable.engine.policies.training_policy import (
 )
 from roundtable.engine.selection import quorum
 from roundtable.engine.state import Assignment, Attempt
+from roundtable.engine.view import held_in_words
 
 WORK = "work"
 """The timer of the earliest deadline of those at work."""
@@ -197,7 +198,8 @@ class BufferedTraining:
             return GiveUp(quorum_missed(attempt))
         elif not attempt.settled:
             attempt.settled = True
-            self._context.note("waiting_for_clients", "nobody is there who could train; waiting")
+            said = ["nobody is there who could train; waiting", *held_in_words(self._population)]
+            self._context.note("waiting_for_clients", "; ".join(said))
         return None
 
     def _too_stale(self, asked: int, round: int) -> str:

@@ -23,7 +23,7 @@ from roundtable.engine.policies.training_policy import (
 )
 from roundtable.engine.selection import in_turn, is_amplified, least_for_selection, quorum, rested
 from roundtable.engine.validation.secure_feasibility import fewest, fewest_groups, fewest_updates
-from roundtable.engine.view import view
+from roundtable.engine.view import WHO_HELD, view
 
 MOST_REPEATS = 2
 """How often a client is asked to send an update again that was damaged after it had been accepted."""
@@ -154,7 +154,7 @@ class SynchronousTraining:
         attempt, cohort = self._context.attempt(), self._job.cohort
         amplified = is_amplified(self._job)
         sampled = cohort.strategy == "poisson" or amplified
-        there = rested(self._population.online(), self._state)
+        there = rested(self._population.free(), self._state)
         candidates = rested(self._population.known(), self._state) if sampled else there
         summed = self._state.summed
         if summed and not fewest_groups(self._job) and set(summed) <= set(candidates):
@@ -206,8 +206,21 @@ class SynchronousTraining:
         self._context.note("round_started", f"round {attempt.round}: {names}", detail=detail)
         self._context.set_timer("deadline", attempt.deadline)
         attempt.awaited = dict.fromkeys(attempt.cohort)
-        self._context.instruct(attempt.cohort, now)
+        self._leave_out_held(now)
+        self._context.instruct(attempt.awaited, now)
         return self.proceed(now)
+
+    def _leave_out_held(self, now: float) -> None:
+        """Gives up on clients that are held: where the draw is from all that are known, it may hit them.
+
+        They count as asked, like one that is offline: the accountant's sample is the one that was drawn.
+        """
+        attempt, held = self._context.attempt(), self._population.held()
+        for name in [name for name in attempt.awaited if name in held]:
+            detail = f"it is {WHO_HELD[held[name]]}"
+            self._context.drop(
+                SiteFailure(name, attempt.round, attempt.number, m.TRAIN, "refused", detail), now
+            )
 
     def _replace_failed(self, now: float) -> None:
         """Asks clients in the places of those that have failed and could not be replaced then."""

@@ -48,6 +48,8 @@ PERMISSIONS: dict[str, Permission] = {
     "Operators/GetJob": _from("viewer", cost=2.0),
     "Operators/WatchJob": _from("viewer", cost=5.0),
     "Operators/ListClients": _from("viewer", cost=2.0),
+    "Operators/DisableClient": _from("operator", noted=True),
+    "Operators/EnableClient": _from("operator", noted=True),
     "Operators/GetArtifact": _from("data-scientist"),
     "Operators/PutArtifact": _from("data-scientist"),
     "Operators/SubmitJob": _from("data-scientist", noted=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
@@ -32,10 +32,12 @@ class Introduction:
     coordinator: str
     seen: tuple[tuple[str, int, int], ...]
     installation: bytes
+    drained: str
 
     def row(self, name: str, now: float) -> AgentRow:
         """The agent as it is stored."""
-        return AgentRow(name, self.version, self.tasks, self.metadata, self.devices, now, now)
+        row = AgentRow(name, self.version, self.tasks, self.metadata, self.devices, now, now)
+        return replace(row, drained=self.drained)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,13 @@ class Farewell:
 
 
 @dataclass(frozen=True)
+class MaintenanceNews:
+    """Why the silo takes no new rounds from now on; "" where it takes them again."""
+
+    drained: str
+
+
+@dataclass(frozen=True)
 class InstallationProof:
     """An installation's signature over a challenge."""
 
@@ -158,6 +167,7 @@ AgentMessage = (
     | Evaluation
     | ProtocolReply
     | Farewell
+    | MaintenanceNews
     | InstallationProof
     | RefusedMessage
 )

@@ -26,6 +26,7 @@ from roundtable.server.door.agent_messages import (
     Introduction,
     JobStep,
     KeyRequests,
+    MaintenanceNews,
     ProgressReport,
     ProtocolReply,
     RefusedMessage,
@@ -42,6 +43,7 @@ _MAX_TEXT = 2000
 _MAX_NAME = 100
 _MAX_TASKS, _MAX_METADATA, _MAX_DEVICES = 1000, 100, 100
 MAX_SEEN = 1000
+MAX_REASON = 200
 _REQUEST_BYTES = 8192
 
 
@@ -170,7 +172,12 @@ def _introduction(message: agent_pb2.FromAgent) -> Introduction:
             (bounds.word(step.job, "a job that was seen"), step.round, step.attempt) for step in hello.seen
         ),
         bounds.bounded(hello.installation, bounds.SIGNATURE_BYTES, "the installation's key"),
+        _drained(hello.maintenance),
     )
+
+
+def _drained(message: agent_pb2.Maintenance) -> str:
+    return (bounds.one_line(message.reason, MAX_REASON) or "no reason given") if message.drained else ""
 
 
 def _progress(message: agent_pb2.FromAgent) -> ProgressReport:
@@ -213,6 +220,7 @@ _DECODERS: dict[str, Callable[[agent_pb2.FromAgent], AgentMessage]] = {
     ),
     "reply": _reply,
     "goodbye": lambda message: Farewell(bounds.one_line(message.goodbye.reason, 500)),
+    "maintenance": lambda message: MaintenanceNews(_drained(message.maintenance)),
     "proof": lambda message: InstallationProof(
         bounds.bounded(message.proof, bounds.SIGNATURE_BYTES, "an installation's signature")
     ),

@@ -15,7 +15,7 @@ from roundtable.privacy import Budget
 from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import common_pb2, operator_pb2
 from roundtable.server.door.agent_messages import KeyRequests
-from roundtable.server.door.from_agents import requests_of
+from roundtable.server.door.from_agents import MAX_REASON, requests_of
 
 CONFIG_CHARACTERS = 1 << 20
 _NAME = 200
@@ -161,6 +161,18 @@ def revocation_of(request: pb.RevokeRequest) -> RevocationWish:
     check_name(request.name)
     reason = bounds.one_line(request.reason, _REASON)
     return RevocationWish(request.name, bounds.text(request.role, _SILO, "a role"), reason)
+
+
+def disabling_of(request: operator_pb2.DisableClientRequest) -> tuple[str, str]:
+    """A client to disable, and why; IdentityError for what cannot name one."""
+    check_name(request.name)
+    return request.name, bounds.one_line(request.reason, MAX_REASON) or "no reason given"
+
+
+def enabling_of(request: operator_pb2.EnableClientRequest) -> str:
+    """A client to enable; IdentityError for what cannot name one."""
+    check_name(request.name)
+    return request.name
 
 
 def confirmation_of(request: pb.ConfirmRequest) -> str:

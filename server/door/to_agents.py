@@ -92,6 +92,11 @@ def revocations(newest: bytes) -> ToAgent:
     return ToAgent(revocations=newest)
 
 
+def standing(reason: str) -> ToAgent:
+    """That operators have disabled the silo, and why; with "", that they have enabled it again."""
+    return ToAgent(standing=agent_pb2.Standing(disabled=bool(reason), reason=reason))
+
+
 def challenge(nonce: bytes) -> ToAgent:
     """A number that the installation is to sign."""
     return ToAgent(challenge=nonce)

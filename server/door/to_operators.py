@@ -103,6 +103,8 @@ def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:
         last_seen=row.last_seen,
         selected=row.selected,
         completed=row.completed,
+        drained=row.drained,
+        disabled=row.disabled,
     )
 
 

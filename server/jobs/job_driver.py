@@ -73,7 +73,14 @@ def plan_of(
 
 def client_info(agent: AgentRow) -> m.ClientInfo:
     """What the engine may know of an agent."""
-    return m.ClientInfo(agent.name, agent.metadata, agent.examples)
+    return m.ClientInfo(agent.name, agent.metadata, agent.examples, held_of(agent))
+
+
+def held_of(agent: AgentRow) -> m.Held | None:
+    """Why the agent is asked for nothing new; None where it may be asked."""
+    if agent.disabled:
+        return "disabled"
+    return "drained" if agent.drained else None
 
 
 def layout_of(model: str, services: JobServices) -> Layout:

@@ -30,6 +30,7 @@ from roundtable.server.door import to_agents
 from roundtable.server.jobs.job_driver import (
     StoredJob,
     client_info,
+    held_of,
     layout_of,
     make_driver,
     parse_job,
@@ -202,6 +203,12 @@ class JobRegistry:
         for runner in self._runners.values():
             if client.offers(runner.job.task.name):
                 runner.inbox.post(m.ClientLeft(client.name))
+
+    def held(self, client: AgentRow) -> None:
+        """Tells every job whose task the agent has whether it may be asked for something new."""
+        for runner in self._runners.values():
+            if client.offers(runner.job.task.name):
+                runner.inbox.post(m.ClientHeld(client.name, held_of(client)))
 
     def may_read(self, client: str, digest: str) -> bool:
         """Whether an instruction in force names this artifact to this agent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundtable.core.identity.lifetimes import Lifetime
 from roundtable.server.door import to_agents
@@ -60,7 +60,8 @@ class AgentSession:
 class Sessions:
     """The connected agents. `joined` and `left` are called as agents connect and disconnect.
 
-    `identities` are those that agents have shown, checked; they outlast a connection.
+    `identities` are those that agents have shown, checked; they outlast a connection. So does `disabled`:
+    agents that operators have disabled, by name, and why.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Sessions:
         self._joined = joined
         self._left = left
         self.identities: dict[str, Identity] = {}
+        self.disabled: dict[str, str] = {}
         self._sessions: dict[str, AgentSession] = {}
 
     def __len__(self) -> int:
@@ -93,8 +95,12 @@ class Sessions:
         return [session.shown for session in self._sessions.values()]
 
     def open(self, client: AgentRow, shown: ShownCertificate) -> AgentSession:
-        """A new session; an older one under the same name ends."""
+        """A new session; an older one under the same name ends. A disabled agent is told that it is."""
+        reason = self.disabled.get(client.name, "")
+        client = replace(client, disabled=reason)
         session = AgentSession(client, shown, self._clock())
+        if reason:
+            session.send(to_agents.standing(reason))
         older = self._sessions.get(client.name)
         self._sessions[client.name] = session
         if older is not None:
@@ -107,6 +113,15 @@ class Sessions:
             )
         self._joined(client)
         return session
+
+    def disable(self, name: str, reason: str) -> None:
+        """Notes that an agent is disabled, or with "" that it is not, and tells it."""
+        self.disabled.pop(name, None)
+        if reason:
+            self.disabled[name] = reason
+        if (session := self._sessions.get(name)) is not None:
+            session.client = replace(session.client, disabled=reason)
+            session.send(to_agents.standing(reason))
 
     def close(self, session: AgentSession) -> None:
         """Removes a session whose stream is over; one that was replaced is left alone."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 from typing_extensions import override
@@ -35,7 +36,7 @@ from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import AgentRow
-from roundtable.server.store.agent_rows import remember
+from roundtable.server.store.agent_rows import drain, remember
 
 log = logging.getLogger("roundtable.server.services.agents")
 
@@ -43,6 +44,7 @@ HELLO_SECONDS = 30.0
 GOODBYE_SECONDS = 5.0
 MESSAGES_A_SECOND, MESSAGES_AT_ONCE = 200.0, 5000.0
 TROUBLES_A_SECOND, TROUBLES_AT_ONCE = 60 / 3600, 30.0
+DRAINS_A_SECOND, DRAINS_AT_ONCE = 10 / 3600, 10.0
 CLOCK_TOLERANCE = 60.0
 _ANSWERS = {"evaluated": "evaluation", "reply": "message of secure aggregation"}
 
@@ -76,6 +78,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self._messages = RateLimit(MESSAGES_A_SECOND, MESSAGES_AT_ONCE, time.monotonic)
         self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, time.monotonic)
         self._troubles = RateLimit(TROUBLES_A_SECOND, TROUBLES_AT_ONCE, time.monotonic)
+        self._drains = RateLimit(DRAINS_A_SECOND, DRAINS_AT_ONCE, time.monotonic)
 
     @override
     async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
@@ -206,7 +209,15 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 if not self._messages.allows(session.name):
                     session.end("too many messages in a short time")
                     return
-                self._hear(session, door.message_of(message))
+                match door.message_of(message):
+                    case said.MaintenanceNews(reason) if self._drains.allows(session.name):
+                        await self._drained(session, reason)
+                    case said.MaintenanceNews():
+                        # Each is an entry of the histories of jobs; its next hello says how things stand.
+                        self._warn(session.name, f"{session.name} is drained and resumed too often")
+                        return
+                    case heard:
+                        self._hear(session, heard)
         except grpc.aio.UsageError:
             log.debug("the stream of %s is gone", session.name)
         finally:
@@ -239,6 +250,14 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 self._refuse(name, message)
             case _:
                 self._warn(name, f"{name} says again what only a stream's beginning holds")
+
+    async def _drained(self, session: AgentSession, reason: str) -> None:
+        name, site = session.name, {"site": session.name}
+        await self._services.together.write(lambda connection: drain(connection, name, reason))
+        session.client = replace(session.client, drained=reason)
+        said = f"is drained: {reason}" if reason else "takes part again"
+        log.info("%s %s", name, said, extra=site)
+        self._jobs.held(session.client)
 
     def _warn(self, name: str, problem: str) -> None:
         """Logs what is wrong with a silo's message, so many times that it cannot fill the log."""

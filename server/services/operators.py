@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import grpc
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
 from typing_extensions import override
 
 from roundtable.core.bounds import is_digest
 from roundtable.core.errors import StorageError
+from roundtable.core.evidence.audit_log import entry
 from roundtable.core.identity.credentials import SiloIdentity, identity_of
 from roundtable.core.identity.signing import VOUCHED_FOR, check_submission, job_identifier, job_values, vouch
 from roundtable.engine import messages as m
@@ -31,8 +33,9 @@ from roundtable.server.services import transfer
 from roundtable.server.services.storing import Storing
 from roundtable.server.services.watching import detail_of, updates
 from roundtable.server.store import FINAL, AgentRow, JobRow, tables
-from roundtable.server.store.agent_rows import all_clients
+from roundtable.server.store.agent_rows import all_clients, disable
 from roundtable.server.store.artifacts import is_readable
+from roundtable.server.store.audit import append
 from roundtable.server.store.jobs import UnknownJob, newest_history, newest_incidents
 from roundtable.server.store.ledger import Limit, entries, limits, remove_budget, totals
 from roundtable.server.store.trust_rows import revoked_silos
@@ -165,6 +168,19 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         return operator_pb2.ListClientsReply(clients=[self._client(row, row.name in gone) for row in rows])
 
     @override
+    async def DisableClient(
+        self, request: operator_pb2.DisableClientRequest, context: Context
+    ) -> operator_pb2.Client:
+        name, reason = door.disabling_of(request)
+        return await self._hold(name, reason, "client_disabled")
+
+    @override
+    async def EnableClient(
+        self, request: operator_pb2.EnableClientRequest, context: Context
+    ) -> operator_pb2.Client:
+        return await self._hold(door.enabling_of(request), "", "client_enabled")
+
+    @override
     async def ShowPrivacy(
         self, request: operator_pb2.PrivacyRequest, context: Context
     ) -> operator_pb2.PrivacyReply:
@@ -214,6 +230,30 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         population = door.population_of(request)
         for row in await self._services.database.read(lambda c: entries(c, population or None)):
             await context.write(to_operators.charge_to(row))
+
+    async def _hold(self, name: str, reason: str, action: str) -> operator_pb2.Client:
+        """Disables a client for a reason, or enables it with ""; noted in the same transaction."""
+        who, now = principal(), self._services.clock()
+
+        def work(connection: Connection) -> AgentRow | None:
+            found = disable(connection, name, reason)
+            if found is not None and found.disabled != reason:
+                detail = {"reason": reason or found.disabled}
+                append(connection, entry(now, who.label, action, name, detail))
+            return found
+
+        row = await self._services.database.write(work)
+        if row is None:
+            known = "`roundtable clients list` names those that have connected"
+            raise Refusal(grpc.StatusCode.NOT_FOUND, f"no agent {name!r} has ever connected; {known}")
+        if not reason and not row.disabled:
+            said = f"{name!r} is not disabled; nothing was changed"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, said)
+        row = replace(row, disabled=reason)
+        self._services.sessions.disable(name, reason)
+        self._jobs.held(row)
+        log.info("%s by %s: %s", action.replace("_", " "), who.label, name, extra={"site": name})
+        return self._client(row)
 
     def _client(self, row: AgentRow, revoked: bool = False) -> operator_pb2.Client:
         session = self._services.sessions.get(row.name)

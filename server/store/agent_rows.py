@@ -19,6 +19,7 @@ def remember(connection: Connection, client: AgentRow) -> None:
         "metadata": json.dumps(dict(client.metadata), sort_keys=True),
         "devices": json.dumps(list(client.devices)),
         "last_seen": client.last_seen,
+        "drained": client.drained,
     }
     change = sa.update(tables.clients).where(tables.clients.c.name == client.name).values(values)
     if connection.execute(change).rowcount == 0:
@@ -35,6 +36,20 @@ def remember(connection: Connection, client: AgentRow) -> None:
 def seen(connection: Connection, name: str, time: float) -> None:
     """Stores when the agent's connection ended."""
     connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(last_seen=time))
+
+
+def drain(connection: Connection, name: str, reason: str) -> None:
+    """Stores why its silo wants it to be asked for nothing new; "" where it may be asked."""
+    connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(drained=reason))
+
+
+def disable(connection: Connection, name: str, reason: str) -> AgentRow | None:
+    """Stores why operators want it to be asked for nothing new; the row as it was before, None if unknown."""
+    row = connection.execute(sa.select(tables.clients).where(tables.clients.c.name == name)).first()
+    if row is None:
+        return None
+    connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(disabled=reason))
+    return AgentRow.of(row)
 
 
 def all_clients(connection: Connection) -> list[AgentRow]:

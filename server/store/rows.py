@@ -60,7 +60,10 @@ class EventRow:
 
 @dataclass(frozen=True)
 class AgentRow:
-    """An agent as it introduced itself last, and what became of its work over all jobs."""
+    """An agent as it introduced itself last, and what became of its work over all jobs.
+
+    `drained` and `disabled` say why its silo and operators want it to be asked for nothing new; "" where not.
+    """
 
     name: str
     version: str
@@ -72,6 +75,8 @@ class AgentRow:
     selected: int = 0
     completed: int = 0
     examples: int | None = None
+    drained: str = ""
+    disabled: str = ""
 
     @classmethod
     def of(cls, row: Row[Any]) -> AgentRow:

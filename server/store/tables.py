@@ -71,6 +71,9 @@ clients = Table(
     Column("selected", Integer, nullable=False),
     Column("completed", Integer, nullable=False),
     Column("examples", BigInteger),
+    # Why it is asked for nothing new, by its silo and by operators; empty where it is asked.
+    Column("drained", Text, nullable=False, server_default=""),
+    Column("disabled", Text, nullable=False, server_default=""),
 )
 
 jobs = Table(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from typing_extensions import override
 
 from roundtable.engine import NumberedNames
-from roundtable.engine.messages import ClientInfo
+from roundtable.engine.clients import ClientInfo, Held
 from roundtable.simulation.world.devices import Devices
 
 
@@ -44,7 +44,7 @@ class Fleet:
     def known(self) -> Sequence[str]:
         return self.names
 
-    def online(self) -> Sequence[str]:
+    def free(self) -> Sequence[str]:
         there = self.devices.online(self.now)
         if there is None and not self.gone:
             return self.names
@@ -52,6 +52,12 @@ class Fleet:
         if self.gone:
             there = there[~np.isin(there, list(self.gone))]
         return SomeNames(self.names, there)
+
+    def is_free(self, name: str) -> bool:
+        return self.is_online(name)
+
+    def held(self) -> Mapping[str, Held]:
+        return {}
 
     def is_online(self, name: str) -> bool:
         index = self.names.index_of(name)

@@ -46,7 +46,7 @@ def test_usage_errors_are_exit_code_2(roundtable: Command) -> None:
         assert said.code == 2, line
         assert "Usage" in said.err
     assert "ROUNDTABLE_COORDINATOR" in roundtable("job", "list").err
-    assert "ROUNDTABLE_CREDENTIALS" in roundtable("clients", "--coordinator", "a:1").err
+    assert "ROUNDTABLE_CREDENTIALS" in roundtable("clients", "list", "--coordinator", "a:1").err
 
 
 def test_version(roundtable: Command) -> None:

@@ -191,12 +191,24 @@ def test_list_and_show(service: Service, roundtable: Command, job: str) -> None:
 
 
 def test_clients(service: Service, roundtable: Command, job: str) -> None:
-    found = json.loads(roundtable("clients", *service.options, "--json").out)
+    found = json.loads(roundtable("clients", "list", *service.options, "--json").out)
     assert [client["name"] for client in found] == ["north", "south"]
     assert all(client["online"] and client["tasks"] == ["small"] for client in found)
     assert all(client["completed"] >= 3 for client in found)
     assert all(time.time() - client["last_seen"] < 60 for client in found)
-    assert "north" in roundtable("clients", *service.options).out
+    assert "north" in roundtable("clients", "list", *service.options).out
+
+
+def test_a_client_is_disabled_and_enabled(service: Service, roundtable: Command) -> None:
+    said = roundtable("clients", "disable", "north", "--reason", "its disk is full", *service.options)
+    assert said.out.startswith("Disabled north: its disk is full. `roundtable clients enable north` ends")
+    try:
+        assert "disabled: its disk is full" in roundtable("clients", "list", *service.options).out
+    finally:
+        said = roundtable("clients", "enable", "north", *service.options, "--json")
+    assert (json.loads(said.out)["name"], json.loads(said.out)["disabled"]) == ("north", "")
+    again = roundtable("clients", "enable", "north", *service.options)
+    assert (again.code, "'north' is not disabled; nothing was changed" in again.err) == (2, True)
 
 
 def test_the_model_is_fetched_verified_and_loads(
@@ -360,7 +372,7 @@ def test_doctor_of_an_admin_and_of_a_token(service: Service, roundtable: Command
         assert said.code == 0
         assert "2 agents online" in checks["coordinator"]["message"]
         assert checks["clock"]["state"] == "ok"
-    said = roundtable("clients", "--coordinator", service.address, "--credentials", folder)
+    said = roundtable("clients", "list", "--coordinator", service.address, "--credentials", folder)
     assert "with a token" in said.err
     assert "`enrolment` address" in said.err
 

@@ -234,7 +234,7 @@ def after(line: str, said: str, people: dict[Path, Person]) -> None:
         assert found, jobs
         operator.names["JOB"] = found[1]
         assert '"status": "finished"' in jobs
-    elif line == "roundtable clients" and "JOB" not in operator.names:
+    elif line == "roundtable clients list" and "JOB" not in operator.names:
         assert "north" not in said
     elif line.startswith("sudo roundtable"):
         units = list(people[OPERATOR if "server" in line else SILO].folder.glob("*.service"))

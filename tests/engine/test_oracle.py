@@ -240,7 +240,7 @@ class RoundMachine(RuleBasedStateMachine):
         attempt = getattr(self, "driver", None) and self.attempt
         if attempt is None or attempt.phase != "train":
             return
-        idle = set(self.driver.engine.population.online()) - set(attempt.cohort)
+        idle = set(self.driver.engine.population.free()) - set(attempt.cohort)
         if idle and self.driver.now < attempt.deadline and len(attempt.replacements) < attempt.target:
             assert len(attempt.updates) + len(attempt.awaited) >= attempt.target
 

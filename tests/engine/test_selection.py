@@ -109,6 +109,6 @@ def test_numbered_clients_remember_only_who_is_away() -> None:
     clients = NumberedClients(5)
     clients.leave("client-2")
     assert not clients.is_online("client-2")
-    assert list(clients.online()) == ["client-0", "client-1", "client-3", "client-4"]
+    assert list(clients.free()) == ["client-0", "client-1", "client-3", "client-4"]
     clients.join(ClientInfo("client-2"), online=True)
-    assert len(clients.online()) == 5
+    assert len(clients.free()) == 5

@@ -47,7 +47,7 @@ class Driver:
         """Throws the engine away and goes on from its snapshot, through JSON as a database would hold it."""
         snapshot = json.loads(json.dumps(self.engine.snapshot()))
         history = [record_from_plain(json.loads(json.dumps(record_to_plain(r)))) for r in self.records]
-        online = self.engine.population.online()
+        online = self.engine.population.free()
         self.timers.clear()
         self.pending.clear()
         self.engine = RoundEngine.restore(self.job, snapshot, history)

@@ -112,14 +112,14 @@ def test_mistakes_in_the_tables_are_named(run):
 def test_a_fleet_is_whoever_is_there_and_has_not_gone():
     fleet = Fleet(NumberedNames(50), devices(availability=0.5, period=100.0))
     fleet.now = 30.0
-    there = list(fleet.online())
-    assert len(fleet.online()) == len(there)
+    there = list(fleet.free())
+    assert len(fleet.free()) == len(there)
     assert [name for name in fleet.known() if fleet.is_online(name)] == there
     fleet.leave(there[0])
-    assert list(fleet.online()) == there[1:]
+    assert list(fleet.free()) == there[1:]
     assert not fleet.is_online(there[0])
     fleet.join(fleet.info(there[0]), True)
-    assert list(fleet.online()) == there
+    assert list(fleet.free()) == there
 
 
 def test_stragglers_are_left_behind_by_over_selection(run):

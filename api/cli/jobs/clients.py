@@ -1,4 +1,4 @@
-"""`roundtable clients`: the agents that a coordinator knows."""
+"""`roundtable clients`: the agents that a coordinator knows, and whether jobs may ask them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from pathlib import Path
 import click
 
 from roundtable.cli.shared.options import connect, connection_options, json_option
-from roundtable.cli.shared.output import ago, as_dict, print_json, print_table
+from roundtable.cli.shared.output import ago, as_dict, print_json, print_table, say
+from roundtable.proto.operator_pb2 import Client
 
 
-@click.command()
+@click.group()
+def clients() -> None:
+    """List the agents that the coordinator knows; disable and enable them."""
+
+
+@clients.command("list")
 @connection_options
 @json_option
-def clients(coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """List the agents that the coordinator knows, and what they do."""
+def list_clients(coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """List the agents, what they do, and why jobs ask some of them for nothing new."""
     with connect(coordinator, credentials) as operator:
         known = operator.clients()
     if as_json:
@@ -29,8 +35,47 @@ def clients(coordinator: str | None, credentials: Path | None, as_json: bool) ->
             ", ".join(client.devices),
             f"{client.completed}/{client.selected}",
             client.version,
+            _held(client),
         )
         for client in known
     ]
-    columns = ("client", "state", "seen", "tasks", "devices", "rounds", "version")
+    columns = ("client", "state", "seen", "tasks", "devices", "rounds", "version", "asked for nothing new")
     print_table(columns, rows, "No agent has connected yet; `roundtable invite SILO` asks a silo in.")
+
+
+@clients.command("disable")
+@click.argument("name")
+@click.option("--reason", default="", help="For the silo, for other operators and for the audit log.")
+@connection_options
+@json_option
+def disable(name: str, reason: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """Let no job ask the agent NAME for anything new; it finishes what it was asked, and is told why.
+
+    It stays connected and keeps its certificate, unlike after `roundtable revoke`.
+    """
+    with connect(coordinator, credentials) as operator:
+        client = operator.disable_client(name, reason)
+    if as_json:
+        print_json(as_dict(client))
+        return
+    say(f"Disabled {client.name}: {client.disabled}. `roundtable clients enable {client.name}` ends that.")
+
+
+@clients.command("enable")
+@click.argument("name")
+@connection_options
+@json_option
+def enable(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
+    """Let jobs ask the agent NAME again."""
+    with connect(coordinator, credentials) as operator:
+        client = operator.enable_client(name)
+    if as_json:
+        print_json(as_dict(client))
+        return
+    still = f"; its silo has drained it: {client.drained}" if client.drained else ""
+    say(f"Enabled {client.name}{still}.")
+
+
+def _held(client: Client) -> str:
+    said = [f"disabled: {client.disabled}"] if client.disabled else []
+    return "; ".join([*said, *([f"drained: {client.drained}"] if client.drained else [])])

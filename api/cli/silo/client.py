@@ -11,6 +11,7 @@ from roundtable.cli.doctor import client_doctor
 from roundtable.cli.shared.install import install
 from roundtable.cli.shared.service_process import service_process
 from roundtable.cli.silo.cluster import plan, profile, verify_cluster
+from roundtable.cli.silo.maintenance import drain, resume
 from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
 from roundtable.core.identity.credentials import load_credentials
 
@@ -57,6 +58,7 @@ def _cluster_trainer(settings: AgentConfig) -> Trainer | None:
 for command in (
     approve,
     client_doctor,
+    drain,
     enroll,
     explain,
     forget,
@@ -64,6 +66,7 @@ for command in (
     jobs,
     plan,
     profile,
+    resume,
     verify_cluster,
     install,
 ):

@@ -63,7 +63,7 @@ def jobs(context: click.Context, as_json: bool) -> None:
     from roundtable.client.policy.known_jobs import KnownJobs
     from roundtable.core.config import job_from_json
 
-    config, rules = _silo(context)
+    config, rules = silo_of(context)
     known = KnownJobs(config.state)
     rows: list[tuple[str, ...]] = []
     listed = []
@@ -107,7 +107,7 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
     from roundtable.core.config import job_from_json
     from roundtable.core.identity.signing import VOUCHED_FOR
 
-    config, rules = _silo(context)
+    config, rules = silo_of(context)
     known = KnownJobs(config.state)
     asked = known.find(job)
     resolved = job_from_json(asked.config)
@@ -134,7 +134,7 @@ def explain(context: click.Context, file: Path, submitter: str | None, as_json: 
 
     from roundtable.core.config import load_job
 
-    config, rules = _silo(context)
+    config, rules = silo_of(context)
     reasons = rules.objections(load_job(file), submitter, datetime.now())
     if as_json:
         bounds = list(config.policy.bounds())
@@ -161,7 +161,7 @@ def forget(context: click.Context, silo: str) -> None:
     """
     from roundtable.client.policy.peers import KnownPeers
 
-    config, _ = _silo(context)
+    config, _ = silo_of(context)
     KnownPeers(config.state).forget(silo)
     say(f"Forgotten: the next key that {silo} shows is taken as its own.")
 
@@ -173,14 +173,15 @@ def hash_task(context: click.Context, task: str) -> None:
     """Print the hash of TASK's code as it is now, for [tasks.TASK] blake3."""
     from roundtable.client.policy.task_hash import hash_of_task
 
-    config, rules = _silo(context)
+    config, rules = silo_of(context)
     if task not in rules.references:
         offered = ", ".join(sorted(rules.references)) or "none"
         raise ConfigError(f"[tasks] names no {task!r}; it names {offered}")
     say(hash_of_task(rules.references[task], config.folder))
 
 
-def _silo(context: click.Context) -> tuple[AgentConfig, Rules]:
+def silo_of(context: click.Context) -> tuple[AgentConfig, Rules]:
+    """The settings that `roundtable client --config` names, and their rules."""
     from roundtable.client.policy.config import load_agent_config
 
     assert context.parent is not None

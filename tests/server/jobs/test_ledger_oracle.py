@@ -320,7 +320,7 @@ class World(RuleBasedStateMachine):
                 self.resume()
             elif attempt is not None and attempt.phase == m.TRAIN:
                 self.all_send()
-            elif attempt is not None and attempt.phase == m.EVALUATE and self.engine.population.online():
+            elif attempt is not None and attempt.phase == m.EVALUATE and self.engine.population.free():
                 for name in NAMES:
                     self.evaluate(name)
             else:

@@ -54,7 +54,7 @@ async def test_words_of_a_silo_reach_terminal_and_log_without_effect(
     await alder.answer(again, torch.ones(4))
     await alder.evaluate(await alder.expect("instruction"), loss=(1.0, 1))
     await operator.watch_for(job, "round_committed")
-    assert r"[/b]\x1b]52" in await command("clients")
+    assert r"[/b]\x1b]52" in await command("clients", "list")
     assert r"[/b]\x1b]52" in await command("job", "show", job)
     assert r"[/b]\x1b]52" in await command("job", "watch", job)
     shown = json.loads(await command("job", "show", job, "--json"))

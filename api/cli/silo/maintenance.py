@@ -1,0 +1,41 @@
+"""`roundtable client drain|resume`: the silo goes into maintenance, and comes back."""
+
+from __future__ import annotations
+
+import click
+
+from roundtable.cli.shared.output import ago, say
+from roundtable.cli.silo.silo import silo_of
+
+
+@click.command("drain")
+@click.option("--reason", default="", help="For the coordinator's operators: one line; no data.")
+@click.pass_context
+def drain(context: click.Context, reason: str) -> None:
+    """Take no new rounds: the agent finishes those that it was asked for, and stays connected.
+
+    It holds until `roundtable client resume`, over restarts of the agent. The coordinator is told at once, or
+    when the agent connects next, and selects other silos.
+    """
+    from roundtable.client.policy.maintenance import Maintenance
+
+    config, _ = silo_of(context)
+    before = Maintenance(config.state).drain(reason)
+    if before is not None and before.reason == reason:
+        say(f"Drained already, by {before.by}, {ago(before.since)}; nothing was changed.")
+        return
+    say(
+        "Drained: the agent takes no new round, also after a restart; its log says once nothing is under way."
+    )
+    say("`roundtable client resume` ends that.")
+
+
+@click.command("resume")
+@click.pass_context
+def resume(context: click.Context) -> None:
+    """Take part in new rounds again, after `roundtable client drain`."""
+    from roundtable.client.policy.maintenance import Maintenance
+
+    config, _ = silo_of(context)
+    before = Maintenance(config.state).resume()
+    say("Not drained; nothing was changed." if before is None else "Resumed: the silo takes part again.")

@@ -1,0 +1,24 @@
+"""What the engine knows of a client beside a job: what is declared, and whether it may be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+ClientState = Literal["available", "training", "uploading", "offline", "dropped", "done"]
+Held = Literal["drained", "disabled"]
+"""Why a client that may be there is asked for nothing new: its silo wants that, or operators do."""
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What is declared about a client: `metadata` comes from the silo, `examples` from past rounds.
+
+    One that is `held` finishes what it was asked, and is asked for nothing new.
+    """
+
+    name: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    examples: int | None = None
+    held: Held | None = None
