@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel
 from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Seconds, Table
@@ -94,6 +95,7 @@ class ServerConfig(Table):
         "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9464"
     )
     log_format: LogFormat = Field("console", description="console for people, json for programs")
+    log_levels: dict[str, LogLevel] = Field(default_factory=dict, description=DESCRIPTION)
     traces: str = Field(
         "", description="OTLP address for traces of rounds, for example http://127.0.0.1:4318/v1/traces"
     )

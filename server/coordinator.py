@@ -19,6 +19,7 @@ from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import IdentityError, ResourceError, StorageError
 from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import Credentials, load_credentials
+from roundtable.core.observability.log_levels import Verbosity
 from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
@@ -59,10 +60,6 @@ TRANSFER_THREADS = 4
 STOP_SECONDS = 2.0
 SWEEP_SECONDS = 3600.0
 RETURN_SECONDS = 2.0
-SIGHUP_ANSWER = (
-    "SIGHUP changes nothing: certificates, revocations and tokens are read anew by themselves, "
-    "coordinator.toml at the next start"
-)
 
 
 class Coordinator:
@@ -257,22 +254,24 @@ class Coordinator:
             log.warning("%s was last seen now, which could not be stored: %s", name, error)
 
 
-def run_server(config: ServerConfig, trusted: TrustedTraining | None = None) -> None:
+def run_server(
+    config: ServerConfig, trusted: TrustedTraining | None = None, verbosity: Verbosity | None = None
+) -> None:
     """Runs a coordinator until SIGTERM or SIGINT. Raises RoundtableError for what a person must mend.
 
-    `trusted` trains on data of the coordinator's own, for rules that measure updates by them.
+    `trusted` trains on data of the coordinator's own, for rules that measure updates by them; `verbosity` is
+    read anew at SIGHUP.
     """
     tune_for_transfers()
-    asyncio.run(_until_signal(config, trusted))
+    asyncio.run(_until_signal(config, trusted, verbosity or Verbosity(config.log_levels)))
 
 
-async def _until_signal(config: ServerConfig, trusted: TrustedTraining | None) -> None:
+async def _until_signal(config: ServerConfig, trusted: TrustedTraining | None, verbosity: Verbosity) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    # Whoever sends it wants files read anew, and those that can be are read without being asked.
-    loop.add_signal_handler(signal.SIGHUP, log.info, SIGHUP_ANSWER)
+    verbosity.heed()
     stopping = loop.create_task(stopped.wait())
     watchdog = loop.create_task(keep_watchdog())
     stopping.add_done_callback(lambda _: watchdog.cancel())

@@ -40,7 +40,8 @@ from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity.credentials import Credentials, load_credentials
 from roundtable.core.identity.lifetimes import Lifetimes
-from roundtable.core.observability.logs import belongs_to
+from roundtable.core.observability.log_levels import Verbosity
+from roundtable.core.observability.logs import belongs_to, requesting
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
 from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
@@ -156,7 +157,9 @@ class Agent:
         session: asyncio.Task[None] | None = None
         try:
             while not stopping.done():
-                session = asyncio.create_task(self._serve(handler, link, name, backoff))
+                with requesting():
+                    # The task's context is a copy: every line of this connection has its identifier.
+                    session = asyncio.create_task(self._serve(handler, link, name, backoff))
                 await asyncio.wait([session, stopping], return_when=asyncio.FIRST_COMPLETED)
                 if not session.done():
                     if self._deliver:
@@ -293,15 +296,17 @@ class Agent:
         await asyncio.gather(session, return_exceptions=True)
 
 
-def run_agent(config: AgentConfig, trainer: Trainer | None = None) -> int:
+def run_agent(config: AgentConfig, trainer: Trainer | None = None, verbosity: Verbosity | None = None) -> int:
     """Runs an agent until SIGINT or SIGTERM; a second one ends it at once. Returns the exit status.
 
-    `trainer` as for `Agent`. Raises RoundtableError for what a person has to mend.
+    `trainer` as for `Agent`; `verbosity` is read anew at SIGHUP.
+
+    Raises RoundtableError for what a person has to mend.
     """
-    return asyncio.run(_run(config, trainer))
+    return asyncio.run(_run(config, trainer, verbosity or Verbosity(config.log_levels)))
 
 
-async def _run(config: AgentConfig, trainer: Trainer | None) -> int:
+async def _run(config: AgentConfig, trainer: Trainer | None, verbosity: Verbosity) -> int:
     agent = Agent(config, trainer)
     loop = asyncio.get_running_loop()
     received: list[signal.Signals] = []
@@ -316,6 +321,7 @@ async def _run(config: AgentConfig, trainer: Trainer | None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt, number)
+    verbosity.heed()
     tell_systemd("started", ready=True)
     watchdog = asyncio.create_task(keep_watchdog())
     try:

@@ -20,6 +20,7 @@ from roundtable.core.errors import IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity.credentials import load_credentials
 from roundtable.core.identity.handshake import check_connection, trusted_root
 from roundtable.core.identity.revocation import NOTHING, RevocationList
+from roundtable.core.observability.logs import request_metadata, requesting
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2_grpc
 from roundtable.proto.channel import CLIENT_OPTIONS
 
@@ -116,12 +117,19 @@ _UNTOLD = "Internal error from Core"
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Calls inside fail with UnavailableError where trying again may help, else with ProtocolError."""
+    """Calls inside fail with UnavailableError where trying again may help, else with ProtocolError.
+
+    They have an identifier of their own (`request_metadata`), which the error names.
+    """
+    identifier = ""
     try:
-        yield
+        with requesting() as identifier:
+            _log.debug("calls the coordinator; if that fails, %s", what)
+            yield
     except grpc.aio.AioRpcError as error:
         kind = UnavailableError if error.code() in _PASSING else ProtocolError
-        raise kind(f"{what}: {error.details()} ({error.code().name})") from error
+        said = f"{error.details()} ({error.code().name}, request {identifier})"
+        raise kind(f"{what}: {said}") from error
     except grpc.aio.UsageError as error:
         raise UnavailableError(f"{what}: the connection was closed meanwhile") from error
     except asyncio.CancelledError:
@@ -183,7 +191,7 @@ class ControlStream:
     """One control stream, from Hello to its end."""
 
     def __init__(self, stub: agent_pb2_grpc.AgentsAsyncStub) -> None:
-        self._call = stub.Connect()  # type: ignore[call-arg]
+        self._call = stub.Connect(metadata=request_metadata())  # type: ignore[call-arg]
         self._heard = time.monotonic()
         self.outbox: asyncio.Queue[FromAgent] = asyncio.Queue()
 

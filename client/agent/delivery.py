@@ -24,6 +24,7 @@ from roundtable.client.durable_files import digest_of
 from roundtable.client.step_key import StepKey
 from roundtable.core.errors import ProtocolError, ResourceError, TransferError, UnavailableError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.observability.logs import request_metadata
 from roundtable.proto import CHUNK_BYTES, agent_pb2_grpc
 from roundtable.proto.pieces import Piece
 
@@ -66,7 +67,9 @@ class Delivery:
             try:
                 stub = await self._link.stub()
                 with calling("the receipt could not be fetched"):
-                    state = await stub.UploadStatus(self._sign(header_of(finished)))
+                    state = await stub.UploadStatus(
+                        self._sign(header_of(finished)), metadata=request_metadata()
+                    )
                 return upload_state_of(state, finished.size).receipt
             except UnavailableError as error:
                 _log.info("%s: %s", finished.step, error)
@@ -153,12 +156,14 @@ async def upload(
     """
     offset = 0
     if ask:
-        state = upload_state_of(await stub.UploadStatus(header(update, 0)), update.size)
+        state = upload_state_of(
+            await stub.UploadStatus(header(update, 0), metadata=request_metadata()), update.size
+        )
         if state.receipt is not None:
             return state.receipt
         offset = state.offset
     parts: Any = _parts(update, source, offset, sent, header(update, offset))
-    receipt = receipt_of(await stub.Upload(parts))
+    receipt = receipt_of(await stub.Upload(parts, metadata=request_metadata()))
     failpoint("receipt_here", update.step.round, update.step.phase)
     return receipt
 

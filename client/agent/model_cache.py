@@ -17,6 +17,7 @@ from roundtable.client.door.incoming import ArtifactName
 from roundtable.client.durable_files import digest_of, explained
 from roundtable.core.errors import ResourceError, TransferError, UnavailableError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.observability.logs import request_metadata
 from roundtable.proto import agent_pb2_grpc
 
 _log = logging.getLogger("roundtable.agent")
@@ -150,7 +151,7 @@ async def _receive(
 ) -> None:
     with partial.open("ab") as file:
         if have < artifact.size:
-            call = stub.Download(outgoing.download(artifact.digest, have))
+            call = stub.Download(outgoing.download(artifact.digest, have), metadata=request_metadata())
             async for chunk in call:
                 if chunk.offset != have or have + len(chunk.data) > artifact.size:
                     call.cancel()

@@ -26,6 +26,7 @@ from roundtable.core.identity.credentials import (
     load_silo_identity,
 )
 from roundtable.core.identity.signing import renewal_values, sign
+from roundtable.core.observability.logs import request_metadata
 from roundtable.proto import agent_pb2, agent_pb2_grpc
 
 _log = logging.getLogger("roundtable.agent")
@@ -64,7 +65,7 @@ async def _renewed(stub: agent_pb2_grpc.AgentsAsyncStub, folder: Path) -> bool:
     """Asks for certificates and keeps them. Each file is whole at any moment, and each fits its key."""
     try:
         with calling("the certificate could not be renewed"):
-            response = await stub.Renew(renewal_request(folder), timeout=30.0)
+            response = await stub.Renew(renewal_request(folder), timeout=30.0, metadata=request_metadata())
     except (ProtocolError, UnavailableError) as error:
         _log.warning("%s; trying again", error)
         return False

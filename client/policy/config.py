@@ -38,6 +38,7 @@ from roundtable.client.policy.policy_table import PolicyTable, TaskTable
 from roundtable.client.policy.rules import Rules
 from roundtable.core.errors import ConfigError
 from roundtable.core.identity.handshake import split_address
+from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel, LogLevels
 from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Seconds, Table
@@ -74,6 +75,7 @@ class AgentTable(Table):
         "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9465"
     )
     log_format: LogFormat = Field("console", description="console for people, json for programs")
+    log_levels: dict[str, LogLevel] = Field(default_factory=dict, description=DESCRIPTION)
     traces: str = Field(
         "", description="OTLP address for traces of rounds, for example http://127.0.0.1:4318/v1/traces"
     )
@@ -137,6 +139,7 @@ class AgentConfig:
     task_tables: Mapping[str, TaskTable] = field(default_factory=dict)
     metrics: str = ""
     log_format: LogFormat = "console"
+    log_levels: LogLevels = field(default_factory=dict)
     traces: str = ""
 
     def rules(self) -> Rules:
@@ -183,6 +186,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         standbys=tuple(table.standbys),
         metrics=table.metrics,
         log_format=table.log_format,
+        log_levels=table.log_levels,
         traces=table.traces,
     )
 

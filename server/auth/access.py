@@ -27,7 +27,9 @@ from google.protobuf.message import DecodeError, Message
 from typing_extensions import override
 
 from roundtable.core import errors
+from roundtable.core.bounds import is_word
 from roundtable.core.foreign_text import printable
+from roundtable.core.observability.logs import REQUEST_KEY, requesting
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.permissions import CALLERS, Permission, permission_of
 from roundtable.server.auth.principals import NOBODY, Principal, Principals, credential_of
@@ -56,6 +58,7 @@ _NAMES_OF_OBJECTS = ("job", "silo", "name", "population", "request_id")
 LINES_A_SECOND, LINES_AT_ONCE = 1.0, 60.0
 FLUSH_SECONDS = 0.2
 LONGEST_ANSWER = 2000
+_REQUEST = 32
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 _principal: ContextVar[Principal] = ContextVar("principal", default=NOBODY)
@@ -135,6 +138,10 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _guarded(self, method: Method, name: str, permission: Permission, kind: str) -> Method:
         async def call(requests: AsyncIterator[Any], context: Context) -> Any:
+            with requesting(_identifier(context)) as request:
+                return await answered(requests, context, request)
+
+        async def answered(requests: AsyncIterator[Any], context: Context, request: str) -> Any:
             who, address = NOBODY, address_of(context)
             try:
                 who = await self._identify(context)
@@ -143,6 +150,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 label = _label(who, address)
                 self._quotas.arrive(label, permission.cost, known=who is not NOBODY)
                 _principal.set(who)
+                log.debug("%s by %s", name, label)
                 with self._quotas.open_call(label), self._running(who, kind != "unary_unary"):
                     return await self._perform(method, name, permission, kind, requests, context)
             except errors.RoundtableError as error:
@@ -160,7 +168,8 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             except Exception:
                 log.exception("%s failed", name)
                 await context.abort(
-                    grpc.StatusCode.INTERNAL, "the coordinator failed at this request; its log says why"
+                    grpc.StatusCode.INTERNAL,
+                    f"the coordinator failed at this request ({request}); its log says why",
                 )
 
         return call
@@ -332,6 +341,14 @@ def _careful(reader: Callable[[bytes], Any] | None, name: str) -> Callable[[byte
 def _unreadable(name: str) -> Refusal:
     said = f"a message to {name} cannot be read; is it of this version?"
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, said)
+
+
+def _identifier(context: Context) -> str:
+    """The identifier that the caller has given the call; empty where there is none that could be logged."""
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_KEY and isinstance(value, str) and is_word(value):
+            return value[:_REQUEST]
+    return ""
 
 
 def _bearer(context: Context) -> str:

@@ -75,7 +75,6 @@ def server(
     `roundtable server install --systemd CONFIG` makes it a service of this machine.
     """
     from roundtable.server.config import load_server_config
-    from roundtable.server.coordinator import run_server
     from roundtable.settings import DATABASE, take_variables
 
     if config is not None:
@@ -84,8 +83,13 @@ def server(
     options = {"listen": listen, "enrolment": enrolment, "database": database, "bucket": bucket}
     folders = {"state": _absolute(state), "credentials": _absolute(credentials)}
     settings = load_server_config(config, {**options, **folders})
-    service_process(settings.log_format)
-    run_server(settings, _trusted(settings))
+    verbosity = service_process(
+        settings.log_format, settings.log_levels, lambda: load_server_config(config).log_levels
+    )
+    # What it brings along may warn: in the form of the log.
+    from roundtable.server.coordinator import run_server
+
+    run_server(settings, _trusted(settings), verbosity)
 
 
 def _trusted(settings: ServerConfig) -> TrustedTraining | None:

@@ -37,12 +37,16 @@ def client(context: click.Context, config: Path) -> int | None:
     context.obj = config
     if context.invoked_subcommand is not None:
         return None
-    from roundtable.client.agent.agent import run_agent
     from roundtable.client.policy.config import load_agent_config
 
     settings = load_agent_config(config)
-    service_process(settings.log_format)
-    return run_agent(settings, _cluster_trainer(settings))
+    verbosity = service_process(
+        settings.log_format, settings.log_levels, lambda: load_agent_config(config).log_levels
+    )
+    # What it brings along may warn: in the form of the log.
+    from roundtable.client.agent.agent import run_agent
+
+    return run_agent(settings, _cluster_trainer(settings), verbosity)
 
 
 def _cluster_trainer(settings: AgentConfig) -> Trainer | None:
