@@ -22,14 +22,20 @@ from typing import Any
 
 from roundtable.core.errors import RoundtableError
 
-from . import heart_cells
+from . import heart_cells, mnist_cells, synthetic_cells
 from .cells import HERE, CellTable, GroupFile, chosen, groups
 from .page import FIGURE, PAGE, draw, page
 from .results import Outcome, Results
 from .verdicts import orders, rows
 
 STORED = HERE / "results"
-RUNNERS = {"heart": heart_cells.run}
+RUNNERS = {
+    "heart": heart_cells.run,
+    "niid_mnist": mnist_cells.run_niid,
+    "pfedme_mnist": mnist_cells.run_pfedme,
+    "pfedme_synthetic": synthetic_cells.run_pfedme_synthetic,
+    "fedprox": synthetic_cells.run_fedprox,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

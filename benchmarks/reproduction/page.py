@@ -73,11 +73,15 @@ def _group(name: str, group: GroupFile, every: list[Row], results: Results) -> s
     if between:
         lines += ["| order | smaller | larger | seeds | |", "| --- | --- | --- | --- | --- |"]
         lines += [
-            f"| {one.claim} | {one.smaller:.4f} | {one.larger:.4f} | {one.seeds} | {one.verdict} |"
+            f"| {one.claim} | {_mean(one.smaller)} | {_mean(one.larger)} | {one.seeds} | {one.verdict} |"
             for one in between
         ]
         lines.append("")
-    notes = [f"- {row.cell.method}: {row.cell.note}" for row in mine if row.cell.note]
+    said = [row.cell for row in cells if row.cell.note]
+    notes = [
+        f"- {'; '.join(cell.method for cell in said if cell.note == note)}: {note}"
+        for note in dict.fromkeys(cell.note for cell in said)
+    ]
     return "\n".join([*lines, *notes, ""] if notes else lines)
 
 
@@ -89,6 +93,10 @@ def _line(row: Row) -> str:
     seconds = "–" if ours is None else _time(ours.seconds)
     seeds = ours.seeds if ours else 0
     return f"| {cell.method} | {theirs} | {measured} | {seeds} | {difference} | {seconds} | {row.verdict} |"
+
+
+def _mean(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4f}"
 
 
 def _figure(mean: float, deviation: float | None) -> str:

@@ -43,6 +43,9 @@ def test_a_silo_with_its_own_file_has_what_its_client_has_in_a_simulation(
         for one, other in zip(simulated, own, strict=True):
             torch.testing.assert_close(one.features, other.features, rtol=0, atol=0)
             assert torch.equal(one.diseased, other.diseased)
+        # By label, where each has more than two patients: so the halves are as ill as each other.
+        ill = [float(half.diseased.mean()) for half in own]
+        assert abs(ill[0] - ill[1]) * test < 1.01
         assert own[0].features.isfinite().all()
         # Cholesterol is 0 for all of Switzerland: such a feature says nothing, and stays finite.
         spread = own[0].features.std(dim=0)
