@@ -122,9 +122,9 @@ class AgentPage:
         page.process(tally, *traffic.both())
         page.surroundings({"state": self._state}, self._certificates.now())
         page.gauge("roundtable_agent_connected", "1 with a connection", {(): float(self._connected())})
-        tried = {(task,): float(passed) for task, passed in self._observer.rehearsed.items()}
-        text = "1 if the task could be tried at the agent's start, 0 if it failed; the log says why"
-        page.gauge("roundtable_agent_task_rehearsed", text, tried, ("task",))
+        failing = {(): float(list(self._observer.rehearsed.values()).count(False))}
+        text = "tasks that failed when they were tried at the agent's start; the log says which and why"
+        page.gauge("roundtable_agent_tasks_failing", text, failing)
         queue = {("updates",): float(self._spooled())}
         page.gauge("roundtable_queue_length", "finished updates that wait for delivery", queue, ("queue",))
         for name, text, labels in (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import urllib.request
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +17,20 @@ def kinds_heard(silo: Any) -> set[str | None]:
     return {message.WhichOneof("message") for message in silo.coordinator.heard}
 
 
+def fetch(agent: Agent, page: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{agent.metrics_port}/{page}", timeout=20) as answer:
+        return str(answer.read().decode())
+
+
 async def test_a_task_that_fails_is_told_here_and_another_serves(silo, log, monkeypatch) -> None:
     (silo.config.folder / "absent.py").write_text("import cupboard\n")
     tasks = {"absent": "absent.py", **silo.config.tasks}
-    silo.config = replace(silo.config, rehearsal=120.0, tasks=tasks)
-    observers = []
+    silo.config = replace(silo.config, rehearsal=120.0, tasks=tasks, metrics="127.0.0.1:0")
+    agents = []
     begins = Agent._stay_connected
 
     def watched(agent: Agent, *details: Any) -> Any:
-        observers.append(agent._observer)
+        agents.append(agent)
         return begins(agent, *details)
 
     monkeypatch.setattr(Agent, "_stay_connected", watched)
@@ -35,7 +42,11 @@ async def test_a_task_that_fails_is_told_here_and_another_serves(silo, log, monk
         await log.until("task toy was tried and is ready")
         assert kinds_heard(silo) <= {"hello", "heartbeat", None}
         assert not any("loss" in line for line in log.lines)
-        assert observers[0].rehearsed == {"absent": False, "toy": True}
+        ready = await asyncio.to_thread(fetch, agents[0], "readyz")
+        assert ready == "connected; failed when tried: absent\n"
+        assert "\nroundtable_agent_tasks_failing 1.0\n" in await asyncio.to_thread(
+            fetch, agents[0], "metrics"
+        )
         assert await ask(silo, 1) is None
     assert (silo.delta() == silo.expected()).all()
     assert workers(os.getpid()) == []
