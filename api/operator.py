@@ -148,6 +148,11 @@ class OperatorClient:
         with self._translated():
             return self._stub.ResumeJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
 
+    def delete(self, job: str) -> operator_pb2.Job:
+        """Deletes a job that is over: its models, rounds and events. What it has spent of privacy stays."""
+        with self._translated():
+            return self._stub.DeleteJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
+
     def submit(
         self,
         job: JobConfig,
@@ -162,10 +167,12 @@ class OperatorClient:
         """
         model = Path(model)
         digest = self.put_artifact(model, progress)
+        return self.start(job, Artifact(digest=digest, size=model.stat().st_size), request_id)
+
+    def start(self, job: JobConfig, model: Artifact, request_id: str | None = None) -> operator_pb2.Job:
+        """Starts the job from a model that the coordinator has already, such as another job's first one."""
         request = operator_pb2.SubmitJobRequest(
-            request_id=request_id or uuid.uuid4().hex,
-            job_config=job.to_json(),
-            model=Artifact(digest=digest, size=model.stat().st_size),
+            request_id=request_id or uuid.uuid4().hex, job_config=job.to_json(), model=model
         )
         if (identity := signing_identity(self.folder)) is not None:
             self._sign(request, identity)

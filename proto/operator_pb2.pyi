@@ -190,7 +190,7 @@ class Job(google.protobuf.message.Message):
     id: builtins.str
     name: builtins.str
     status: builtins.str
-    """"waiting", "running", "paused", "finished", "cancelled", "failed"."""
+    """"waiting", "running", "paused", "finished", "cancelled", "failed"; "deleted" in the answer to DeleteJob alone."""
     reason: builtins.str
     """Why it is in that state, for people."""
     rounds_done: builtins.int
@@ -328,6 +328,7 @@ class JobDetail(google.protobuf.message.Message):
     CLIENTS_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
     INCIDENTS_FIELD_NUMBER: builtins.int
+    INITIAL_MODEL_FIELD_NUMBER: builtins.int
     job_config: builtins.str
     round: builtins.int
     attempt: builtins.int
@@ -348,6 +349,10 @@ class JobDetail(google.protobuf.message.Message):
     def incidents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Event]:
         """The newest incidents, oldest first: events whose detail says what to do and what was done."""
 
+    @property
+    def initial_model(self) -> roundtable.proto.common_pb2.Artifact:
+        """The model that it began with."""
+
     def __init__(
         self,
         *,
@@ -361,9 +366,10 @@ class JobDetail(google.protobuf.message.Message):
         clients: collections.abc.Iterable[global___ClientActivity] | None = ...,
         history: collections.abc.Iterable[builtins.str] | None = ...,
         incidents: collections.abc.Iterable[roundtable.proto.common_pb2.Event] | None = ...,
+        initial_model: roundtable.proto.common_pb2.Artifact | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "clients", b"clients", "deadline", b"deadline", "history", b"history", "incidents", b"incidents", "job", b"job", "job_config", b"job_config", "phase", b"phase", "round", b"round", "waiting_for", b"waiting_for"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["initial_model", b"initial_model", "job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "clients", b"clients", "deadline", b"deadline", "history", b"history", "incidents", b"incidents", "initial_model", b"initial_model", "job", b"job", "job_config", b"job_config", "phase", b"phase", "round", b"round", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___JobDetail = JobDetail
 

@@ -66,6 +66,11 @@ class OperatorsStub(object):
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.Job.FromString,
                 )
+        self.DeleteJob = channel.unary_unary(
+                '/roundtable.v1.Operators/DeleteJob',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.Job.FromString,
+                )
         self.ListClients = channel.unary_unary(
                 '/roundtable.v1.Operators/ListClients',
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.ListClientsRequest.SerializeToString,
@@ -177,6 +182,14 @@ class OperatorsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteJob(self, request, context):
+        """Of a job that is over: its models, updates, rounds and events go; what it has spent of privacy, and the audit log,
+        stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListClients(self, request, context):
         """Every agent that the coordinator knows.
         """
@@ -283,6 +296,11 @@ def add_OperatorsServicer_to_server(servicer, server):
             ),
             'ResumeJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ResumeJob,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.Job.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
                     request_deserializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.Job.SerializeToString,
             ),
@@ -502,6 +520,23 @@ class Operators(object):
             timeout=None,
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ResumeJob',
+            roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.Job.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/DeleteJob',
             roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.Job.FromString,
             options, channel_credentials,

@@ -77,6 +77,14 @@ class OperatorsStub:
         roundtable.proto.operator_pb2.Job,
     ]
 
+    DeleteJob: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.JobRequest,
+        roundtable.proto.operator_pb2.Job,
+    ]
+    """Of a job that is over: its models, updates, rounds and events go; what it has spent of privacy, and the audit log,
+    stay.
+    """
+
     ListClients: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.ListClientsRequest,
         roundtable.proto.operator_pb2.ListClientsReply,
@@ -182,6 +190,14 @@ class OperatorsAsyncStub:
         roundtable.proto.operator_pb2.JobRequest,
         roundtable.proto.operator_pb2.Job,
     ]
+
+    DeleteJob: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.JobRequest,
+        roundtable.proto.operator_pb2.Job,
+    ]
+    """Of a job that is over: its models, updates, rounds and events go; what it has spent of privacy, and the audit log,
+    stay.
+    """
 
     ListClients: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.ListClientsRequest,
@@ -308,6 +324,16 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         request: roundtable.proto.operator_pb2.JobRequest,
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]]: ...
+
+    @abc.abstractmethod
+    def DeleteJob(
+        self,
+        request: roundtable.proto.operator_pb2.JobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]]:
+        """Of a job that is over: its models, updates, rounds and events go; what it has spent of privacy, and the audit log,
+        stay.
+        """
 
     @abc.abstractmethod
     def ListClients(

@@ -29,6 +29,17 @@ class RootTable(Table):
     )
 
 
+class RetentionTable(Table):
+    """`[retention]`: how many days after its end a job keeps what it has made; 0 is for good."""
+
+    artifacts: float = Field(
+        0.0,
+        ge=0,
+        description="days after a job's end that its models, optimizer states and updates stay; 0: for good",
+    )
+    events: float = Field(0.0, ge=0, description="days that events of jobs that are over stay; 0: for good")
+
+
 class ServerConfig(Table):
     """A whole `coordinator.toml`. Relative paths are below the file's folder."""
 
@@ -87,6 +98,9 @@ class ServerConfig(Table):
     copies: list[str] = Field(
         default_factory=list,
         description="further places for models, as fsspec takes them: /mnt/second, s3://bucket/prefix",
+    )
+    retention: RetentionTable = Field(
+        default_factory=RetentionTable, description="how long jobs that are over keep artifacts and events"
     )
     quotas: QuotaTable = Field(default_factory=QuotaTable, description="what one caller may hold and use up")
     alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of incidents")

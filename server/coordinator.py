@@ -47,7 +47,7 @@ from roundtable.server.services.uploads import Uploads
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.replicas import Replicas
-from roundtable.server.storage.retention import Retention
+from roundtable.server.storage.retention import Retention, Stay
 from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import all_clients, seen
 from roundtable.server.store.artifacts import Keep, all_digests
@@ -59,6 +59,7 @@ log = logging.getLogger("roundtable.server")
 TRANSFER_THREADS = 4
 STOP_SECONDS = 2.0
 SWEEP_SECONDS = 3600.0
+DAY_SECONDS = 86400.0
 RETURN_SECONDS = 2.0
 
 
@@ -151,7 +152,13 @@ class Coordinator:
             clock=self.clock,
             compute=self._compute,
             writer=secrets.token_hex(8),
-            retention=Retention(self._database, artifacts, keep, replicas),
+            retention=Retention(
+                self._database,
+                artifacts,
+                keep,
+                replicas,
+                Stay(DAY_SECONDS * config.retention.artifacts, DAY_SECONDS * config.retention.events),
+            ),
             alerts=alerts,
             together=self._together,
             tracking=Path(config.state) / "tracking",

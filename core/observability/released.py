@@ -241,7 +241,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         "model": Tells.NOISY,
     },
     "JobDetail": {
-        **_of(Tells.PUBLIC, "job job_config round attempt phase deadline history incidents"),
+        **_of(Tells.PUBLIC, "job job_config round attempt phase deadline history incidents initial_model"),
         **_of(Tells.COHORT, "clients waiting_for"),
     },
     "JobUpdate": _of(Tells.PUBLIC, "events detail"),

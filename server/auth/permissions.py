@@ -57,6 +57,7 @@ PERMISSIONS: dict[str, Permission] = {
     "Operators/CancelJob": _from("data-scientist", noted=True),
     "Operators/PauseJob": _from("data-scientist", noted=True),
     "Operators/ResumeJob": _from("data-scientist", noted=True),
+    "Operators/DeleteJob": _from("data-scientist", noted=True),
     "Operators/ShowPrivacy": _from("viewer", cost=50.0),
     "Operators/ShowJobPrivacy": _from("viewer", cost=50.0),
     "Operators/ExportPrivacy": _from("operator", cost=50.0),

@@ -137,6 +137,11 @@ class JobRegistry:
                     raise ConfigError(
                         f"request_id {submission.request_id!r} is taken by another operator's job"
                     )
+                if stored.status == store.DELETED:
+                    raise ConfigError(
+                        f"request_id {submission.request_id!r} has made job {stored.id}, which was "
+                        f"{stored.reason}: submit it under another one"
+                    )
                 if stored.status not in FINAL and stored.id not in self._runners:
                     # It was stored, and the answer to that was lost: nobody drives it yet.
                     await self._take_up(stored)

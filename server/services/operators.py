@@ -136,6 +136,9 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         records = await self._services.database.read(lambda c: newest_history(c, row.id, MAX_HISTORY_BYTES))
         detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
         detail.job_config = row.config
+        detail.initial_model.CopyFrom(
+            common_pb2.Artifact(digest=row.initial_model, size=self._size(row.initial_model))
+        )
         detail.history.extend(records)
         told = await self._services.database.read(lambda connection: newest_incidents(connection, row.id))
         detail.incidents.extend(to_operators.event_to(event) for event in told)
@@ -159,6 +162,21 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     @override
     async def ResumeJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
         return await self._change(door.job_of(request), m.Resume())
+
+    @override
+    async def DeleteJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
+        row = await self._find(door.job_of(request), own=True)
+        self._check_own(row)
+        # A driver that still ends its job would write what is just deleted.
+        if row.status not in FINAL or self._jobs.runner(row.id) is not None:
+            message = (
+                f"job {row.id} ({row.name}) is {row.status}: what goes on is not deleted; cancel it first"
+            )
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+        services, who = self._services, principal().label
+        if await services.retention.delete_job(row.id, who, services.clock()):
+            log.info("%s deleted job %s", who, row.id, extra={"job": row.id})
+        return self._job(await self._jobs.row(row.id))
 
     @override
     async def ListClients(
@@ -266,7 +284,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         return to_operators.client_to(replace(row, last_seen=heard), True, state)
 
     def _job(self, row: JobRow) -> operator_pb2.Job:
-        size = self._services.artifacts.size(row.model) or 0
+        size = self._size(row.model)
         return to_operators.job_to(row, size, row.is_of(*principal().party))
 
     def _proven(self, asked: door.JobWish, who: str) -> Submission:
@@ -322,8 +340,14 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         if row.status in FINAL:
             message = f"job {row.id} ({row.name}) is {row.status} already; nothing was changed"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+        self._check_own(row)
+        return self._job(await self._jobs.change(row, event))
+
+    def _check_own(self, row: JobRow) -> None:
         who = principal()
         if who.role == "data-scientist" and not row.is_of(*who.party):
             message = f"job {row.id} is not yours; a data scientist changes jobs of their own only"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
-        return self._job(await self._jobs.change(row, event))
+
+    def _size(self, digest: str) -> int:
+        return (self._services.artifacts.size(digest) or 0) if digest else 0

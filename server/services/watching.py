@@ -49,7 +49,8 @@ async def updates(
         events = await services.database.read(
             partial(events_from, job=job, sequence=first, limit=MOST_EVENTS)
         )
-        first += len(events)
+        # Not by their number: the oldest may have been retired.
+        first = events[-1].sequence + 1 if events else first
         yield operator_pb2.JobUpdate(
             events=[to_operators.event_to(event) for event in events],
             detail=detail_of(row, runner, show(row)),

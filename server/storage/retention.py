@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from sqlalchemy.engine import Connection
 
@@ -26,6 +27,7 @@ from roundtable.server.store.artifacts import (
     old_models,
     spent_updates,
 )
+from roundtable.server.store.ended_jobs import delete_job, retire_artifacts, retire_events
 from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
 
 log = logging.getLogger("roundtable.server.storage.retention")
@@ -36,13 +38,29 @@ STORED_BY = "put."
 AT_ONCE = 500
 
 
-class Retention:
-    """Deletes what is not needed any more, after each commit and when the coordinator starts."""
+@dataclass(frozen=True)
+class Stay:
+    """Seconds that artifacts and events of a job that is over stay; 0: for good."""
 
-    def __init__(self, database: Database, artifacts: ArtifactStore, keep: Keep, replicas: Replicas) -> None:
+    artifacts: float = 0.0
+    events: float = 0.0
+
+
+class Retention:
+    """Deletes what is not needed any more, after each commit, when the coordinator starts, and each hour."""
+
+    def __init__(
+        self,
+        database: Database,
+        artifacts: ArtifactStore,
+        keep: Keep,
+        replicas: Replicas,
+        stay: Stay | None = None,
+    ) -> None:
         self._database = database
         self._artifacts = artifacts
         self._keep = keep
+        self._stay = stay or Stay()
         self.replicas = replicas
 
     async def after_commit(self, job: str, record: RoundRecord, settled: int) -> list[str]:
@@ -82,11 +100,26 @@ class Retention:
             for digest in (row.initial_model, row.model, row.optimizer):
                 self.replicas.offer(digest)
 
+    async def delete_job(self, job: str, who: str, now: float) -> bool:
+        """Deletes a job that is over, but for its charges; False where it is not, or was deleted before."""
+        forgotten = await self._database.write(lambda c: delete_job(c, job, who, now, self._keep))
+        if forgotten is None:
+            return False
+        await self._delete(forgotten)
+        self.replicas.forget(forgotten)
+        return True
+
     async def sweep(self, now: float) -> int:
         """Deletes what crashes, failed attempts and finished jobs have left; returns how many artifacts."""
 
         def forget(connection: Connection) -> list[str]:
-            return forget_unused(connection, left_over(connection, now - UNUSED_SECONDS), self._keep)
+            unused = forget_unused(connection, left_over(connection, now - UNUSED_SECONDS), self._keep)
+            if self._stay.events:
+                retire_events(connection, now - self._stay.events, now)
+            if self._stay.artifacts:
+                keep = replace(self._keep, ended_before=now - self._stay.artifacts)
+                unused += retire_artifacts(connection, keep, now)
+            return unused
 
         try:
             forgotten = await self._database.write(forget)
@@ -100,6 +133,7 @@ class Retention:
         except StorageError as error:
             log.warning("what is left over stays for now: %s", error)
             return 0
+        self.replicas.forget(forgotten)
         for job in over:
             self._artifacts.discard(f"{job}.")
         self._artifacts.discard(STORED_BY, now - UNUSED_SECONDS)

@@ -24,12 +24,14 @@ class Keep:
     """Which models stay: those of each job's `newest` rounds, and of every `every`-th (0: of no other).
 
     `updates` is the number of a job's newest rounds of which everything stays that it takes to make their
-    models again: their updates, the models and the optimizer states that they began with.
+    models again: their updates, the models and the optimizer states that they began with. Of jobs that
+    have been over since before `ended_before` nothing stays.
     """
 
     newest: int
     every: int = 0
     updates: int = 0
+    ended_before: float = 0.0
 
     def repeatable(self, config: str) -> int:
         """The number of a job's newest rounds that can be made again; `config` is the job's JSON."""
@@ -139,19 +141,26 @@ def forget_unused(connection: Connection, digests: Sequence[str], keep: Keep) ->
 def _needed(connection: Connection, digest: str, keep: Keep) -> bool:
     jobs = tables.jobs.c
     current = sa.select(jobs.id).where(
+        _counts(keep),
         sa.or_(
             *(column == digest for column in (jobs.initial_model, jobs.model, jobs.optimizer)),
             sa.and_(jobs.status.in_(LIVE), jobs.snapshot.contains(digest)),
-        )
+        ),
     )
     return connection.execute(current.limit(1)).first() is not None or _recent(connection, digest, keep)
+
+
+def _counts(keep: Keep) -> sa.ColumnElement[bool]:
+    """Whether a job counts, that is needs anything: one that is over does for a time only, if one is set."""
+    jobs = tables.jobs.c
+    return sa.or_(jobs.status.in_(LIVE), jobs.updated >= keep.ended_before)
 
 
 def _recent(connection: Connection, digest: str, keep: Keep) -> bool:
     """Whether it belongs to a round that is kept, of any job; how many are follows from the job's level."""
     jobs, rounds, updates = tables.jobs.c, tables.rounds.c, tables.updates.c
     place = (rounds.round, rounds.model, jobs.rounds_done, jobs.config)
-    made = sa.select(*place).join(tables.jobs, jobs.id == rounds.job)
+    made = sa.select(*place).join(tables.jobs, jobs.id == rounds.job).where(_counts(keep))
     for row in connection.execute(made.where(sa.or_(rounds.model == digest, rounds.optimizer == digest))):
         age = row.rounds_done - row.round
         is_model = row.model == digest
@@ -159,6 +168,7 @@ def _recent(connection: Connection, digest: str, keep: Keep) -> bool:
         if age < most or (is_model and keep.every and row.round % keep.every == 0):
             return True
     sent = sa.select(updates.round, jobs.rounds_done, jobs.config).join(tables.jobs, jobs.id == updates.job)
+    sent = sent.where(_counts(keep))
     return any(
         row.rounds_done - row.round < keep.repeatable(row.config)
         for row in connection.execute(sent.where(updates.digest == digest, updates.receipt == "accepted"))

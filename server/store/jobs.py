@@ -20,7 +20,9 @@ from roundtable.server.store.ledger import settle
 from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, UpdateRow, to_json
 from roundtable.server.store.trust_rows import Party
 
-FINAL = ("finished", "cancelled", "failed")
+DELETED = "deleted"
+"""A job of which the row is left, so that charges and silos that know it still have one."""
+FINAL = ("finished", "cancelled", "failed", DELETED)
 HISTORY_PAGE = 100
 LONGEST_NAME = 200
 SHOWN = 5
@@ -120,9 +122,10 @@ def mark(connection: Connection, job: str, status: str, reason: str, now: float)
 
 
 def jobs_in_order(connection: Connection) -> list[JobRow]:
-    """Every job, newest first."""
+    """Every job that was not deleted, newest first."""
     order = (tables.jobs.c.submitted.desc(), tables.jobs.c.id)
-    return [JobRow.of(row) for row in connection.execute(sa.select(tables.jobs).order_by(*order))]
+    query = sa.select(tables.jobs).where(tables.jobs.c.status != DELETED).order_by(*order)
+    return [JobRow.of(row) for row in connection.execute(query)]
 
 
 def unfinished_jobs(connection: Connection) -> list[JobRow]:
@@ -184,7 +187,9 @@ def find_job(connection: Connection, wanted: str, who: Party, *, own: bool = Fal
     begun = sa.select(tables.jobs).where(table.id.startswith(wanted, autoescape=True)).limit(SHOWN)
     fitting = {row.id: JobRow.of(row) for row in connection.execute(begun)}
     if wanted in fitting:
-        return fitting[wanted]
+        return _there(fitting[wanted])
+    gone = [row for row in fitting.values() if row.status == DELETED]
+    fitting = {identifier: row for identifier, row in fitting.items() if row.status != DELETED}
     role, name = who
     mine = sa.and_(table.submitter == name, table.submitter_role.in_((role, "")))
     named = _named(connection, wanted, mine)
@@ -201,13 +206,24 @@ def find_job(connection: Connection, wanted: str, who: Party, *, own: bool = Fal
             f"no job of yours is called {wanted[:64]!r}, and another's is changed by its identifier alone: "
             f"{_listed(others)}"
         )
+    for row in gone:
+        _there(row)
     raise UnknownJob(f"there is no job {wanted[:64]!r}; `roundtable job list` shows them all")
+
+
+def _there(row: JobRow) -> JobRow:
+    """The job itself; UnknownJob for one that was deleted."""
+    if row.status == DELETED:
+        raise UnknownJob(
+            f"job {row.id} ({row.name}) was {row.reason}; what it has spent of privacy and the audit log stay"
+        )
+    return row
 
 
 def _named(connection: Connection, name: str, whose: sa.ColumnElement[bool]) -> list[JobRow]:
     """Jobs of this name that could be meant: of each submitter those not over, or else the newest."""
     table = tables.jobs.c
-    called = sa.and_(table.name == name, whose)
+    called = sa.and_(table.name == name, whose, table.status != DELETED)
     newest = (
         sa.select(sa.func.max(table.submitted)).where(called).group_by(table.submitter, table.submitter_role)
     )

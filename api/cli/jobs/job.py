@@ -12,6 +12,7 @@ import click
 from roundtable.cli.jobs.diagnose import diagnose
 from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
+from roundtable.cli.jobs.keeping import archive, clone, delete, download
 from roundtable.cli.jobs.submit import apply, submit
 from roundtable.cli.jobs.watch import watch_to_its_end
 from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
@@ -122,6 +123,8 @@ job.add_command(submit)
 job.add_command(apply)
 job.add_command(diagnose)
 job.add_command(job_privacy)
+for command in (archive, clone, delete, download):
+    job.add_command(command)
 
 
 @job.command("watch")
