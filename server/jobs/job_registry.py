@@ -196,6 +196,14 @@ class JobRegistry:
         await runner.inbox.tell(event)
         return runner.row
 
+    async def delete(self, row: JobRow, who: str) -> bool:
+        """Deletes a job that is over, once its driver has ended; False for one that goes on or is deleted."""
+        if row.status in FINAL and (task := self._tasks.get(row.id)) is not None:
+            await asyncio.wait([task])
+        # Nobody begins another job from its first model meanwhile.
+        async with self._submitting:
+            return await self._services.retention.delete_job(row.id, who, self._services.clock())
+
     def joined(self, client: AgentRow) -> None:
         """Tells every job whose task the agent has that it is connected."""
         for runner in self._runners.values():

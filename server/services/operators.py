@@ -167,15 +167,12 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def DeleteJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
         row = await self._find(door.job_of(request), own=True)
         self._check_own(row)
-        # A driver that still ends its job would write what is just deleted.
-        if row.status not in FINAL or self._jobs.runner(row.id) is not None:
-            message = (
-                f"job {row.id} ({row.name}) is {row.status}: what goes on is not deleted; cancel it first"
-            )
+        who = principal().label
+        if not await self._jobs.delete(row, who):
+            remedy = "it was deleted just now" if row.status in FINAL else "what goes on is cancelled first"
+            message = f"job {row.id} ({row.name}) is {row.status} and was not deleted: {remedy}"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
-        services, who = self._services, principal().label
-        if await services.retention.delete_job(row.id, who, services.clock()):
-            log.info("%s deleted job %s", who, row.id, extra={"job": row.id})
+        log.info("%s deleted job %s", who, row.id, extra={"job": row.id})
         return self._job(await self._jobs.row(row.id))
 
     @override

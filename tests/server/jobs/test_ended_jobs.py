@@ -22,7 +22,7 @@ from roundtable.cli.main import run
 from roundtable.core.errors import AuditError
 from roundtable.core.evidence.job_archive_check import check_archive
 from roundtable.core.identity.credentials import issue
-from roundtable.proto import common_pb2
+from roundtable.proto import common_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.store.audit import lines
 from roundtable.server.store.ledger import entries
@@ -143,9 +143,13 @@ async def test_what_goes_on_is_not_deleted_nor_what_is_anothers_and_silos_that_k
     async with staged(settings(), certificates, capsys) as stage:
         job = await stage.finish()
         waiting = (await stage.operator.submit("[cohort]\nsize = 3\n", request="r2")).id
-        assert "what goes on is not deleted" in await stage.roundtable("delete", waiting, "--yes", code=2)
+        assert "what goes on is cancelled first" in await stage.roundtable("delete", waiting, "--yes", code=2)
         assert "is not yours" in await stage.roundtable("delete", job, "--yes", code=1, who=tmp_path / "sam")
-        await stage.roundtable("delete", job, "--yes")
+        wish = operator_pb2.JobRequest(job=job)
+        both = await asyncio.gather(
+            *(stage.operator.stub.DeleteJob(wish) for _ in range(2)), return_exceptions=True
+        )
+        assert sorted(type(each).__name__ for each in both) == ["AioRpcError", "Job"]
         async with ScriptedAgent(stage.coordinator.port, certificates / "birch") as birch:
             identity = birch.welcome.coordinator
         agent = ScriptedAgent(stage.coordinator.port, certificates / "birch")
