@@ -24,7 +24,10 @@ from roundtable.core.evidence.job_archive_check import check_archive
 from roundtable.core.identity.credentials import issue
 from roundtable.proto import common_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.storage.backup import back_up
+from roundtable.server.storage.backup_drill import rehearse
 from roundtable.server.store.audit import lines
+from roundtable.server.store.jobs import jobs_in_order
 from roundtable.server.store.ledger import entries
 
 Settings = Callable[..., ServerConfig]
@@ -156,6 +159,23 @@ async def test_what_goes_on_is_not_deleted_nor_what_is_anothers_and_silos_that_k
         seen = common_pb2.Step(job=job, round=3, attempt=1)
         assert (await agent.connect(coordinator=identity, seen=[seen])).HasField("welcome")
         await agent.close()
+
+
+async def test_a_deleted_job_is_not_taken_up_again_and_a_backup_holds_what_is_left_of_it(
+    settings: Settings, certificates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings()
+    async with staged(config, certificates, capsys) as stage:
+        job = await stage.finish(PRIVATE)
+        await stage.roundtable("delete", job, "--yes")
+    async with running(config) as again:
+        assert again.jobs.runners() == []
+        rows = await again.jobs._services.database.read(jobs_in_order)
+        events = [entry async for page in again.security.audit.lines(1) for entry in page]
+        assert (rows, any("job_paused" in entry for entry in events)) == ([], False)
+    await asyncio.to_thread(back_up, config, tmp_path / "backup")
+    found = await asyncio.to_thread(rehearse, config, tmp_path / "backup")
+    assert (found.artifacts, found.jobs) == (0, {})
 
 
 async def test_a_job_is_downloaded_once_and_a_clone_begins_where_it_began(
