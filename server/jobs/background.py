@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from roundtable.core.errors import UnavailableError
+
 log = logging.getLogger("roundtable.server.jobs.background")
 
 
@@ -35,7 +37,12 @@ class BackgroundTasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, UnavailableError):
+            # Its driver has ended, and said why; the next one asks for what is outstanding.
+            log.info("an action of the job was left: %s", error, extra={"job": self._job})
+        else:
             log.error("an action of the job failed", exc_info=error, extra={"job": self._job})
 
 

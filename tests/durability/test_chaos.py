@@ -11,7 +11,7 @@ from chaos import Chaos
 @pytest.mark.parametrize(
     ("seed", "faults", "minutes"),
     [
-        pytest.param(3, 12, 10.0, id="short", marks=pytest.mark.timeout(1200)),
+        pytest.param(3, 12, 10.0, id="short", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
         pytest.param(7, 1000, 30.0, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)]),
     ],
 )

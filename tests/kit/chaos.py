@@ -57,7 +57,7 @@ class Report:
         )
         yield (
             f"updates acknowledged {found.acknowledged}; of single ones counted {found.counted}, of attempts "
-            f"that were given up {found.superseded}; charges {found.charged}"
+            f"that were given up {found.superseded}; charges {found.charged}, in vain {found.charged_in_vain}"
         )
         yield f"models made again: by audit {found.audited}, from vectors {found.summed}"
         yield from (f"paused: {words}" for words in self.pauses)

@@ -87,6 +87,9 @@ class Jobs:
                     self.undisturbed[case] = self._submit(case, f"undisturbed {case}")
             return len(self.undisturbed) == len(CASES)
 
+        # A job's noise may depend on how many silos there are when it is submitted.
+        silos = len(self._world.silos)
+        self._world.until(lambda: self._world.ask("SELECT count(*) FROM clients")[0][0] == silos)
         self._world.until(all_submitted)
         self._world.until(lambda: self._left(list(self.undisturbed.values())) == 0)
 

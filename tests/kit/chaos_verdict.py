@@ -43,6 +43,7 @@ class Verdict:
     counted: int = 0
     superseded: int = 0
     charged: int = 0
+    charged_in_vain: int = 0
     audited: int = 0
     summed: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -154,13 +155,15 @@ class Judge:
             shutil.rmtree(folder)
 
     def _ledger(self, case: str, job: str, records: list[dict[str, Any]]) -> Iterator[str]:
-        """One charge for each round that released anything, and none besides."""
+        """One charge for each round that released anything. An attempt that ended between its charge and what
+        it would have released is charged in vain: that errs on the safe side, and is counted."""
         query = f"SELECT round, attempt FROM ledger WHERE job = '{job}' AND released AND silo = ''"
         charged = Counter(self._world.ask(query))
         self.verdict.charged += sum(charged.values())
         private = not isinstance(self._jobs.configs[case].privacy, NoPrivacy)
         told = Counter((record["round"], record["attempt"]) for record in records if private)
-        if charged != told:
+        self.verdict.charged_in_vain += (charged - told).total()
+        if told - charged or max(charged.values(), default=0) > 1 or (charged and not private):
             yield f"charged {sorted(charged.elements())}, released {sorted(told.elements())}"
 
     def _once(self, job: str, records: list[dict[str, Any]]) -> Iterator[str]:
