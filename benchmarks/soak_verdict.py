@@ -42,7 +42,8 @@ WHOLE = 0.01
 LINEAR = 1.25
 REAL = (
     Quantity("memory", "coordinator's memory", "MB", a_round=0.01, noise=2),
-    Quantity("files", "its descriptors", "", a_round=WHOLE, noise=1, rounding=0),
+    # Each upload that is under way holds some.
+    Quantity("files", "its descriptors", "", a_round=WHOLE, noise=8, rounding=0),
     Quantity("threads", "its threads", "", a_round=WHOLE, noise=1, rounding=0),
     Quantity("database", "database, by design", "MB", rounding=2),
     # SQLite keeps the file at the greatest length that it ever had.
