@@ -125,7 +125,7 @@ def _judge(quantity: Quantity, rounds: np.ndarray, values: np.ndarray) -> Verdic
     over = float(rounds[-1] - rounds[count // 2])
 
     def verdict(holds: bool, why: str) -> Verdict:
-        return Verdict(quantity, early, late, float(slope), holds, why)
+        return Verdict(quantity, early, late, float(slope), bool(holds), why)
 
     if quantity.a_round is not None:
         holds = slope * over <= max(quantity.a_round * over, quantity.noise)

@@ -72,7 +72,8 @@ def test_the_verdict_names_what_grows_and_nothing_else(
     found = verdict.judge(run)
     assert [each.quantity.name for each in found if not each.holds] == ([leak] if leak else [])
     assert verdict.table(run, found).count("GROWS") == (leak is not None)
-    assert set(verdict.as_json(run, found)["quantities"]) == set(healthy())
+    document = json.loads(json.dumps(verdict.as_json(run, found)))
+    assert set(document["quantities"]) == set(healthy())
     verdict.draw([run], tmp_path / "soak.png")
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
 
