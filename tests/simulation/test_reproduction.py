@@ -117,7 +117,9 @@ def test_the_command_stops_goes_on_and_says_what_is_wrong(
 ) -> None:
     ask = ["--out", str(tmp_path), "--only", "heart/fedavg"]
     assert board.command([*ask, "--only", "hart"]) == 2
-    assert capsys.readouterr().err.startswith("error: --only hart: no such group or cell; groups are heart")
+    assert capsys.readouterr().err.startswith(
+        "error: --only hart: no such group or cell; groups are fedprox, heart"
+    )
     run = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.reproduction", *ask], cwd=root, stderr=subprocess.PIPE, text=True
     )
