@@ -28,8 +28,9 @@ from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
 from roundtable.cluster.parallel.experts import Experts, share_experts
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.meta_init import allocate, tie, tied_names
+from roundtable.cluster.parallel.packed_layers import pack
 from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.parallel.tensor_parallel import Stream, TensorParallel
 from roundtable.core.errors import TaskError
 
 
@@ -66,10 +67,11 @@ def split_tensors(
 ) -> None:
     """Splits layers over the ranks of `mesh`; with `sequence` also norms and residuals between them."""
     present = dict(model.named_modules())
+    pack(model, plan.packed, mesh)
     spread = Shard(1) if sequence else Replicate()
     styles: dict[str, ParallelStyle] = {}
     for name, style in plan.styles.items():
-        if name in present:
+        if name in present and name not in plan.packed:
             styles[name] = {
                 "column": ColwiseParallel(),
                 "row": RowwiseParallel(output_layouts=spread),
@@ -103,19 +105,24 @@ def _check_ties(model: nn.Module, ties: Sequence[tuple[str, str]]) -> None:
 def _spread_sequence(model: nn.Module, blocks: Sequence[str], plan: TensorParallel, mesh: DeviceMesh) -> None:
     """Gathers the sequence for attention and feed-forward parts, and leaves shards of it between them."""
 
-    def inputs(count: int, before: Any, after: Any) -> PrepareModuleInput:
-        rest = (None,) * (count - 1)
+    def inputs(stream: Stream, before: Any, after: Any) -> PrepareModuleInput:
+        named = {stream.name} if stream.name else set()
+        rest = (None,) * (stream.inputs - (not named))
         return PrepareModuleInput(
-            input_layouts=(before, *rest), desired_input_layouts=(after, *rest), use_local_output=True
+            input_layouts=rest if named else (before, *rest),
+            desired_input_layouts=rest if named else (after, *rest),
+            input_kwarg_layouts=dict.fromkeys(named, before),
+            desired_input_kwarg_layouts=dict.fromkeys(named, after),
+            use_local_output=True,
         )
 
     present = dict(model.named_modules())
     styles: dict[str, ParallelStyle] = {
-        name: inputs(count, Shard(1), Replicate()) for name, count in plan.inner.items() if name in present
+        name: inputs(stream, Shard(1), Replicate()) for name, stream in plan.inner.items() if name in present
     }
     parallelize_module(model, mesh, styles)
     if blocks:
-        parallelize_module(model, mesh, {blocks[0]: inputs(1, Replicate(), Shard(1))})
+        parallelize_module(model, mesh, {blocks[0]: inputs(plan.entry, Replicate(), Shard(1))})
         gathered = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
         parallelize_module(model, mesh, {blocks[-1]: gathered})
 

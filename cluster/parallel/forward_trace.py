@@ -5,6 +5,7 @@ Nothing is materialised: parameters, batch and activations are fake tensors, whi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -67,7 +68,8 @@ class Trace:
 
     `products` are the results of matrix products and attention: what selective checkpointing keeps. `draws`
     are in the order of the pass. `normalised` names modules that take statistics over a batch by themselves,
-    `unused` the trained parameters that the loss does not depend on.
+    `unused` the trained parameters that the loss does not depend on. `arguments` are what each module was
+    first called with: (positional, by name).
     """
 
     examples: int
@@ -78,6 +80,7 @@ class Trace:
     normalised: list[str] = field(default_factory=list)
     output: int = 0
     unused: tuple[str, ...] = ()
+    arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def whole_calls(self) -> int:
@@ -182,6 +185,18 @@ def _reached(loss: Tensor) -> set[int]:
     return found
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What is tried may fail, and torch logs the traceback of an operation whose shapes do not fit."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def draws(operation: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call of an operation takes random numbers from a generator; attention may, with dropout."""
     if (
@@ -241,7 +256,7 @@ def _named(model: nn.Module, stack: list[str], result: Trace) -> Iterator[None]:
     handles = []
     for name, module in model.named_modules():
         before, after = _hooks(name, stack, result)
-        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
     try:
         yield
@@ -251,8 +266,9 @@ def _named(model: nn.Module, stack: list[str], result: Trace) -> Iterator[None]:
 
 
 def _hooks(name: str, stack: list[str], result: Trace) -> tuple[Callable[..., None], Callable[..., None]]:
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         stack.append(name)
+        result.arguments.setdefault(name, (inputs, named))
 
     def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         stack.pop()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.packed_layers import unpacked_name
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import EncodingError, LayoutError
 from roundtable.core.layout import Layout
@@ -58,7 +61,7 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 class Places:
-    """Looks up where the tensors of a layout lie, under each of their names."""
+    """Looks up where the tensors of a layout lie, under each of their names, and their parts by rows."""
 
     def __init__(self, layout: Layout) -> None:
         own = {spec.name: spec for spec in layout.tensors}
@@ -75,12 +78,18 @@ class Places:
 
     def find(self, name: str) -> TensorSpec:
         """The spec that holds this tensor's place; LayoutError for a name that the layout lacks."""
+        whole, rows = unpacked_name(name)
         try:
-            return self._specs[name]
+            spec = self._specs[whole]
         except KeyError:
             raise LayoutError(
                 f"the cluster's model has a tensor {name!r} that the job's layout does not know"
             ) from None
+        if rows is None:
+            return spec
+        shape = (rows[1] - rows[0], *spec.shape[1:])
+        offset = spec.offset if spec.offset < 0 else spec.offset + rows[0] * prod(spec.shape[1:])
+        return replace(spec, shape=shape, offset=offset)
 
 
 @torch.no_grad()
@@ -97,7 +106,8 @@ def read_shards(
         if spec.offset >= 0:
             whole = vector[spec.offset : spec.offset + spec.size].view(spec.shape)
         elif (known := next((each for each in places.names(spec) if each in others), None)) is not None:
-            whole = others[known]
+            _, rows = unpacked_name(name)
+            whole = others[known] if rows is None else others[known][slice(*rows)]
         else:
             missing.append(name)
             continue

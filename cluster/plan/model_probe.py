@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from roundtable.client.training.module_state import isolated_randomness
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
 from roundtable.cluster.parallel.experts import Experts
-from roundtable.cluster.parallel.forward_trace import NotTraceable, Trace, fake_model, trace
+from roundtable.cluster.parallel.forward_trace import NotTraceable, Trace, fake_model, quietly, trace
 from roundtable.cluster.parallel.pipeline_stages import (
     FixedOutput,
     inputs_of,
@@ -80,7 +78,8 @@ def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | No
     """(the mode, None where the model is real, the model, its trace)."""
     mode, model = fake_model(task)
     try:
-        return mode, model, trace(task, mode, model, batch, bfloat16)
+        with quietly():
+            return mode, model, trace(task, mode, model, batch, bfloat16)
     except Exception as error:
         needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         if 2 * needed > _free_memory():
@@ -168,7 +167,7 @@ def cannot_split(
     regions = ShardedRegions(plan, sequence=False)
     regions.follow(model, anatomy.blocks)
     try:
-        with _quietly():
+        with quietly():
             part = trace(task, mode, model, batch, sharded=lambda: regions.sharded)
     except Exception as error:  # noqa: BLE001 - code that wants its whole layers may raise anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
@@ -198,7 +197,7 @@ def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:
         return reason
     cuts = partition(anatomy, 2)
     try:
-        with _quietly():
+        with quietly():
             values: Any = None
             for units in cuts:
                 mode, model = fake_model(task)
@@ -234,18 +233,6 @@ def cannot_run(task: Task, anatomy: Anatomy, batch: Any) -> str:
     except TaskError as error:
         return str(error)
     return ""
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """What is tried may fail, and torch logs the traceback of an operation whose shapes do not fit."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _shrink(module: nn.Linear, dimension: int, degree: int) -> None:

@@ -39,7 +39,8 @@ class Position:
     """The point in a round that a checkpoint was made at; `model` is the digest of the global model.
 
     `replicas` that train apart have weights and optimizers of their own in it; 0: there is one of each.
-    `stream` is the place in streamed data, None for others.
+    `stream` is the place in streamed data, None for others. `packed`: layers that hold several parts are
+    split, and each part is a tensor of its own.
     """
 
     round: int
@@ -50,6 +51,7 @@ class Position:
     final: bool = False
     replicas: int = 0
     stream: dict[str, Any] | None = None
+    packed: bool = False
 
 
 class Checkpoints:
@@ -83,6 +85,7 @@ class Checkpoints:
         if outer is not None:
             own = _own(replica.meshes.place("dp"))
             position = replace(position, replicas=replica.strategy.mesh.dp)
+        position = replace(position, packed=replica.packed)
         state = {**dict(_state(replica, optimizer, own)), **dict(_outer_state(replica, outer))}
         response = async_save(state, storage_writer=writer, process_group=self._group)
         staging = getattr(response, "staging_completion", None)
@@ -117,15 +120,22 @@ class Checkpoints:
         else:
             sealing.set_result(None)
 
-    def newest(self, round: int, model: str) -> tuple[Path, Position] | None:
-        """The newest whole checkpoint within this round from this model."""
+    def newest(self, round: int, model: str, *, packed: bool = False) -> tuple[Path, Position] | None:
+        """The newest whole checkpoint within this round from this model, of layers that are packed or not."""
         return self._find(
-            lambda position: position.round == round and position.model == model and not position.final
+            lambda position: (
+                position.round == round
+                and position.model == model
+                and not position.final
+                and position.packed == packed
+            )
         )
 
-    def end(self, before: int) -> tuple[Path, Position] | None:
+    def end(self, before: int, *, packed: bool = False) -> tuple[Path, Position] | None:
         """The whole checkpoint of the newest round's end below the round `before`."""
-        return self._find(lambda position: position.final and position.round < before)
+        return self._find(
+            lambda position: position.final and position.round < before and position.packed == packed
+        )
 
     def _find(self, wanted: Callable[[Position], bool]) -> tuple[Path, Position] | None:
         """Searches on rank 0, and returns its result on every rank."""

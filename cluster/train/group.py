@@ -42,6 +42,7 @@ from roundtable.cluster.train.checkpoint_places import checkpoint_places
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.local_state import OwnTensors, save_local
 from roundtable.cluster.train.orders import Advice
+from roundtable.cluster.train.pretrained_weights import pretrained_weights
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
 from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
 from roundtable.cluster.train.streams import why_shared
@@ -82,6 +83,7 @@ class GroupExecutor:
         self._data: tuple[Any, Any] = (None, None)
         self._site = Site(group.settings.client)
         self._task = Task()
+        self._pretrained: Mapping[str, Tensor] | None = None
 
     def train(self, order: Order, watch: Watch) -> TrainedUpdate:
         """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
@@ -156,7 +158,7 @@ class GroupExecutor:
         trainer.begin(order.round)
         assert trainer.optimizer is not None
         if keep and fresh:
-            if (newest := checkpoints.end(before=order.round)) is not None:
+            if (newest := checkpoints.end(order.round, packed=trainer.replica.packed)) is not None:
                 checkpoints.load(newest[0], trainer.replica, trainer.optimizer, trainer.outer, weights=False)
             elif dist.get_rank() == 0 and order.round > 1:
                 print(
@@ -225,6 +227,7 @@ class GroupExecutor:
         if isinstance(task, ArrayTask):
             raise TaskError(f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only")
         options = group.settings.data_of.get(order.task, group.settings.data)
+        self._pretrained = None
         self._site, self._task = Site(group.settings.client, options=options), task
         self._data = split_data(task, self._site)
         task = in_context(task, self._context(order, job))
@@ -286,10 +289,12 @@ class GroupExecutor:
     def _others(self, order: Order, start: Model) -> Mapping[str, Tensor]:
         """Tensors that do not travel: the silo's own values, else the model's, else the task's file's."""
         path = self._state.find(order.job, order.counted)
-        known = [start.local if path is None else OwnTensors(path)]
+        known: list[Mapping[str, Tensor]] = [start.local if path is None else OwnTensors(path)]
         pretrained: Callable[[Site], Path] | None = getattr(self._task, "pretrained", None)
         if pretrained is not None:
-            known.append(OwnTensors(pretrained(self._site)))
+            if self._pretrained is None:
+                self._pretrained = pretrained_weights(pretrained(self._site), self._task)
+            known.append(self._pretrained)
         # A ChainMap reads its maps in order; the type asks for mutable ones, but nothing writes.
         return ChainMap(*known)  # type: ignore[arg-type]
 
@@ -315,7 +320,7 @@ class GroupExecutor:
         batches: Any,
     ) -> int:
         """Loads the newest checkpoint of this round; returns its step, 0 for none."""
-        newest = checkpoints.newest(order.round, digest)
+        newest = checkpoints.newest(order.round, digest, packed=trainer.replica.packed)
         if newest is None:
             return 0
         path, position = newest

@@ -52,6 +52,7 @@ class Replica:
         Raises TaskError for a model that cannot be spread so. Collective.
         """
         self._plain = plain
+        self._packed = strategy.mesh.tp > 1 and tensor_parallel is not None and bool(tensor_parallel.packed)
         self._task = task
         self._layout = layout
         self._seed = seed
@@ -96,6 +97,11 @@ class Replica:
             if self._regions is not None:
                 self._regions.follow(model, present_blocks(model, anatomy.blocks))
             yield model, anatomy.blocks, stage == stages - 1
+
+    @property
+    def packed(self) -> bool:
+        """Whether layers that hold several parts are split, so that each part is a parameter."""
+        return self._packed
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and saved buffers of this rank by their names in the whole model."""

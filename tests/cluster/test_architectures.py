@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
 import pytest
-from architecture_matrix import PlannedCell, planned, probe_of, run_cells, tolerance
-from architectures import ARCHITECTURES, Calling, GivenTable, Looking
+import torch
+from architecture_matrix import STRATEGIES, PlannedCell, planned, probe_of, run_cells, tolerance
+from architectures import ARCHITECTURES, Calling, GivenTable, HalvingGate, Looking, Mixing
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from roundtable.cluster.parallel.split_check import LayerSplit, wrong_split
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.train.pretrained_weights import pretrained_weights
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Site
 
@@ -44,11 +52,52 @@ def test_models_train_as_on_one_process_or_are_refused_with_a_reason() -> None:
     allowed, refused = cells(OWN, ["ddp", "zero1", "zero3 sqrt", "tp", "tp sequence", "1f1b"])
     found = differences(allowed, 2)
     assert {name: gap for name, gap in found.items() if not gap < 1} == {}
-    assert {"fused qkv, ddp", "tied rotary LM, zero3 sqrt", "MLP, 1f1b"} <= found.keys()
+    ran = {"fused qkv, ddp", "fused qkv, tp sequence", "tied rotary LM, zero3 sqrt", "MLP, 1f1b"}
+    assert ran <= found.keys()
     assert "no repeated blocks to compute again" in refused["MLP, zero3 sqrt"]
-    assert "sequence_parallel = true" in refused["fused qkv, tp sequence"]
+    assert "sequence_parallel = true" in refused["tied rotary LM, tp sequence"]
     assert "are one parameter" in refused["tied rotary LM, 1f1b"]
     assert "does not skip parts" in refused["nn.TransformerEncoder, 1f1b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_models_under_all_strategies(world: int) -> None:
+    there = [name for name, (_, needs) in ARCHITECTURES.items() if not needs or find_spec(needs)]
+    allowed, _ = cells(there, [name for name, (ranks, _) in STRATEGIES.items() if ranks == world])
+    found = differences(allowed, world)
+    assert {name: gap for name, gap in found.items() if not gap < 1} == {}
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Mixing, "do not add up to the whole"), (HalvingGate, "")])
+def test_a_split_is_tried_on_numbers_before_it_is_offered(kind: type[nn.Module], said: str) -> None:
+    module = kind()
+    split = LayerSplit(("up",), "down", packed={"up": (64, 64)} if module.up.out_features == 128 else {})
+    assert said in wrong_split(module, split, ((torch.empty(2, 3, 32),), {}))
+    if not said:
+        assert "do not add up" in wrong_split(
+            module, LayerSplit(("up",), "down"), ((torch.empty(2, 3, 32),), {})
+        )
+
+
+def test_files_of_a_library_are_read_by_the_names_that_its_model_has(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for name in ("Mixtral", "BERT"):
+        task, _ = ARCHITECTURES[name]
+        model: Any = task.model()
+        model.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        old = {
+            key.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            ): value
+            for key, value in load_file(file).items()
+        }
+        save_file(old, file)
+        assert not model.state_dict().keys() <= old.keys()
+        found = pretrained_weights(file, task)
+        for key, weight in model.named_parameters():
+            assert torch.equal(found[key], weight), key
 
 
 def test_a_split_and_zero1_are_refused_together() -> None:

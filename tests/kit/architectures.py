@@ -458,3 +458,28 @@ class Calling(GivenTable):
         for layer in model.children():
             x = layer(x)
         return F.cross_entropy(x, batch[1])
+
+
+class Mixing(nn.Module):
+    """A feed-forward part whose middle looks at all columns together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 32] → the same shape."""
+        return self.down(self.up(x).softmax(-1))
+
+
+class HalvingGate(nn.Module):
+    """A feed-forward part with a gate and a value in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 32] → the same shape."""
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * value)
