@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.policy.gpus import bound_gpu_memory
-from roundtable.client.step_key import StepKey
 from roundtable.client.streams.kept_position import NAME
 from roundtable.client.trainer import TrainedUpdate, write_update
 from roundtable.client.training.algorithm_round import preparation
@@ -22,14 +21,17 @@ from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import check_evaluation, split_data, train
 from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.metrics import Metrics
+from roundtable.client.training.module_state import borrowed
 from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.training.tuning import tuner
-from roundtable.client.worker.silo_state import Counted, SiloState
+from roundtable.client.worker.own_model import has_own_model, remember
+from roundtable.client.worker.silo_state import SiloState
+from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.errors import EncodingError, LayoutError, ResourceError
+from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
 from roundtable.core.task import AnyTask, Site, initial_state, load_task
@@ -55,35 +57,6 @@ class Settings:
     data_of: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: int | None = None
     gpu_memory: int | None = None
-
-
-@dataclass(frozen=True)
-class Order:
-    """One step to do: `StepWork` as it crosses the pipe, `counted` as (round, attempt). After running out of
-    memory, with parts of batches, halved so many times."""
-
-    job: str
-    round: int
-    phase: str
-    config: str
-    task: str
-    model: str
-    layout: str
-    output: str
-    attempt: int = 1
-    halvings: int = 0
-    counted: Counted | None = None
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Order:
-        """The order that `asdict` has put into JSON."""
-        counted = plain.get("counted")
-        return cls(**{**plain, "counted": tuple(counted) if counted else None})
-
-    @property
-    def step(self) -> StepKey:
-        """The step that the order is of."""
-        return StepKey(self.job, self.round, self.attempt, self.phase)
 
 
 @dataclass
@@ -118,6 +91,7 @@ class Executor:
         warm, start = self._prepare(order)
         data, _ = self._data_of(order.task, warm)
         local = self._kept(order, warm)
+        self._remember(order, warm)
         protection = self._protection(order, warm.mode)
         update = train(
             warm.task,
@@ -157,17 +131,8 @@ class Executor:
         warm, start = self._prepare(order)
         check_evaluation(warm.config)
         training, data = self._data_of(order.task, warm)
-        kept = self._kept(order, warm)
-        local = start.local if kept is None else kept
-        work = LocalWork(
-            warm.config,
-            warm.layout,
-            start.vector,
-            order.round,
-            self.settings.client,
-            local,
-            warm.algorithm,
-        )
+        work = self._work(order, warm, start)
+        self._remember(order, warm)
         return evaluate(
             warm.task,
             warm.model,
@@ -175,11 +140,40 @@ class Executor:
             warm.layout,
             start.vector,
             device=self.device,
-            local=local,
+            local=work.local,
             prepare=preparation(work, self.device, tuner(warm.task, training, work, self.device)),
             context=work.evaluation_context(self.device),
             batch_size=part_of_batch(warm.config, order.halvings, evaluation=True),
         )
+
+    def personal(self, order: Order) -> dict[str, Tensor]:
+        """The state dict of the model that the silo itself would use: what `evaluate` measures, on CPU.
+
+        Raises TaskError for an ArrayTask, and what `evaluate` raises.
+        """
+        warm, start = self._prepare(order)
+        if not isinstance(warm.model, nn.Module):
+            raise TaskError(f"{type(warm.task).__name__} is an ArrayTask: it has no model to write")
+        training, _ = self._data_of(order.task, warm)
+        work = self._work(order, warm, start)
+        own = preparation(work, self.device, tuner(warm.task, training, work, self.device))
+        layout = warm.layout
+        module = warm.model.to(self.device)
+        with borrowed(module, layout.model, start.vector[: layout.model.size], work.local):
+            if own is not None:
+                own(module)
+            return {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
+
+    def _work(self, order: Order, warm: _WarmJob, start: Model) -> LocalWork:
+        """The work of an order on a model that is there, with what the silo kept."""
+        kept = self._kept(order, warm)
+        local = start.local if kept is None else kept
+        client = self.settings.client
+        return LocalWork(warm.config, warm.layout, start.vector, order.round, client, local, warm.algorithm)
+
+    def _remember(self, order: Order, warm: _WarmJob) -> None:
+        if has_own_model(warm.algorithm, warm.layout):
+            remember(Path(self.settings.jobs), self.settings.client, order)
 
     def _kept(self, order: Order, warm: _WarmJob) -> dict[str, Tensor] | None:
         """What the silo goes on from. Raises EncodingError where that is lost and the server counts on it."""

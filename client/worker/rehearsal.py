@@ -18,7 +18,8 @@ from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import split_data, train
 from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.silo_account import Protection
-from roundtable.client.worker.executor import Order, Settings, part_of_batch
+from roundtable.client.worker.executor import Settings, part_of_batch
+from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
 from roundtable.core.config import JobConfig, job_from_json

@@ -13,8 +13,8 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJobs
 from roundtable.client.trainer import Figures, Trainer
-from roundtable.client.worker.executor import Order
 from roundtable.client.worker.rehearsal import ACTS, Rehearsed
+from roundtable.client.worker.worker_order import Order
 from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import ConfigError, RoundtableError

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roundtable.client.failures import diagnose
-from roundtable.client.worker.executor import Executor, Order, Settings
+from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.rehearsal import ACTS, rehearse
+from roundtable.client.worker.worker_order import Order
 
 _PROGRESS_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1

@@ -19,8 +19,9 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.gpus import shown_gpus
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
-from roundtable.client.worker.executor import Order, Settings, part_of_batch
+from roundtable.client.worker.executor import Settings, part_of_batch
 from roundtable.client.worker.rehearsal import Rehearsed
+from roundtable.client.worker.worker_order import Order
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.privacy_table import ExampleLevel
 
@@ -31,27 +32,30 @@ _MOST_HALVINGS = 6
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
 
 
+def settings_of(config: AgentConfig, client: str, jobs: Path) -> Settings:
+    """A training process's settings, as the agent file says them."""
+    _, device = shown_gpus(config.policy.max_gpus, config.device, os.environ)
+    return Settings(
+        client=client,
+        folder=str(config.folder),
+        jobs=str(jobs),
+        device=device,
+        threads=config.threads,
+        data=dict(config.data),
+        epsilon=config.policy.epsilon,
+        delta=config.policy.delta,
+        memory=config.policy.memory_bytes,
+        gpu_memory=config.policy.gpu_memory_bytes,
+        data_of={table.use: table.data for table in config.task_tables.values() if table.data is not None},
+    )
+
+
 class WorkerTrainer:
     """Keeps one training process running; where it dies, the next order starts another."""
 
     def __init__(self, config: AgentConfig, client: str, jobs: Path) -> None:
         self._config = config
-        _, device = shown_gpus(config.policy.max_gpus, config.device, os.environ)
-        settings = Settings(
-            client=client,
-            folder=str(config.folder),
-            jobs=str(jobs),
-            device=device,
-            threads=config.threads,
-            data=dict(config.data),
-            epsilon=config.policy.epsilon,
-            delta=config.policy.delta,
-            memory=config.policy.memory_bytes,
-            gpu_memory=config.policy.gpu_memory_bytes,
-            data_of={
-                table.use: table.data for table in config.task_tables.values() if table.data is not None
-            },
-        )
+        settings = settings_of(config, client, jobs)
         self._settings = asdict(settings)
         self._turn = asyncio.Lock()
         self._child: _Child | None = None

@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from roundtable.client.durable_files import sync
-from roundtable.client.worker.executor import Order
 from roundtable.client.worker.silo_state import SiloState
+from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.packed_layers import unpacked_name
 from roundtable.cluster.parallel.shards import Places, local_of, region_of, runs_of, write_at

@@ -18,7 +18,7 @@ from typing import Any
 
 from roundtable.client.durable_files import write_file
 from roundtable.client.failures import diagnose
-from roundtable.client.worker.executor import Order
+from roundtable.client.worker.worker_order import Order
 
 SOCKET, ADVICE, REPORTS = "agent.sock", "advice.json", "reports"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 from federation import NAMES, Federation, agents, federation_of, run_job, silo
 from safetensors.torch import load_file
 
+from roundtable.cli.main import run as run_command
 from roundtable.client.join import join
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.worker.script_trainer import Round
-from roundtable.core import JobConfig, Layout, Model, load_task
+from roundtable.core import JobConfig, Layout, Model, Site, load_task
 from roundtable.core.initial_model import initial_model
 
 TASK = """
@@ -201,3 +203,44 @@ async def test_a_slow_silo_holds_nobody_up_in_buffered_rounds(tmp_path: Path) ->
     assert [record["contributors"] for record in history].count(["birch", "cedar"]) >= 4
     assert not torch.equal(final.vector, model.vector)
     assert history[-1]["evaluation"]["accuracy"][1] >= 16  # type: ignore[index]
+
+
+async def test_a_silo_uses_its_own_model_after_the_job_and_without_the_coordinator(tmp_path: Path) -> None:
+    table = {
+        "task": "toy",
+        "rounds": 2,
+        "cohort": {"size": 3},
+        "algorithm": {"name": "ditto", "pull": 0.1, "learning_rate": 0.3, "batch_size": 8},
+    }
+    job = JobConfig.model_validate(table)
+    async with federation_of(tmp_path, TASK) as federation:
+        model = initial_model(job, load_task("toy.py", tmp_path))
+        async with agents(*(silo(federation, name) for name in NAMES)):
+            status, history, final = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    measured, own = 0.0, {}
+    for number, name in enumerate(NAMES):
+        agent = tmp_path / f"{name}.toml"
+        agent.write_text(
+            f'coordinator = "{federation[0]}"\ncredentials = "{name}"\nstate = "state/{name}"\n'
+            f'[tasks]\ntoy = "toy.py:Toy"\n[data]\nseed = {number}\n[limits]\ndevice = "cpu"\nthreads = 1\n'
+        )
+        (folder,) = (tmp_path / "state" / name / "jobs").glob("*/order.json")
+        shutil.rmtree(tmp_path / "state" / name / "models", ignore_errors=True)
+        out = tmp_path / f"{name}.safetensors"
+        command = ["client", "--config", str(agent), "model", folder.parent.name, "-o", str(out)]
+        assert await asyncio.to_thread(run_command, [*command, "--personal"]) == 0
+        own[name] = load_file(out)
+        task = load_task("toy.py", tmp_path)
+        module = task.model().eval()  # type: ignore[union-attr]
+        module.load_state_dict(own[name])
+        _, test = task.data(Site(name, options={"seed": number}))
+        measured += float(task.metrics(module, test)["accuracy"][0])  # type: ignore[union-attr]
+        assert await asyncio.to_thread(run_command, command) == 2, "it replaces nothing unasked"
+        assert await asyncio.to_thread(run_command, [*command, "--force"]) == 0
+        torch.testing.assert_close(load_file(out)["0.weight"], final.state_dict()["0.weight"])
+    assert not torch.equal(own["alder"]["0.weight"], own["birch"]["0.weight"])
+    assert measured == history[-1]["evaluation"]["accuracy"][0]  # type: ignore[index]
+    missing = ["client", "--config", str(agent), "model", "J-none", "-o", str(tmp_path / "none")]
+    assert await asyncio.to_thread(run_command, missing) != 0
+    assert not (tmp_path / "none").exists()

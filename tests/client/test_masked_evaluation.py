@@ -15,7 +15,8 @@ from federation import NAMES, Federation, agents, federation_of, run_job, silo
 from roundtable.client.agent.connection import Link
 from roundtable.client.door import outgoing
 from roundtable.client.training.evaluation import evaluate
-from roundtable.client.worker.executor import Executor, Order, Settings
+from roundtable.client.worker.executor import Executor, Settings
+from roundtable.client.worker.worker_order import Order
 from roundtable.core import JobConfig, Model, Site, load_task, save_model
 from roundtable.core.initial_model import initial_model
 from roundtable.engine.metrics import add_up, means

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from roundtable.client.training.local_training import LocalUpdate, train
 from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.silo_account import Protection, payment
-from roundtable.client.worker.executor import Executor, Order, Settings
+from roundtable.client.worker.executor import Executor, Settings
+from roundtable.client.worker.worker_order import Order
 from roundtable.core import ArrayTask, Layout, Site, Task, load_task, parse_job, save_model
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded, PrivacyError

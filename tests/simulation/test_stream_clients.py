@@ -13,7 +13,8 @@ import pytest
 import torch
 from tar_files import write_shards
 
-from roundtable.client.worker.executor import Executor, Order, Settings
+from roundtable.client.worker.executor import Executor, Settings
+from roundtable.client.worker.worker_order import Order
 from roundtable.core import JobConfig, load_task, save_model
 from roundtable.core.errors import PrivacyError
 from roundtable.core.initial_model import initial_model

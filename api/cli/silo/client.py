@@ -13,6 +13,7 @@ from roundtable.cli.shared.service_process import service_process
 from roundtable.cli.silo.cluster import plan, profile, verify_cluster
 from roundtable.cli.silo.maintenance import drain, resume
 from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
+from roundtable.cli.silo.silo_model import silo_model
 from roundtable.core.identity.credentials import load_credentials
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ for command in (
     plan,
     profile,
     resume,
+    silo_model,
     verify_cluster,
     install,
 ):

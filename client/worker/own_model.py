@@ -1,0 +1,63 @@
+"""The model that a silo itself uses: found again after its job, without the coordinator.
+
+Beside what a job's algorithm keeps at the silo (`silo_state.py`) lie the last order and the model that it
+was about, as a second name of the file in the cache, which the cache may drop. Only jobs with a part of their
+own at the silo have them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from roundtable.client.durable_files import replace_synced
+from roundtable.client.worker.worker_order import Order
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.bounds import word
+from roundtable.core.errors import StorageError
+from roundtable.core.layout import Layout
+
+_ORDER, _MODEL = "order.json", "model.safetensors"
+
+
+def has_own_model(algorithm: ClientAlgorithm, layout: Layout) -> bool:
+    """Whether a silo would use another model than the global one."""
+    local = any(spec.rule == "local" and spec.kind == "parameter" for spec in layout.tensors)
+    return local or type(algorithm).personal()
+
+
+def remember(jobs: Path, client: str, order: Order) -> None:
+    """Keeps the order, the silo's name in it, and its model under a second name."""
+    folder = jobs / order.job
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / f"{_MODEL}.new"
+    fresh.unlink(missing_ok=True)
+    with suppress(OSError):  # A file system without hard links: the cache's file has to do.
+        os.link(order.model, fresh)
+        os.replace(fresh, folder / _MODEL)
+    replace_synced(folder / _ORDER, [json.dumps({"client": client, "order": asdict(order)}).encode()])
+
+
+def recall(jobs: Path, job: str) -> tuple[str, Order]:
+    """(the silo's name, the last order) of a job, with the model as it is here.
+
+    Raises StorageError for a job without one, or whose model is gone.
+    """
+    folder = jobs / word(job, "the job")
+    try:
+        known = json.loads((folder / _ORDER).read_text(encoding="utf-8"))
+        client, order = str(known["client"]), Order.of(known["order"])
+    except FileNotFoundError:
+        raise StorageError(
+            f"no model of job {job!r} is kept at this silo: only jobs whose algorithm or [model] local "
+            "leaves a part of the model here have one, from their first round on"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"{folder / _ORDER} cannot be read: {error}") from error
+    for place in (folder / _MODEL, Path(order.model)):
+        if place.is_file():
+            return client, replace(order, model=str(place))
+    raise StorageError(f"the model of round {order.round} of job {job!r} is no longer in this silo's cache")
