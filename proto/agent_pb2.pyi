@@ -145,6 +145,7 @@ class ToAgent(google.protobuf.message.Message):
     REVOCATIONS_FIELD_NUMBER: builtins.int
     CHALLENGE_FIELD_NUMBER: builtins.int
     STANDING_FIELD_NUMBER: builtins.int
+    CLONE_FIELD_NUMBER: builtins.int
     revocations: builtins.bytes
     """The list of the Welcome, once there is another one."""
     challenge: builtins.bytes
@@ -173,6 +174,10 @@ class ToAgent(google.protobuf.message.Message):
     def standing(self) -> global___Standing:
         """After the welcome to a silo that operators have disabled, and whenever that changes."""
 
+    @property
+    def clone(self) -> global___CloneSeen:
+        """What the Welcome says of clones, once there is news."""
+
     def __init__(
         self,
         *,
@@ -184,10 +189,11 @@ class ToAgent(google.protobuf.message.Message):
         revocations: builtins.bytes = ...,
         challenge: builtins.bytes = ...,
         standing: global___Standing | None = ...,
+        clone: global___CloneSeen | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge", "standing"] | None: ...
+    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge", "standing", "clone"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -332,6 +338,7 @@ class Welcome(google.protobuf.message.Message):
     CLOCK_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
     REVOCATIONS_FIELD_NUMBER: builtins.int
+    CLONE_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The coordinator's software version."""
     coordinator: builtins.str
@@ -344,6 +351,10 @@ class Welcome(google.protobuf.message.Message):
     """The coordinator's identity certificate (PEM), with which it signs receipts; empty if it has none."""
     revocations: builtins.bytes
     """The list of what the root has revoked (a CRL as PEM), signed by the root and numbered; empty if there is none."""
+    @property
+    def clone(self) -> global___CloneSeen:
+        """Absent as long as nobody else has come with the silo's certificate."""
+
     def __init__(
         self,
         *,
@@ -353,10 +364,34 @@ class Welcome(google.protobuf.message.Message):
         clock: builtins.float = ...,
         identity: builtins.bytes = ...,
         revocations: builtins.bytes = ...,
+        clone: global___CloneSeen | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "identity", b"identity", "revocations", b"revocations", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clone", b"clone"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "clone", b"clone", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "identity", b"identity", "revocations", b"revocations", "version", b"version"]) -> None: ...
 
 global___Welcome = Welcome
+
+@typing.final
+class CloneSeen(google.protobuf.message.Message):
+    """Who was refused last for coming with this silo's certificate, and not being its installation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    time: builtins.float
+    """Unix time at the coordinator."""
+    address: builtins.str
+    """Where the connection came from, as the coordinator saw it."""
+    def __init__(
+        self,
+        *,
+        time: builtins.float = ...,
+        address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "time", b"time"]) -> None: ...
+
+global___CloneSeen = CloneSeen
 
 @typing.final
 class Heartbeat(google.protobuf.message.Message):

@@ -14,6 +14,7 @@ from shlex import quote
 import grpc
 
 from roundtable.client.agent.connection import ControlStream, explain, open_channel
+from roundtable.client.agent.installation import CLONE_REMEDY, CloneMemory, said_of
 from roundtable.client.agent.state_lock import locked
 from roundtable.client.door.outgoing import hello
 from roundtable.client.policy.config import AgentConfig, load_agent_config
@@ -60,6 +61,7 @@ def examine_agent(file: Path, *, skip_tasks: bool = False) -> Iterator[Inquiry]:
         "certificates", lambda: shown_credentials(config.credentials, "agent"), remedy=remedy_for("agent")
     ).answer()
     yield from map(known, certificates)
+    yield Inquiry("clone", lambda: _clones(config))
     if any(check.state == "fail" for check in certificates):
         yield known(
             Check("rehearsal", "warn", "not tried: a task is told the silo's name", "see certificates")
@@ -128,6 +130,15 @@ def _metrics(config: AgentConfig) -> Iterator[Check]:
         )
     else:
         yield Check("metrics", "ok", f"{config.metrics} is free")
+
+
+def _clones(config: AgentConfig) -> Iterator[Check]:
+    """What the coordinator has told the agent that runs here."""
+    news = CloneMemory(config.state, config.credentials).newest()
+    if news is None:
+        yield Check("clone", "ok", "nobody else is known to have come with this silo's keys")
+    else:
+        yield Check("clone", "warn", said_of(news), CLONE_REMEDY)
 
 
 def _reaches(config: AgentConfig, address: str) -> Iterator[Check]:

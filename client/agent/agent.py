@@ -22,7 +22,7 @@ from roundtable.client.agent.connection import (
 )
 from roundtable.client.agent.coordinator_memory import MEMORY_FILE, CoordinatorMemory
 from roundtable.client.agent.first_contact import check_first_contact
-from roundtable.client.agent.installation import Installation
+from roundtable.client.agent.installation import CloneMemory, Installation
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.renewal import keep_renewed
 from roundtable.client.agent.secure_attempts import certificate_of
@@ -94,6 +94,7 @@ class Agent:
         self._idle: asyncio.Task[None] | None = None
         self._memory: CoordinatorMemory
         self._installation: Installation
+        self._clones = CloneMemory(config.state, config.credentials)
         self._observer: AgentObserver
 
     def stop(self, *, deliver: bool = False) -> None:
@@ -133,6 +134,7 @@ class Agent:
                 observer,
                 lambda: link.stands,
                 lambda: len(handler.spooled),
+                self._clones,
             )
             try:
                 async with monitored(self._config.metrics, page) as self.metrics_port:
@@ -199,6 +201,7 @@ class Agent:
                     handler.handle(message)
                 handler.gate.meet(welcome.identity)
                 handler.gate.revocations.learn(welcome.revocations)
+                self._clones.hear(welcome.clone)
                 backoff.reset()
 
                 def handle(message: incoming.Message) -> None:
@@ -207,6 +210,8 @@ class Agent:
                     self._memory.note(message)
                     if isinstance(message, incoming.RevocationNews):
                         handler.gate.revocations.learn(message.revocations)
+                    if isinstance(message, incoming.CloneNews):
+                        self._clones.hear(message)
                     handler.handle(message)
 
                 link.attach(stub, session.outbox)

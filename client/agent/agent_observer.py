@@ -13,6 +13,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from roundtable.client.agent.installation import CloneMemory
 from roundtable.client.door.incoming import Receipt
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
@@ -101,12 +102,14 @@ class AgentPage:
         observer: AgentObserver,
         connected: Callable[[], bool],
         spooled: Callable[[], int],
+        clones: CloneMemory,
     ) -> None:
         self._state = state
         self._certificates = certificates
         self._observer = observer
         self._connected = connected
         self._spooled = spooled
+        self._clones = clones
         self._interval = Interval(_GPU_SECONDS)
         self._gpus: list[tuple[str, list[float]]] = []
 
@@ -125,6 +128,10 @@ class AgentPage:
         failing = {(): float(list(self._observer.rehearsed.values()).count(False))}
         text = "tasks that failed when they were tried at the agent's start; the log says which and why"
         page.gauge("roundtable_agent_tasks_failing", text, failing)
+        clone = self._clones.newest()
+        text = "when somebody else came last with this silo's certificate; 0 for never with its present keys"
+        seen = {(): clone.time if clone else 0.0}
+        page.gauge("roundtable_agent_clone_seen_timestamp_seconds", text, seen)
         queue = {("updates",): float(self._spooled())}
         page.gauge("roundtable_queue_length", "finished updates that wait for delivery", queue, ("queue",))
         for name, text, labels in (

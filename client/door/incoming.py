@@ -23,6 +23,7 @@ _NAME_CHARACTERS = 500
 _CONFIG_CHARACTERS = 1 << 20
 _NONCE_BYTES = 64
 _REASON = 200
+_ADDRESS_CHARACTERS = 100
 _MOST_IDENTITIES = 100_000
 _SHOWN_STEP = 128
 
@@ -37,6 +38,15 @@ STATUSES: dict[agent_pb2.UploadReceipt.Status.ValueType, Status] = {
 
 
 @dataclass(frozen=True)
+class CloneNews:
+    """Somebody else came with this silo's certificate and was refused: when by the coordinator's clock, and
+    the address that it saw, fit to be shown."""
+
+    time: float
+    address: str
+
+
+@dataclass(frozen=True)
 class Welcome:
     """The coordinator's introduction; `heartbeat` in seconds, `clock` in Unix time."""
 
@@ -45,6 +55,7 @@ class Welcome:
     clock: float
     identity: bytes
     revocations: bytes
+    clone: CloneNews | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,7 @@ Message = (
     | Dismissal
     | RevocationNews
     | StandingNews
+    | CloneNews
     | Alive
     | BadMessage
 )
@@ -238,7 +250,13 @@ def _welcome(message: agent_pb2.ToAgent) -> Welcome:
         bounds.within(welcome.clock, 0.0, bounds.LATEST, "the coordinator's clock"),
         bounds.bounded(welcome.identity, bounds.CERTIFICATE_BYTES, "the coordinator's certificate"),
         bounds.bounded(welcome.revocations, MAX_MESSAGE_BYTES, "the revocation list"),
+        _clone(welcome.clone) if welcome.HasField("clone") else None,
     )
+
+
+def _clone(message: agent_pb2.CloneSeen) -> CloneNews:
+    time = bounds.within(message.time, 0.0, bounds.LATEST, "the time of a clone")
+    return CloneNews(time, printable(message.address, _ADDRESS_CHARACTERS))
 
 
 def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
@@ -312,6 +330,7 @@ _DECODERS: dict[str, Callable[[agent_pb2.ToAgent], Message]] = {
     "revocations": lambda message: RevocationNews(
         bounds.bounded(message.revocations, MAX_MESSAGE_BYTES, "the revocation list")
     ),
+    "clone": lambda message: _clone(message.clone),
 }
 
 

@@ -278,7 +278,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Withdraw": _of(Tells.PUBLIC, "step reason"),
     "UploadReceipt": _of(Tells.PUBLIC, "status reason time signature sealed sealed_hash"),
     "UploadState": _of(Tells.PUBLIC, "offset wanted receipt"),
-    "Welcome": _of(Tells.PUBLIC, "version coordinator heartbeat_seconds clock identity revocations"),
+    "Welcome": _of(Tells.PUBLIC, "version coordinator heartbeat_seconds clock identity revocations clone"),
+    # Of the silo's own credentials, to the holder of its installation's key.
+    "CloneSeen": _of(Tells.PUBLIC, "time address"),
     "Refused": _of(Tells.PUBLIC, "reason"),
     "Standing": _of(Tells.PUBLIC, "disabled reason"),
     # A silo to the coordinator.

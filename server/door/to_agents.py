@@ -33,6 +33,14 @@ class SignedSubmission:
     coordinator: str = ""
 
 
+@dataclass(frozen=True)
+class CloneSighting:
+    """When somebody else came with a silo's certificate and was refused, and from where."""
+
+    time: float
+    address: str
+
+
 def instruction(
     job: str,
     config: str,
@@ -85,6 +93,16 @@ def refused(reason: str) -> ToAgent:
 def heartbeat() -> ToAgent:
     """The answer to a heartbeat."""
     return ToAgent(heartbeat=agent_pb2.Heartbeat())
+
+
+def clone_seen(sighting: CloneSighting | None) -> agent_pb2.CloneSeen | None:
+    """Who was refused last for coming with the agent's certificate; None for nobody."""
+    return agent_pb2.CloneSeen(time=sighting.time, address=sighting.address) if sighting else None
+
+
+def clone(sighting: CloneSighting) -> ToAgent:
+    """News of somebody who came with the agent's certificate."""
+    return ToAgent(clone=clone_seen(sighting))
 
 
 def revocations(newest: bytes) -> ToAgent:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from roundtable.core.identity.lifetimes import Lifetime
 from roundtable.server.door import to_agents
-from roundtable.server.door.to_agents import ToAgent
+from roundtable.server.door.to_agents import CloneSighting, ToAgent
 from roundtable.server.store import AgentRow
 
 log = logging.getLogger("roundtable.server.jobs.sessions")
@@ -33,13 +33,15 @@ class ShownCertificate:
 
 @dataclass
 class AgentSession:
-    """One agent's control stream. `None` in the outbox ends it; `revocations` is the list it was given."""
+    """One agent's control stream. `None` in the outbox ends it; `revocations` is the list it was given,
+    `clone` the sighting that it was told of."""
 
     client: AgentRow
     shown: ShownCertificate
     heard: float
     state: str = "available"
     revocations: bytes = b""
+    clone: CloneSighting | None = None
     outbox: asyncio.Queue[ToAgent | None] = field(default_factory=asyncio.Queue)
 
     @property

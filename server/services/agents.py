@@ -26,6 +26,7 @@ from roundtable.server.door import agent_messages as said
 from roundtable.server.door import from_agents as door
 from roundtable.server.door import to_agents
 from roundtable.server.door.from_operators import download_of
+from roundtable.server.door.to_agents import CloneSighting
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import AgentSession, Identity
@@ -87,7 +88,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
             await context.write(to_agents.refused(problem))
             return
-        welcome = self._welcome()
+        shown = shown_by(context)
+        clone = await self._installations.sighting(shown.key)
+        welcome = self._welcome(clone)
         if not client.tasks and self._services.sessions.get(client.name) is not None:
             # A doctor beside the agent: that goes on, and is not forgotten for one who offers nothing.
             await context.write(agent_pb2.ToAgent(welcome=welcome))
@@ -97,8 +100,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             return
         await self._services.together.write(lambda connection: remember(connection, client))
         await context.write(agent_pb2.ToAgent(welcome=welcome))
-        session = self._services.sessions.open(client, shown_by(context))
-        session.revocations = welcome.revocations
+        session = self._services.sessions.open(client, shown)
+        session.revocations, session.clone = welcome.revocations, clone
         listening = asyncio.get_running_loop().create_task(self._listen(session, requests))
         try:
             while (message := await session.outbox.get()) is not None:
@@ -191,7 +194,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         identities[name] = Identity(certificate, key)
         return ""
 
-    def _welcome(self) -> agent_pb2.Welcome:
+    def _welcome(self, clone: CloneSighting | None) -> agent_pb2.Welcome:
         return agent_pb2.Welcome(
             version=self._version,
             coordinator=self._services.database.identity,
@@ -199,6 +202,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             clock=self._services.clock(),
             identity=self._security.identity.certificate if self._security.identity else b"",
             revocations=self._security.principals.list_for_agents,
+            clone=to_agents.clone_seen(clone),
         )
 
     async def _listen(self, session: AgentSession, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
@@ -230,6 +234,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 session.state = state
                 session.send(to_agents.heartbeat())
                 self._hand_on_the_list(session)
+                self._tell_of_a_clone(session)
             case said.SelfHelp() if not self._troubles.allows(name):
                 # Each is an entry of the job's history.
                 self._warn(name, f"a message of {name} is refused: it tells of more troubles than are kept")
@@ -292,6 +297,13 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         if newest != session.revocations:
             session.revocations = newest
             session.send(to_agents.revocations(newest))
+
+    def _tell_of_a_clone(self, session: AgentSession) -> None:
+        """Tells the silo's own agent who has come with its credentials since it was told last."""
+        newest = self._installations.news(session.shown.key)
+        if newest is not None and newest != session.clone:
+            session.clone = newest
+            session.send(to_agents.clone(newest))
 
     def _goodbye(self, session: AgentSession, reason: str) -> None:
         """Gives up on what an agent was asked that leaves on purpose."""

@@ -3,8 +3,8 @@
 Each installation of an agent makes an Ed25519 key in its state folder, which is no part of the credentials.
 The first one that connects with a certificate's key is bound to it, and proves itself at each hello by
 signing a number that was drawn for this hello. Another installation with the same credentials is refused,
-operators are told, and the agent that was bound goes on undisturbed. Enrolling anew gives a new key, which
-binds anew.
+operators are told, and the agent that was bound goes on undisturbed. It is told as well: at its next
+heartbeat, or when it comes again. Enrolling anew gives a new key, which binds anew.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import InstallationProof
 from roundtable.server.door.from_agents import message_of
+from roundtable.server.door.to_agents import CloneSighting
 from roundtable.server.jobs.sessions import ShownCertificate
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import clone_incident
@@ -51,6 +52,7 @@ class Installations:
         self._audit = audit
         self._alerts = alerts
         self._told = RateLimit(ALERTS_A_SECOND, 1.0, time.monotonic)
+        self._sightings: dict[str, CloneSighting] = {}
 
     async def objection(
         self,
@@ -61,15 +63,21 @@ class Installations:
     ) -> str:
         """Why this is not the installation that the certificate belongs to; empty for the one that is."""
         if installation:
+            proof, values = await _proof(name, requests, context)
+            if proof is None:
+                # A line that broke looks the same: no reason for an alarm.
+                reason = f"{name!r} did not prove which installation it is"
+                self._audit.refused(label_of("agent", name), "Agents/Connect", reason, address_of(context))
+                return reason
             try:
-                await _challenge(name, installation, requests, context)
+                check_signature(installation, "installation", values, proof, name)
             except IdentityError as error:
                 return await self._refused(name, str(error), context)
         row = store.InstallationRow(shown_by(context).key, name, installation.hex(), self._clock())
         bound = await self._database.read(lambda connection: store.installation_of(connection, row.key))
-        if not bound and installation:
+        if bound is None and installation:
             bound = await self._database.write(lambda connection: store.bind_installation(connection, row))
-        if bound == row.installation:
+        if (bound.installation if bound else "") == row.installation:
             return ""
         return await self._refused(
             name,
@@ -79,29 +87,43 @@ class Installations:
         )
 
     async def _refused(self, name: str, reason: str, context: Context) -> str:
-        """Tells operators of what may be a clone; the reason."""
+        """Tells operators of what may be a clone, and keeps it for the silo's own agent; the reason."""
         address = address_of(context)
         self._audit.refused(label_of("agent", name), "Agents/Connect", reason, address)
         log.warning("a second installation as %s, from %s, is refused", name, address, extra={"site": name})
         if self._told.allows(name):
-            self._alerts.tell(clone_incident(name), f"{reason} (from {address})", self._clock())
+            now, key = self._clock(), shown_by(context).key
+            self._alerts.tell(clone_incident(name), f"{reason} (from {address})", now)
+            await self._database.write(lambda connection: store.note_clone(connection, key, now, address))
+            await self.sighting(key)
         return reason
 
+    async def sighting(self, key: str) -> CloneSighting | None:
+        """Who was refused last for coming with this key; None where nobody was."""
+        row = await self._database.read(lambda connection: store.installation_of(connection, key))
+        if row is None or not row.clone_time:
+            return None
+        self._sightings[key] = CloneSighting(row.clone_time, row.clone_address)
+        return self._sightings[key]
 
-async def _challenge(
-    name: str, installation: bytes, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
-) -> None:
-    """IdentityError unless the next message is the installation's signature over a fresh number."""
+    def news(self, key: str) -> CloneSighting | None:
+        """The newest sighting that this coordinator has noted or looked up since its start."""
+        return self._sightings.get(key)
+
+
+async def _proof(
+    name: str, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
+) -> tuple[bytes | None, dict[str, str]]:
+    """The installation's signature, and what it is to be over: a fresh number. None where none came."""
     nonce = secrets.token_bytes(32)
+    values = {"nonce": nonce.hex(), "name": name}
     await context.write(to_agents.challenge(nonce))
     try:
         async with asyncio.timeout(PROOF_SECONDS):
             answer = message_of(await anext(aiter(requests)))
     except (TimeoutError, StopAsyncIteration):
-        raise IdentityError(f"{name!r} did not prove which installation it is") from None
-    values = {"nonce": nonce.hex(), "name": name}
-    proof = answer.signature if isinstance(answer, InstallationProof) else b""
-    check_signature(installation, "installation", values, proof, name)
+        return None, values
+    return answer.signature if isinstance(answer, InstallationProof) else b"", values
 
 
 def shown_by(context: Context) -> ShownCertificate:

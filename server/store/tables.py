@@ -229,6 +229,9 @@ installations = Table(
     Column("name", NAME, nullable=False),
     Column("installation", String(64), nullable=False),
     Column("bound", Double, nullable=False),
+    # When somebody else came with the key for the last time that was noted, and from where; 0 for never.
+    Column("clone_time", Double, nullable=False, server_default="0"),
+    Column("clone_address", Text, nullable=False, server_default=""),
 )
 
 revoked = Table(

@@ -53,12 +53,17 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class InstallationRow:
-    """The installation of an agent that a key belongs to: both in hexadecimal."""
+    """The installation of an agent that a key belongs to: both in hexadecimal.
+
+    Somebody else came with the key at `clone_time`, 0 for never.
+    """
 
     key: str
     name: str
     installation: str
     bound: float
+    clone_time: float = 0.0
+    clone_address: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,19 +168,25 @@ def revoked_silos(connection: Connection) -> set[str]:
     return {name for (role, name), gone in found.items() if role == "agent" and not gone.reissued}
 
 
-def installation_of(connection: Connection, key: str) -> str:
-    """The installation that a key belongs to; empty where none is bound yet."""
-    table = tables.installations.c
-    found = connection.execute(sa.select(table.installation).where(table.key == key)).scalar_one_or_none()
-    return str(found or "")
+def installation_of(connection: Connection, key: str) -> InstallationRow | None:
+    """The installation that a key belongs to; None where none is bound yet."""
+    table = tables.installations
+    row = connection.execute(sa.select(table).where(table.c.key == key)).first()
+    return InstallationRow(**row._mapping) if row else None
 
 
-def bind_installation(connection: Connection, row: InstallationRow) -> str:
+def bind_installation(connection: Connection, row: InstallationRow) -> InstallationRow:
     """Binds a key to an installation unless it is bound; the one that it belongs to now."""
     if bound := installation_of(connection, row.key):
         return bound
     connection.execute(sa.insert(tables.installations).values(asdict(row)))
-    return row.installation
+    return row
+
+
+def note_clone(connection: Connection, key: str, time: float, address: str) -> None:
+    """Stores that somebody else has come with a key that is bound."""
+    change = sa.update(tables.installations).where(tables.installations.c.key == key)
+    connection.execute(change.values(clone_time=time, clone_address=address))
 
 
 def add_pending(connection: Connection, row: PendingRow) -> None:

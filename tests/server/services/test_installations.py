@@ -73,6 +73,14 @@ async def test_a_clone_is_refused_and_the_agent_goes_on(
         assert expected in answer.refused.reason
     await alder.say(heartbeat=agent_pb2.Heartbeat(state="available"))
     await alder.expect("heartbeat")
+    # Its own agent is told with that, and once.
+    clone = await alder.expect("clone")
+    assert clone.address in ("ipv4:127.0.0.1", "ipv6:%5B::1%5D")
+    assert 0 < clone.time <= coordinator.clock()
+    await alder.say(heartbeat=agent_pb2.Heartbeat(state="available"))
+    await alder.say(heartbeat=agent_pb2.Heartbeat(state="available"))
+    await alder.expect("heartbeat")
+    await alder.expect("heartbeat")
     assert coordinator._sessions.get("alder") is session
     assert coordinator._sessions.identities["alder"] is signing
     # Once an hour: a clone that comes again and again is no flood of alerts.
@@ -95,6 +103,19 @@ async def test_a_wrong_proof_binds_nothing(
     await agent.close()
     async with ScriptedAgent(coordinator.port, certificates / "alder") as other:
         assert other.welcome is not None
+
+
+async def test_a_line_that_breaks_before_the_proof_is_no_clone(
+    coordinator: Coordinator, certificates: Path, alder: ScriptedAgent, own: Installation
+) -> None:
+    broken = ScriptedAgent(coordinator.port, certificates / "alder")
+    await broken.connect(installation=own.public_key)
+    await broken.call.done_writing()
+    assert "did not prove" in (await broken.next()).refused.reason
+    await broken.close()
+    again = ScriptedAgent(coordinator.port, certificates / "alder")
+    assert not (await greet(again, own)).welcome.HasField("clone")
+    await again.close()
 
 
 async def test_the_same_installation_comes_back_also_to_a_coordinator_that_was_started_again(
