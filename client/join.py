@@ -39,7 +39,8 @@ def join(
     file's `[tasks]`. `evaluate`, if given, is called in a thread of its own with a Round, whose
     weights it measures: it returns {name: (sum, count)} on the silo's test data.
 
-    A script that goes on to the next round without submitting refuses the one it had. Leaving the
+    A job that ends while the line is cut ends the loop once the line is back. A script that goes on to the
+    next round without submitting refuses the one it had. Leaving the
     loop leaves the federation, once what was submitted is delivered; where an error leaves the loop
     and its traceback is kept, as in a notebook, `close()` on the iterator does it. Raises what a
     person has to mend: ConfigError, IdentityError, ResourceError, and Refused where the coordinator

@@ -598,8 +598,11 @@ class Withdraw(google.protobuf.message.Message):
 
     STEP_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """For the agent's log: "the round has enough updates", "the job was cancelled", ..."""
+    ended: builtins.float
+    """Of a whole job: when it ended (Unix time at the coordinator). Said again to who was away then."""
     @property
     def step(self) -> roundtable.proto.common_pb2.Step: ...
     def __init__(
@@ -607,9 +610,10 @@ class Withdraw(google.protobuf.message.Message):
         *,
         step: roundtable.proto.common_pb2.Step | None = ...,
         reason: builtins.str = ...,
+        ended: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "reason", b"reason", "step", b"step"]) -> None: ...
 
 global___Withdraw = Withdraw
 

@@ -197,6 +197,7 @@ class Agent:
                 )
                 welcome = await session.greet(greeting, self._installation.prove)
                 self._connected(welcome, name)
+                handler.meet(welcome.clock)
                 for message in self._memory.meet(welcome.coordinator):
                     handler.handle(message)
                 handler.gate.meet(welcome.identity)

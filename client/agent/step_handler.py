@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
@@ -86,6 +87,7 @@ class StepHandler:
             spool=spool,
         )
         self._asked: dict[StepKey, tuple[StepInstruction, float]] = {}
+        self._met = math.inf
 
     @property
     def state(self) -> str:
@@ -98,6 +100,10 @@ class StepHandler:
     def spooled(self) -> list[StepKey]:
         """Steps whose update is finished and not delivered."""
         return sorted(self._delivering)
+
+    def meet(self, clock: float) -> None:
+        """The coordinator's clock at a welcome; the first one is this process's beginning."""
+        self._met = min(self._met, clock)
 
     def recover(self) -> None:
         """Delivers what an earlier process of the agent finished."""
@@ -170,18 +176,21 @@ class StepHandler:
         """Forgets one step, or the whole job, which is then over."""
         step = withdraw.step
         if step is None:
-            self._end_job(withdraw.job, withdraw.reason)
+            self._end_job(withdraw)
             return
         if step in self._working or step in self._delivering:
             _log.info("%s: withdrawn (%s)", step, withdraw.reason)
         self._drop(step)
 
-    def _end_job(self, job: str, reason: str) -> None:
-        _log.info("%s: over (%s)", job, reason, extra={"job": job})
+    def _end_job(self, over: incoming.Withdrawal) -> None:
+        job = over.job
+        _log.info("%s: over (%s)", job, over.reason, extra={"job": job})
         for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
             self._drop(step)
         self._delivery.forget(job)
-        self._trainer.release(job)
+        if over.ended > self._met:
+            # One that ended before is none that this process has worked for: a script waits for the next.
+            self._trainer.release(job)
         self._secure.forget_job(job)
 
     def _drop(self, step: StepKey) -> None:

@@ -7,6 +7,7 @@ numbers are finite and within bounds, and texts can be logged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -122,11 +123,13 @@ class StepInstruction:
 
 @dataclass(frozen=True)
 class Withdrawal:
-    """A step that no longer matters; without a step the whole job is over."""
+    """A step that no longer matters; without a step the whole job is over, since `ended` by the clock of the
+    coordinator."""
 
     job: str
     step: StepKey | None
     reason: str
+    ended: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -315,7 +318,8 @@ def _submission(message: common_pb2.Submission) -> SubmissionProof:
 def _withdrawal(message: agent_pb2.ToAgent) -> Withdrawal:
     step, reason = message.withdraw.step, printable(message.withdraw.reason)
     if step.round == 0:
-        return Withdrawal(bounds.word(step.job, "a job"), None, reason)
+        ended = bounds.within(message.withdraw.ended, 0.0, bounds.LATEST, "the time of a job's end")
+        return Withdrawal(bounds.word(step.job, "a job"), None, reason, ended or math.inf)
     return Withdrawal(step.job, step_of(step), reason)
 
 

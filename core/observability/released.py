@@ -275,7 +275,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Evaluate": {"model": Tells.NOISY, "layout": Tells.PUBLIC},
     # Masked or sealed for another silo; the cohort of a secure sum knows itself.
     "Exchange": {"payload": Tells.COHORT},
-    "Withdraw": _of(Tells.PUBLIC, "step reason"),
+    "Withdraw": _of(Tells.PUBLIC, "step reason ended"),
     "UploadReceipt": _of(Tells.PUBLIC, "status reason time signature sealed sealed_hash"),
     "UploadState": _of(Tells.PUBLIC, "offset wanted receipt"),
     "Welcome": _of(Tells.PUBLIC, "version coordinator heartbeat_seconds clock identity revocations clone"),

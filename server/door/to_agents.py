@@ -80,9 +80,9 @@ def withdrawal(job: str, action: m.Withdraw) -> ToAgent:
     return ToAgent(withdraw=agent_pb2.Withdraw(step=_step(job, action.step), reason=action.reason))
 
 
-def job_over(job: str, reason: str) -> ToAgent:
+def job_over(job: str, reason: str, ended: float) -> ToAgent:
     """A withdrawal of round 0: nothing of the job matters any more."""
-    return ToAgent(withdraw=agent_pb2.Withdraw(step=common_pb2.Step(job=job), reason=reason))
+    return ToAgent(withdraw=agent_pb2.Withdraw(step=common_pb2.Step(job=job), reason=reason, ended=ended))
 
 
 def refused(reason: str) -> ToAgent:

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from sqlalchemy.engine import Connection
 
@@ -211,6 +212,13 @@ class JobRegistry:
                 runner.inbox.post(m.ClientJoined(client_info(client)))
                 runner.collection.rejoined(client.name)
 
+    async def tell_what_ended(self, client: AgentRow, since: float) -> None:
+        """Tells an agent that was away of the jobs with its tasks that have ended since then."""
+        rows = await self._services.database.read(lambda connection: store.jobs_ended(connection, since))
+        for row in rows:
+            if client.offers(await asyncio.to_thread(_task_in, row.config)):
+                self._services.sessions.send(client.name, _over(row))
+
     def left(self, client: AgentRow) -> None:
         """Tells every job whose task the agent has that its connection has ended."""
         for runner in self._runners.values():
@@ -367,7 +375,7 @@ class JobRegistry:
 
     def _tell_agents(self, runner: JobRunner) -> None:
         """Tells agents to forget a job that is over."""
-        message = to_agents.job_over(runner.row.id, f"the job is {runner.row.status}: {runner.row.reason}")
+        message = _over(runner.row)
         for client in self._services.sessions.clients():
             if client.offers(runner.job.task.name):
                 self._services.sessions.send(client.name, message)
@@ -387,3 +395,13 @@ class JobRegistry:
             await self._services.database.write(write)
         except StorageError as error:
             log.error("job %s: %s", job, error, extra={"job": job})
+
+
+@lru_cache(maxsize=store.MOST_ENDED)
+def _task_in(config: str) -> str:
+    """The task of a stored job: many agents come back at once and ask for the same ones."""
+    return str(parse_job(config).task.name)
+
+
+def _over(row: JobRow | store.EndedJob) -> to_agents.ToAgent:
+    return to_agents.job_over(row.id, f"the job is {row.status}: {row.reason}", row.updated)

@@ -37,12 +37,14 @@ from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import AgentRow
-from roundtable.server.store.agent_rows import drain, remember
+from roundtable.server.store.agent_rows import drain, last_seen, remember
 
 log = logging.getLogger("roundtable.server.services.agents")
 
 HELLO_SECONDS = 30.0
 GOODBYE_SECONDS = 5.0
+BREAKS_NOTICED = 5.0
+"""After so many heartbeats at most a connection that has ended is known to have."""
 MESSAGES_A_SECOND, MESSAGES_AT_ONCE = 200.0, 5000.0
 TROUBLES_A_SECOND, TROUBLES_AT_ONCE = 60 / 3600, 30.0
 DRAINS_A_SECOND, DRAINS_AT_ONCE = 10 / 3600, 10.0
@@ -98,12 +100,17 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 async with asyncio.timeout(GOODBYE_SECONDS):
                     await anext(requests)
             return
+        before = await self._services.database.read(lambda connection: last_seen(connection, client.name))
         await self._services.together.write(lambda connection: remember(connection, client))
         await context.write(agent_pb2.ToAgent(welcome=welcome))
         session = self._services.sessions.open(client, shown)
         session.revocations, session.clone = welcome.revocations, clone
         listening = asyncio.get_running_loop().create_task(self._listen(session, requests))
         try:
+            if before is not None:
+                # A line that breaks is noticed late.
+                since = before - BREAKS_NOTICED * self._services.sessions.heartbeat
+                await self._jobs.tell_what_ended(client, since)
             while (message := await session.outbox.get()) is not None:
                 await context.write(message)
         finally:

@@ -33,6 +33,12 @@ def remember(connection: Connection, client: AgentRow) -> None:
         connection.execute(sa.insert(tables.clients).values(fresh))
 
 
+def last_seen(connection: Connection, name: str) -> float | None:
+    """When the agent's connection began or ended last; None for one that has never come."""
+    query = sa.select(tables.clients.c.last_seen).where(tables.clients.c.name == name)
+    return connection.execute(query).scalar_one_or_none()
+
+
 def seen(connection: Connection, name: str, time: float) -> None:
     """Stores when the agent's connection ended."""
     connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(last_seen=time))

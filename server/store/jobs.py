@@ -25,6 +25,7 @@ DELETED = "deleted"
 FINAL = ("finished", "cancelled", "failed", DELETED)
 HISTORY_PAGE = 100
 LONGEST_NAME = 200
+MOST_ENDED = 100
 SHOWN = 5
 """Jobs that an answer lists where more than one could be meant."""
 MOST_ROUNDS = 2**31 - 1
@@ -132,6 +133,25 @@ def unfinished_jobs(connection: Connection) -> list[JobRow]:
     """Those that a restarted coordinator must take up again, oldest first."""
     query = sa.select(tables.jobs).where(tables.jobs.c.status.not_in(FINAL)).order_by(tables.jobs.c.submitted)
     return [JobRow.of(row) for row in connection.execute(query)]
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A job that is over since `updated`; `config` as it is stored."""
+
+    id: str
+    status: str
+    reason: str
+    config: str
+    updated: float
+
+
+def jobs_ended(connection: Connection, since: float) -> list[EndedJob]:
+    """The newest of those that have ended since then."""
+    table = tables.jobs.c
+    query = sa.select(table.id, table.status, table.reason, table.config, table.updated)
+    newest = query.where(table.status.in_(FINAL), table.updated > since).order_by(table.updated.desc())
+    return [EndedJob(**row._mapping) for row in connection.execute(newest.limit(MOST_ENDED))]
 
 
 @dataclass(frozen=True)
