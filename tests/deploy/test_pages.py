@@ -30,6 +30,8 @@ STEPS = [
     (OPERATOR, "Watch"),
     (OPERATOR, "Back up"),
     (OPERATOR, "Upgrade"),
+    (SILO, "Maintenance"),
+    (OPERATOR, "Take a silo out, and back"),
     (OPERATOR, "Certificates"),
     (SILO, "Stop it at once"),
     (OPERATOR, "Incidents"),
