@@ -19,8 +19,8 @@ from roundtable.core.algorithms.known_algorithms import AlgorithmField
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
+from roundtable.core.job_tables.discounts import DISCOUNTED_BY, Discount, make_discount
 from roundtable.core.job_tables.simulation_table import SimulationTable
-from roundtable.core.job_tables.staleness_table import Discount, PolynomialDiscount
 from roundtable.core.job_tables.task_table import JobTaskTable, named_task
 from roundtable.core.layout import LayoutRules
 from roundtable.core.paths import AnyPath
@@ -112,18 +112,33 @@ class RoundTable(Table):
     max_staleness: int = Field(
         10, ge=0, description="buffered: models made since a client was asked, above which it is given up"
     )
-    staleness: Discount = Field(
-        PolynomialDiscount(), description="buffered: what an update of staleness s is scaled by"
+    staleness: Literal["polynomial", "hinge", "constant"] = Field(
+        "polynomial",
+        description="buffered: what an update of staleness s is scaled by: (1 + s)^-a, or 1 up to b and then "
+        "1/(1 + a(s - b)), or 1",
     )
+    staleness_exponent: Finite = Field(0.5, ge=0, description="polynomial: a")
+    staleness_slope: Finite = Field(0.1, gt=0, description="hinge: a")
+    staleness_free: int = Field(0, ge=0, description="hinge: b, the staleness without a discount")
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundTable:
         if (self.mode == "buffered") != (self.buffer is not None):
             raise ValueError('buffer belongs to mode = "buffered", and is needed there')
-        others = (self.concurrency, self.max_staleness, self.staleness)
-        if self.mode != "buffered" and others != (None, 10, PolynomialDiscount()):
-            raise ValueError('concurrency, max_staleness and staleness belong to mode = "buffered"')
+        unusual = {key for key, value in self if value != type(self).model_fields[key].default}
+        if self.mode != "buffered" and unusual:
+            raise ValueError(f'{", ".join(sorted(unusual))}: only with mode = "buffered"')
+        for name, keys in DISCOUNTED_BY.items():
+            if self.staleness != name and (lost := sorted(unusual & keys)):
+                raise ValueError(f'{", ".join(lost)}: only with staleness = "{name}"')
         return self
+
+    @property
+    def discount(self) -> Discount:
+        """What an old update is scaled by."""
+        return make_discount(
+            self.staleness, self.staleness_exponent, self.staleness_slope, self.staleness_free
+        )
 
 
 SERVER_MOMENTUM = 0.9

@@ -8,7 +8,7 @@ import torch
 
 from roundtable.aggregation import UpdateMatrix
 from roundtable.aggregation.rows.matrix import BLOCK_BYTES, Block, DerivedRows
-from roundtable.core.job_tables.staleness_table import Discount
+from roundtable.core.job_tables.discounts import Discount
 from roundtable.engine.combining.received import Rows
 
 
@@ -19,7 +19,7 @@ def discounted(rows: Rows, round: int, discount: Discount) -> Rows:
     without the others counting for more, and that under every rule.
     """
     ages = [update.staleness(round) for update in rows.updates]
-    factors = [discount.factor(age) for age in ages]
+    factors = [discount(age) for age in ages]
     if all(factor == 1.0 for factor in factors):
         return rows
     return Rows(ScaledRows(rows.matrix, factors), rows.updates)

@@ -17,7 +17,7 @@ from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
 from roundtable.core.errors import ConfigError
-from roundtable.core.job_tables.staleness_table import ConstantDiscount, Discount
+from roundtable.core.job_tables.discounts import Discount, constant
 from roundtable.core.privacy_table import (
     ClientLevel,
     ClientLocalLevel,
@@ -75,9 +75,6 @@ class ServerPart:
         return slices
 
 
-_NOTHING_OFF = ConstantDiscount()
-
-
 @dataclass(frozen=True)
 class Plan:
     """What the rounds of a checked job need.
@@ -91,7 +88,7 @@ class Plan:
     privacy: NoPrivacy | Private
     noise: RoundNoise
     strategy: Strategy
-    discount: Discount = _NOTHING_OFF
+    discount: Discount = constant
     server: ServerPart | None = None
 
     def charge_of(self, round: int) -> Charge | None:
@@ -162,7 +159,7 @@ def make_plan(
     check_soundness(job, aggregation)
     check_secure(job, aggregation)
     noise = _noise(job, population, slices, spent)
-    discount = job.round.staleness if job.round.mode == "buffered" else ConstantDiscount()
+    discount = job.round.discount if job.round.mode == "buffered" else constant
     server = algorithm.server()
     part = ServerPart(server, algorithm.places) if server is not None else None
     return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part)

@@ -30,10 +30,10 @@ from roundtable.simulation import simulate
 MU, LARGEST = DEFAULTS["mu"], DEFAULTS["L"]
 CHANCE = 1.05
 DISCOUNTS: Mapping[str, Mapping[str, Any]] = {
-    "constant": {"name": "constant"},
-    "1/(1 + 0.1 s)": {"name": "hinge"},
-    "polynomial, 1/2": {"name": "polynomial"},
-    "hinge, 0.5 after 2": {"name": "hinge", "slope": 0.5, "free": 2},
+    "constant": {"staleness": "constant"},
+    "1/(1 + 0.1 s)": {"staleness": "hinge"},
+    "polynomial, 1/2": {"staleness": "polynomial"},
+    "hinge, 0.5 after 2": {"staleness": "hinge", "staleness_slope": 0.5, "staleness_free": 2},
 }
 
 
@@ -160,7 +160,7 @@ def delayed(distance: float, rounds: int, delay: int, rate: float, discount: str
         "buffer": 1,
         "concurrency": delay + 1,
         "max_staleness": max(1, delay),
-        "staleness": DISCOUNTS[discount],
+        **DISCOUNTS[discount],
     }
     with TemporaryDirectory() as folder:
         trace = Path(folder, "fleet.csv")
@@ -178,9 +178,9 @@ def factor_of(discount: str, delay: int) -> float:
     """What the discount leaves at a staleness."""
     values = {
         "task": "quadratics",
-        "round": {"mode": "buffered", "buffer": 1, "staleness": DISCOUNTS[discount]},
+        "round": {"mode": "buffered", "buffer": 1, **DISCOUNTS[discount]},
     }
-    return JobConfig.model_validate(values).round.staleness.factor(delay)
+    return JobConfig.model_validate(values).round.discount(delay)
 
 
 def stale_gradients(

@@ -55,19 +55,20 @@ def test_one_client_after_the_other_is_a_naive_loop(buffered, make_job):
 @pytest.mark.parametrize(
     ("discount", "factor"),
     [
-        ({"name": "polynomial"}, 1 / np.sqrt(2)),
-        ({"name": "polynomial", "exponent": 2.0}, 1 / 4),
-        ({"name": "hinge"}, 1 / 1.1),
-        ({"name": "hinge", "slope": 3.0}, 1 / 4),
-        ({"name": "hinge", "slope": 3.0, "free": 1}, 1.0),
+        ({}, 1 / np.sqrt(2)),
+        ({"staleness_exponent": 2.0}, 1 / 4),
+        ({"staleness": "hinge"}, 1 / 1.1),
+        ({"staleness": "hinge", "staleness_slope": 3.0}, 1 / 4),
+        ({"staleness": "hinge", "staleness_slope": 3.0, "staleness_free": 1}, 1.0),
     ],
 )
 def test_staleness_scales_what_an_update_does(buffered, discount, factor):
     """With two at work and K = 1 the second update is one model old: it moves the model by the factor."""
     moved = {}
-    for name, table in (("plain", {"name": "constant"}), ("scaled", discount)):
+    for name, table in (("plain", {"staleness": "constant"}), ("scaled", discount)):
         for rounds in (1, 2):
-            settings = {"round__buffer": 1, "round__concurrency": 2, "round__staleness": table}
+            settings = {f"round__{key}": value for key, value in table.items()}
+            settings |= {"round__buffer": 1, "round__concurrency": 2}
             result = buffered(rounds=rounds, simulation__devices={"speed": 10.0}, **settings)
             assert [r.staleness for r in result.history.records][1:] in ([], [{_last(result): 1}])
             moved[name, rounds] = result.model.vector
@@ -79,14 +80,15 @@ def test_staleness_scales_what_an_update_does(buffered, discount, factor):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"name": "hinge", "exponent": 0.5}, r"round\.staleness\.exponent: belongs to name = 'polynomial'"),
-        ({"name": "linear"}, r"staleness\.name: choose one of constant, polynomial, hinge \(got 'linear'\)"),
-        ({"name": "hinge", "slope": 0.0}, r"round\.staleness\.slope.*greater than 0"),
+        ({"staleness": "hinge", "staleness_exponent": 0.7}, 'staleness_exponent: only with .* "polynomial"'),
+        ({"staleness_free": 2}, 'staleness_free: only with staleness = "hinge"'),
+        ({"staleness": "linear"}, r"round\.staleness: .*'polynomial', 'hinge' or 'constant'"),
+        ({"staleness": "hinge", "staleness_slope": 0.0}, r"round\.staleness_slope.*greater than 0"),
     ],
 )
 def test_a_discount_that_is_none_is_refused_with_what_there_is(buffered, table, said):
     with pytest.raises(ConfigError, match=said):
-        buffered(round__staleness=table)
+        buffered(**{f"round__{key}": value for key, value in table.items()})
 
 
 def _last(result):
