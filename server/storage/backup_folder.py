@@ -127,7 +127,10 @@ def staged(folder: Path) -> Iterator[Path]:
             f"`--since {folder}` only what is new is copied"
         )
     staging = folder.with_name(f".{folder.name}.partial")
-    make_folders(staging)
+    try:
+        staging.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise os_error(error, folder) from error
     with (staging / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

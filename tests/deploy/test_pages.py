@@ -35,6 +35,7 @@ STEPS = [
     (OPERATOR, "Certificates"),
     (SILO, "Stop it at once"),
     (OPERATOR, "Incidents"),
+    (OPERATOR, "Jobs that are over"),
 ]
 NOT_RUN = {
     "pipx": "a package index; the whole suite runs on the built wheel",
@@ -87,7 +88,7 @@ class Person:
 
     def type(self, line: str) -> str:
         """Does what a line says; its output. Fails the test where the command fails."""
-        words = shlex.split(self.here(line))
+        words = shlex.split(self.here(line), comments=True)
         if words[0] in NOT_RUN:
             self.left.append(line)
             return ""
@@ -105,7 +106,9 @@ class Person:
         command = " ".join(word if "*" in word else shlex.quote(word) for word in words)
         done = self.run(command)
         print(f"$ {line}\n{done.stdout}{done.stderr}")
-        assert done.returncode == 0, f"$ {line}\n{done.stdout}{done.stderr}"
+        told = done.stdout + done.stderr
+        unsigned = words[1:3] == ["audit", "verify"] and done.returncode == 3 and "UNPROVEN" in told
+        assert done.returncode == 0 or unsigned, f"$ {line}\n{done.stdout}{done.stderr}"
         return done.stdout
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:

@@ -306,7 +306,7 @@ class TestWhatDoesNotGoTogether:
         [
             ('[round]\nmode = "buffered"', "buffer belongs to mode"),
             ("[round]\nbuffer = 3", "buffer belongs to mode"),
-            ("[round]\nconcurrency = 3", "concurrency, max_staleness and staleness belong to"),
+            ("[round]\nconcurrency = 3", "concurrency: only with mode"),
         ],
     )
     def test_half_a_table(self, text, words):

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
+from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.core.observability.released import public
@@ -41,6 +43,7 @@ from roundtable.server.store.artifacts import (
 )
 from roundtable.server.store.group_commit import GroupedWrites
 from roundtable.server.store.ledger import entries, reserve
+from roundtable.server.store.migrate import alembic_config
 
 
 @pytest.fixture
@@ -139,11 +142,15 @@ async def test_jobs_of_older_versions_keep_their_noise(
     found = Database.open(database)
     config, snapshot = {"rounds": 5, "privacy": privacy}, {"engine": {}, "noise_multiplier": before}
     await with_job(found, config=json.dumps(config), snapshot=snapshot)
-    await found.write(lambda c: c.execute(sa.text("UPDATE alembic_version SET version_num = '0009'")))
+
+    def tenth(connection: sa.Connection) -> None:
+        script = ScriptDirectory.from_config(alembic_config(connection)).get_revision("0010")
+        with Operations.context(MigrationContext.configure(connection)):
+            script.module.upgrade()
+
+    await found.write(tenth)
+    row = await found.read(lambda c: store.stored_job(c, "a" * 12))
     found.close()
-    again = Database.open(database)
-    row = await again.read(lambda c: store.stored_job(c, "a" * 12))
-    again.close()
     assert row.snapshot == {"engine": {}, "noise": after}
 
 
