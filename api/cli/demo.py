@@ -71,6 +71,8 @@ def _values(result: DemoResult, seconds: float) -> dict[str, Any]:
 
 
 def _report(result: DemoResult, folder: Path, seconds: float) -> None:
+    from roundtable.core.job_tables.task_table import JobTaskTable
+
     say()
     say(f"Federated test accuracy    {result.accuracy:.4f}  after {len(result.history)} rounds")
     say(f"Centralised test accuracy  {result.centralised:.4f}  (all data in one place)")
@@ -78,6 +80,6 @@ def _report(result: DemoResult, folder: Path, seconds: float) -> None:
     say(f"Learning curve             {result.curve or 'pip install matplotlib to have it drawn'}")
     say(f"Model                      {result.model}")
     say("Load it with:")
-    for line in loading_lines(str(result.task), result.model):
+    for line in loading_lines(JobTaskTable(name=str(result.task)), result.model):
         say(f"  {line}")
     say(f"Logs, certificates and the silos' data are in {folder}; delete it whenever you like.")

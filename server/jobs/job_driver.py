@@ -38,6 +38,25 @@ from roundtable.server.store.ledger import Total
 
 
 @dataclass(frozen=True)
+class Submission:
+    """A job as an operator submits it: its JSON, its initial model, and an identifier of the request.
+
+    `job` is the identifier that the job gets; `time` and `coordinator` belong to what was signed.
+    """
+
+    job: str
+    request_id: str
+    config: str
+    model: str
+    submitter: str
+    submitter_role: str
+    signature: bytes = b""
+    certificate: bytes = b""
+    time: float = 0.0
+    coordinator: str = ""
+
+
+@dataclass(frozen=True)
 class StoredJob:
     """A job as the database has it: its row, its newest event's number, its rounds' records, all agents."""
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 from sqlalchemy.engine import Connection
@@ -30,6 +29,7 @@ from roundtable.engine import messages as m
 from roundtable.server.door import to_agents
 from roundtable.server.jobs.job_driver import (
     StoredJob,
+    Submission,
     client_info,
     held_of,
     layout_of,
@@ -51,25 +51,6 @@ from roundtable.server.store.ledger import Limit, Total, budget_of, set_budget, 
 from roundtable.server.store.trust_rows import Party
 
 log = logging.getLogger("roundtable.server.jobs.job_registry")
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A job as an operator submits it: its JSON, its initial model, and an identifier of the request.
-
-    `job` is the identifier that the job gets; `time` and `coordinator` belong to what was signed.
-    """
-
-    job: str
-    request_id: str
-    config: str
-    model: str
-    submitter: str
-    submitter_role: str
-    signature: bytes = b""
-    certificate: bytes = b""
-    time: float = 0.0
-    coordinator: str = ""
 
 
 class JobRegistry:

@@ -26,8 +26,8 @@ from roundtable.server.auth.quotas import Quotas
 from roundtable.server.door import from_operators as door
 from roundtable.server.door import to_operators
 from roundtable.server.jobs import privacy_report as reports
-from roundtable.server.jobs.job_driver import stored_plan, with_settled_noise
-from roundtable.server.jobs.job_registry import JobRegistry, Submission
+from roundtable.server.jobs.job_driver import Submission, stored_plan, with_settled_noise
+from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
 from roundtable.server.services.storing import Storing

@@ -12,6 +12,7 @@ import pytest
 
 from roundtable.cli.jobs.job_view import loading_lines, print_detail
 from roundtable.cli.jobs.watch import JsonLines, Live, PlainLines, progress_panel
+from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.proto.common_pb2 import Event
 from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
 
@@ -98,6 +99,11 @@ def test_a_live_display_escapes_what_silos_wrote() -> None:
 
 
 def test_code_and_file_names_are_quoted_for_those_who_paste_them() -> None:
-    lines = loading_lines('x"); import os; os.system("id")  #', Path('a"b.safetensors'))
+    lines = loading_lines(
+        JobTaskTable(
+            name='x"); import os; os.system("id")  #', **{"mode": '"); import os  #', "n": [True, None]}
+        ),
+        Path('a"b.safetensors'),
+    )
     tree = ast.parse("\n".join(lines))
     assert [type(line).__name__ for line in tree.body] == ["Import", "Assign", "Expr"]

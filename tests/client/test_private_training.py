@@ -21,6 +21,7 @@ from roundtable.core import ArrayTask, Layout, Site, Task, load_task, parse_job,
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded, PrivacyError
 from roundtable.core.initial_model import initial_model
+from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.privacy_table import ClientLocalLevel
 from roundtable.core.task import initial_state
 from roundtable.privacy import local_gaussian_charge
@@ -202,7 +203,7 @@ def test_the_way_to_gradients_is_found_once_in_a_job(tmp_path: Path, monkeypatch
     monkeypatch.setattr(probe, "_time_two_steps", count)
     monkeypatch.setattr(probe, "_SHORT_STEP", 0.0)
     (tmp_path / "points.py").write_text(POINTS)
-    job = job_of("example").model_copy(update={"task": "points"})
+    job = job_of("example").model_copy(update={"task": JobTaskTable(name="points")})
     task = load_task("points.py", tmp_path)
     model = initial_model(job, task)
     save_model(tmp_path / "model", model)

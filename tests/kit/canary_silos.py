@@ -18,6 +18,7 @@ from secure_federation import Federation, GivenTrainer
 from service import Operator, model_bytes
 
 from roundtable.core import JobConfig, Layout, Model, open_model
+from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.privacy import DistributedDP, compose
 from roundtable.privacy.audit.canary_job import CanaryJob, CanaryTraces
@@ -115,7 +116,7 @@ class Audited:
     async def _rounds(self, task: str, config: JobConfig) -> tuple[CanaryTraces, dict[str, Any]]:
         state = self.canary.task().model().state_dict()
         start = Model(Layout.of(state), torch.zeros(self.canary.dimension))
-        job = config.model_copy(update={"task": task}).to_json()
+        job = config.model_copy(update={"task": JobTaskTable(name=task)}).to_json()
         async with self.federation.operator() as operator:
             await self._all_there(operator)
             data = model_bytes(start)

@@ -221,8 +221,14 @@ def test_a_task_that_makes_no_sense_is_refused(make_job):
         def __init__(self, argument):
             self.argument = argument
 
-    with pytest.raises(TaskError, match=r"creating Needy\(\) failed: TypeError"):
+    class Broken(Perceptron):
+        def __init__(self):
+            raise TypeError("not yet")
+
+    with pytest.raises(ConfigError, match="needs the parameter 'argument'"):
         simulate(make_job(), Needy)
+    with pytest.raises(TaskError, match="creating it failed: TypeError: not yet"):
+        simulate(make_job(), Broken)
     with pytest.raises(RoundtableError):
         simulate(make_job("Nowhere"), folder=HERE)
 

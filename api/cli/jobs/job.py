@@ -190,12 +190,14 @@ def model(
     say(
         f"Wrote {path}: {submitted.name} after round {submitted.rounds_done} of {submitted.rounds}, verified."
     )
+    from roundtable.core.config import job_from_json
+
     if json.loads(detail.job_config).get("privacy"):
         from roundtable.core.models import open_model
 
         say(open_model(path).metadata.get("privacy", ""))
     say("Load it with:")
-    for line in loading_lines(json.loads(detail.job_config).get("task", ""), path):
+    for line in loading_lines(job_from_json(detail.job_config).task, path):
         say(f"  {line}")
 
 

@@ -11,15 +11,17 @@ from roundtable.cli.shared.output import ago, duration, print_table, say
 from roundtable.cli.shared.rounds import figures_of, metrics_of
 
 if TYPE_CHECKING:
+    from roundtable.core.job_tables.task_table import JobTaskTable
     from roundtable.preparation import Prepared
     from roundtable.proto.operator_pb2 import ClientActivity, JobDetail
 
 
-def loading_lines(task: str, path: Path) -> list[str]:
+def loading_lines(task: JobTaskTable, path: Path) -> list[str]:
     """Three lines of Python that load a model file."""
+    made = f", parameters={task.parameters!r}" if task.parameters else ""
     return [
         "import roundtable as rt",
-        f"model = rt.load_task({json.dumps(task, ensure_ascii=False)}).model()",
+        f"model = rt.load_task({json.dumps(task.name, ensure_ascii=False)}{made}).model()",
         f"model.load_state_dict(rt.load_model({json.dumps(str(path), ensure_ascii=False)}))",
     ]
 

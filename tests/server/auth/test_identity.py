@@ -223,9 +223,9 @@ async def test_a_call_cut_off_in_its_first_message_is_told_so(
     await enrolled(open_coordinator, await invite(open_coordinator, parties, "north"), tmp_path / "north")
     welcome, access = AgentService._welcome, open_coordinator.security.access
 
-    def cut_while_it_is_sent(agents: AgentService) -> Any:
+    def cut_while_it_is_sent(agents: AgentService, *others: Any) -> Any:
         asyncio.get_running_loop().call_soon(access.cut, ("agent", "north"))
-        return welcome(agents)
+        return welcome(agents, *others)
 
     monkeypatch.setattr(AgentService, "_welcome", cut_while_it_is_sent)
     agent = ScriptedAgent(open_coordinator.port, tmp_path / "north")
