@@ -191,11 +191,10 @@ def model(
         f"Wrote {path}: {submitted.name} after round {submitted.rounds_done} of {submitted.rounds}, verified."
     )
     from roundtable.core.config import job_from_json
+    from roundtable.core.models import open_model
 
-    if json.loads(detail.job_config).get("privacy"):
-        from roundtable.core.models import open_model
-
-        say(open_model(path).metadata.get("privacy", ""))
+    if told := open_model(path).metadata.get("privacy"):
+        say(told)
     say("Load it with:")
     for line in loading_lines(job_from_json(detail.job_config).task, path):
         say(f"  {line}")

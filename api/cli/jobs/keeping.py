@@ -192,7 +192,7 @@ def _verify(path: Path, authority: Path, as_json: bool) -> int:
         print_json({"path": str(path), "proven": proven, **asdict(found)})
         return 0 if proven else UNPROVEN
     say(f"{path} is sound: job {found.job} ({found.name}), {found.status} after {found.rounds} rounds.")
-    say(f"  {found.files} files with {found.models} models; {found.not_kept} models were not kept")
+    say(f"  {found.files} files with {found.models} models; not kept: {found.not_kept}")
     if found.signer:
         say(f"  configuration, rounds and newest model are those that {found.signer} has signed for")
     if not proven:
@@ -213,7 +213,7 @@ def _check_same_start(earlier: JobConfig, job: JobConfig) -> None:
 
 def _say_what_lacks(found: FetchedJob) -> None:
     if found.not_kept:
-        say(f"{len(found.not_kept)} models are not kept by the coordinator any more.")
+        say(f"Models that the coordinator keeps no more: {len(found.not_kept)}.")
     if found.rounds_told < found.rounds:
         say(f"Records of {found.rounds_told} of {found.rounds} rounds: the coordinator tells the newest.")
 
