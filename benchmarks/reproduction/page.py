@@ -147,6 +147,7 @@ def draw(known: dict[str, GroupFile], results: Results, path: Path) -> None:
 
 def _panel(axis: Any, group: GroupFile, mine: list[Row]) -> None:
     labels = []
+    axis.use_sticky_edges = False  # Bars would be cut off at the picture's edge.
     for place, row in enumerate(reversed(mine)):
         assert row.ours is not None
         labels.append(row.cell.method)

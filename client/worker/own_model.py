@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from roundtable.client.durable_files import replace_synced
+from roundtable.client.durable_files import digest_of, replace_synced
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.bounds import word
@@ -53,11 +53,16 @@ def recall(jobs: Path, job: str) -> tuple[str, Order]:
     except FileNotFoundError:
         raise StorageError(
             f"no model of job {job!r} is kept at this silo: only jobs whose algorithm or [model] local "
-            "leaves a part of the model here have one, from their first round on"
+            "leaves a part of the model here have one, from their first round on, and only where the agent's "
+            "own process trains: not with [cluster], nor with a script (rt.join)"
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(f"{folder / _ORDER} cannot be read: {error}") from error
     for place in (folder / _MODEL, Path(order.model)):
-        if place.is_file():
+        # The cache names files by their digest; two names of one file rot together.
+        if place.is_file() and digest_of(place) == Path(order.model).stem:
             return client, replace(order, model=str(place))
-    raise StorageError(f"the model of round {order.round} of job {job!r} is no longer in this silo's cache")
+    raise StorageError(
+        f"the model of round {order.round} of job {job!r} is no longer in this silo's cache, or is "
+        "damaged there"
+    )

@@ -256,6 +256,9 @@ def plot(dots: Sequence[Dot], path: Path) -> None:
         if study != "rate of a round":
             axis.set_xscale("log")
             axis.set_yscale("log")
+            at = sorted({dot.at for dot in mine})
+            axis.set_xticks(at, [f"{value:g}" for value in at])
+            axis.set_xticks([], minor=True)
         axis.legend(fontsize="x-small")
     figure.axes[-1].set_axis_off()
     figure.savefig(path, dpi=80)

@@ -241,6 +241,9 @@ async def test_a_silo_uses_its_own_model_after_the_job_and_without_the_coordinat
         torch.testing.assert_close(load_file(out)["0.weight"], final.state_dict()["0.weight"])
     assert not torch.equal(own["alder"]["0.weight"], own["birch"]["0.weight"])
     assert measured == history[-1]["evaluation"]["accuracy"][0]  # type: ignore[index]
+    kept = folder.with_name("model.safetensors")
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    assert await asyncio.to_thread(run_command, [*command, "--force"]) != 0, "damaged bytes are no model"
     missing = ["client", "--config", str(agent), "model", "J-none", "-o", str(tmp_path / "none")]
     assert await asyncio.to_thread(run_command, missing) != 0
     assert not (tmp_path / "none").exists()
