@@ -22,6 +22,7 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.toml_tables import Names, Seconds, Table
 
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?)B?\s*$")
+_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://[^/]")
 _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {"Ki": 1 << 10, "ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
@@ -45,13 +46,13 @@ def _memory(value: object) -> object:
         raise ValueError(str(error)) from None
 
 
-def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
+def _places(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        if not name.startswith("/"):
-            # What is no path would become a folder of that name wherever the agent was started.
-            raise ValueError(f"{name!r} is no absolute path of a folder; a bucket has to be mounted")
+        if not (name.startswith("/") or _ADDRESS.match(name)):
+            # It would become a folder of that name wherever the agent was started.
+            raise ValueError(f"{name!r} is neither an absolute path nor an address such as s3://bucket/place")
     if len(names) > 2:
-        raise ValueError(f"{len(names)} folders; two at most get copies")
+        raise ValueError(f"{len(names)} places; two at most get copies")
     return names
 
 
@@ -106,11 +107,26 @@ class ClusterTable(Table):
     timeout: Seconds = Field(600.0, gt=0, description="a collective that takes longer is a hang")
     restarts: int = Field(3, ge=0, description="of the group in a round, before the silo reports a failure")
     checkpoint_steps: int = Field(0, ge=0, description="steps between checkpoints in a round; 0: none")
-    checkpoints: Annotated[Names, AfterValidator(_folders)] = Field(
-        (), description="up to two more folders that get a copy of each checkpoint; removed with the job"
+    checkpoint_minutes: float = Field(
+        0.0, ge=0, description="minutes between checkpoints in a round; 0: not by time"
+    )
+    checkpoint_on: tuple[Literal["loss_jump", "gradient_norm", "milestone"], ...] = Field(
+        ("loss_jump", "gradient_norm"),
+        description="beside those: before a loss that jumps, before a gradient above 100 or far from the "
+        "mean norm, after a loss 5 % better over 20 steps",
+    )
+    checkpoints: Annotated[Names, AfterValidator(_places)] = Field(
+        (),
+        description="up to two more places, by path or address, that get a copy of each checkpoint; "
+        "removed with the job",
     )
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
     strategy: StrategyTable = Field(default_factory=StrategyTable)
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether any are made within rounds."""
+        return bool(self.checkpoint_steps or self.checkpoint_minutes)
 
     @model_validator(mode="after")
     def _started(self) -> ClusterTable:

@@ -23,9 +23,10 @@ from roundtable.cluster.agent.device_probe import computes
 from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.preflight import check_interface
 from roundtable.cluster.plan.resources import Resources, allowed_resources
-from roundtable.cluster.train.checkpoint_places import checkpoint_places
+from roundtable.cluster.train.checkpoint_places import checkpoint_folder, mirrors
 from roundtable.cluster.train.orders import SOCKET, Advice, Report, take_reports
 from roundtable.cluster.train.rank import SETTINGS
+from roundtable.core.errors import ResourceError
 
 _log = logging.getLogger("roundtable.agent")
 _DONE = {
@@ -92,6 +93,8 @@ class ClusterTrainer:
     async def start(self) -> None:
         """Listens for rank 0; the ranks start with the first order, when there is a job to plan for."""
         check_interface(self._table.interface)
+        # What cannot be used is said now, and not in the middle of a round.
+        mirrors(self._table, "")
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._table.launch == "external":
             self._leave_settings(await asyncio.to_thread(self._find))
@@ -125,16 +128,21 @@ class ClusterTrainer:
                 if self._table.launch == "torchrun":
                     await self._end()
                 self._job = ""
-            for place in checkpoint_places(self._folder, self._table, job):
-                if place.exists():
-                    await asyncio.to_thread(self._remove, place)
+            await asyncio.to_thread(self._remove_checkpoints, job)
 
-    def _remove(self, place: Path) -> None:
+    def _remove_checkpoints(self, job: str) -> None:
         """Removes a job's checkpoints; what cannot be removed is told, as nothing else would."""
+        place = checkpoint_folder(self._folder, job)
         try:
-            shutil.rmtree(place)
+            if place.exists():
+                shutil.rmtree(place)
         except OSError as error:
             _log.warning("cluster: the checkpoints in %s could not be removed: %s", place, error.strerror)
+        for mirror in mirrors(self._table, job):
+            try:
+                mirror.remove()
+            except ResourceError as error:
+                _log.warning("cluster: copies of the checkpoints of %s are left: %s", job, error)
 
     async def close(self) -> None:
         """See Trainer."""

@@ -23,7 +23,8 @@ from roundtable.cluster.plan.resources import find_resources
 from roundtable.cluster.tools.local_ranks import check_world, print_result, run_ranks
 from roundtable.cluster.tools.planning import plan_task
 from roundtable.cluster.tools.silo_job import load_silo_job
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core.layout import Layout
 from roundtable.core.task import Site, initial_state
 

@@ -27,7 +27,8 @@ from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
 from roundtable.cluster.tools.local_ranks import print_result, run_ranks
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core.config import JobConfig
 from roundtable.core.layout import Layout
 from roundtable.core.task import Site, Task, initial_state

@@ -2,11 +2,109 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import fsspec
 
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.core.errors import ConfigError, ResourceError, RoundtableError
+from roundtable.core.extras import missing
+
+STATE = "state.json"
 
 
-def checkpoint_places(folder: Path, table: ClusterTable, job: str) -> tuple[Path, ...]:
-    """A job's own folders, below the cluster's state folder and the table's: the first is written."""
-    return tuple(place / job for place in (folder / "checkpoints", *map(Path, table.checkpoints)))
+def checkpoint_folder(folder: Path, job: str) -> Path:
+    """A job's own folder below the cluster's state folder: checkpoints are written here."""
+    return folder / "checkpoints" / job
+
+
+def mirrors(table: ClusterTable, job: str) -> tuple[Mirror, ...]:
+    """Where copies of a job's checkpoints are kept. Raises ConfigError for an address that cannot be used."""
+    return tuple(Mirror(address, job) for address in table.checkpoints)
+
+
+class Mirror:
+    """Copies of one job's checkpoints below an address of fsspec's: a second disk, a bucket.
+
+    A checkpoint is there once its description is, which is put last. All methods block, and raise
+    ResourceError where the place does not do what it is asked to.
+    """
+
+    def __init__(self, address: str, job: str) -> None:
+        self.address = address
+        try:
+            # Listings that fsspec remembers would hide what another rank 0 has put there.
+            self._files, root = fsspec.core.url_to_fs(address, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            setting = f"[cluster] checkpoints = {address!r}"
+            known = missing(error, setting) if isinstance(error, ImportError) else None
+            raise known or ConfigError(f"{setting} cannot be used: {error}") from error
+        # What moves files of its own accord is a file system; in a bucket it would make the bucket.
+        self._has_folders = type(self._files).mv is not fsspec.AbstractFileSystem.mv
+        self._root = f"{root.rstrip('/')}/{job}".rstrip("/")
+
+    def names(self) -> list[str]:
+        """The checkpoints that are there."""
+        with self._asking():
+            found = self._files.glob(f"{self._root}/*/{STATE}")
+        return [str(path).split("/")[-2] for path in found]
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """A checkpoint's description. Raises ValueError where it is none."""
+        with self._asking():
+            text = self._files.cat_file(f"{self._root}/{name}/{STATE}")
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            raise ValueError(f"{name} has no description")
+        return document
+
+    def put(self, folder: Path) -> None:
+        """Copies a checkpoint."""
+        place = f"{self._root}/{folder.name}"
+        others = sorted(path for path in folder.iterdir() if path.is_file() and path.name != STATE)
+        self.remove(folder.name)
+        with self._asking():
+            if self._has_folders:
+                self._files.makedirs(place, exist_ok=True)
+            for path in [*others, folder / STATE]:
+                self._files.put_file(str(path), f"{place}/{path.name}")
+
+    def fetch(self, name: str, file: str, to: Path) -> None:
+        """Fetches one file of a checkpoint."""
+        with self._asking():
+            self._files.get_file(f"{self._root}/{name}/{file}", str(to))
+
+    def remove(self, name: str = "") -> None:
+        """Removes a checkpoint, or all of the job's; a description first, as without it none counts."""
+        place = f"{self._root}/{name}" if name else self._root
+        with self._asking():
+            if name and self._files.exists(f"{place}/{STATE}"):
+                self._files.rm_file(f"{place}/{STATE}")
+            if self._files.exists(place):
+                self._files.rm(place, recursive=True)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except RoundtableError:
+            raise
+        except Exception as error:
+            # Each kind of place has a library of its own, and most raise errors that are no OSError.
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ResourceError(
+                f"{self.address}, the place for copies of checkpoints, fails: {reason}; "
+                "check its address, its keys, and the network between"
+            ) from error
+
+
+def superseded(names: Sequence[str], keep: int, is_end: Callable[[str], bool], ends_kept: int) -> list[str]:
+    """The old ones among names: all but the last `keep`, and of rounds' ends all but the last `ends_kept`."""
+    ordered = sorted(names)
+    ends = [name for name in ordered if is_end(name)]
+    within = [name for name in ordered if not is_end(name)]
+    return [*ends[:-ends_kept], *within[:-keep]]

@@ -2,7 +2,8 @@
 
 torch's distributed checkpoint does the work, on a process group of its own. A checkpoint counts once its
 `state.json` is there, which names every file by digest: a thread of rank 0 writes it as soon as all ranks
-have written, then makes copies in other places and removes old ones, while training goes on.
+have written, then makes copies in other places and removes old ones, while training goes on. A copy is
+fetched and checked where the folder has no whole one that is as new.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from roundtable.client.durable_files import digest_of, replace_synced
 from roundtable.cluster.parallel.shards import plain_name
 from roundtable.cluster.parallel.text_collectives import broadcast_text
+from roundtable.cluster.train.checkpoint_places import STATE, Mirror, superseded
 from roundtable.cluster.train.diloco import OuterOptimizer
 from roundtable.cluster.train.replica import Replica
 from roundtable.cluster.train.sharded_optimizer import fill_state
+from roundtable.core.errors import ResourceError
 
-_STATE, _END = "state.json", "end"
+_END = "end"
 _ENDS_KEPT = 2
 
 
@@ -57,9 +60,21 @@ class Position:
 class Checkpoints:
     """The checkpoints of one job, seen from one rank."""
 
-    def __init__(self, folders: Sequence[Path], keep: int, group: dist.ProcessGroup) -> None:
-        """`folders`: the first is written, the others get copies. `group` is a CPU group of all ranks."""
-        self._folders = folders
+    def __init__(
+        self,
+        folder: Path,
+        mirrors: Sequence[Mirror],
+        keep: int,
+        group: dist.ProcessGroup,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`folder` is written, `mirrors` get copies. `group` is a CPU group of all ranks.
+
+        `say` is told, on rank 0, of copies that fail and of those that are taken up.
+        """
+        self._say = say
+        self._folder = folder
+        self._mirrors = mirrors
         self._keep = keep
         self._group = group
         self._writing: Any = None
@@ -75,7 +90,7 @@ class Checkpoints:
         """Starts a save; returns once the tensors are copied, so that training may go on."""
         self.finish()
         place = _END if position.final else f"step-{position.step:08d}"
-        folder = self._folders[0] / f"round-{position.round:06d}-{place}"
+        folder = self._folder / f"round-{position.round:06d}-{place}"
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -111,14 +126,26 @@ class Checkpoints:
         try:
             writing.result()
             _seal(folder, position)
-            for other in self._folders[1:]:
-                _copy(folder, other / folder.name)
-            for place in self._folders:
-                _prune(place, self._keep)
+            for name in self._old([path.name for path in self._folder.iterdir() if path.is_dir()]):
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+            for mirror in self._mirrors:
+                self._copy(folder, mirror)
         except BaseException as error:  # noqa: BLE001 - `finish` raises it on the thread that trains
             sealing.set_exception(error)
         else:
             sealing.set_result(None)
+
+    def _copy(self, folder: Path, mirror: Mirror) -> None:
+        """A copy that fails costs nothing but itself: training goes on, and the next checkpoint is tried."""
+        try:
+            mirror.put(folder)
+            for name in self._old(mirror.names()):
+                mirror.remove(name)
+        except ResourceError as error:
+            self._say(f"checkpoint {folder.name} has no copy: {error}")
+
+    def _old(self, names: Sequence[str]) -> list[str]:
+        return superseded(names, self._keep, lambda name: name.endswith(_END), _ENDS_KEPT)
 
     def newest(self, round: int, model: str, *, packed: bool = False) -> tuple[Path, Position] | None:
         """The newest whole checkpoint within this round from this model, of layers that are packed or not."""
@@ -163,7 +190,7 @@ class Checkpoints:
         turn; replicas that train together all take the first.
         """
         fill_state(optimizer)
-        replicas = Position(**json.loads((path / _STATE).read_text())["position"]).replicas
+        replicas = Position(**json.loads((path / STATE).read_text())["position"]).replicas
         place = replica.meshes.place("dp") if replica.strategy.local_steps else 0
         own = _own(place % replicas) if replicas else ""
         tensors = dict(_state(replica, optimizer, own))
@@ -178,15 +205,29 @@ class Checkpoints:
 
     def _whole(self, wanted: Callable[[Position], bool]) -> Iterator[tuple[Path, Position]]:
         """Yields the wanted checkpoints whose files have their digests, newest first, from any place."""
-        paths = [path for place in self._folders for path in place.glob(f"*/{_STATE}")]
-        for path in sorted(paths, key=lambda path: path.parent.name, reverse=True):
+        found: list[tuple[str, Mirror | None]] = [
+            (path.parent.name, None) for path in self._folder.glob(f"*/{STATE}")
+        ]
+        for mirror in self._mirrors:
             try:
-                document = json.loads(path.read_text())
+                found += [(name, mirror) for name in mirror.names()]
+            except ResourceError as error:
+                self._say(f"copies of checkpoints cannot be looked for: {error}")
+        # Of one name the folder's own comes first.
+        for name, place in sorted(found, key=lambda each: (each[0], each[1] is None), reverse=True):
+            folder = self._folder / name
+            try:
+                document = json.loads((folder / STATE).read_text()) if place is None else place.describe(name)
                 files: Mapping[str, str] = document["files"]
                 position = Position(**document["position"])
-                if wanted(position) and all(digest_of(path.parent / name) == files[name] for name in files):
-                    yield path.parent, position
-            except (OSError, ValueError, KeyError, TypeError):
+                if not wanted(position):
+                    continue
+                if place is not None:
+                    self._say(f"checkpoint {name} comes from its copy at {place.address}")
+                    _fetch(place, name, files, folder, position)
+                if all(digest_of(folder / file) == files[file] for file in files):
+                    yield folder, position
+            except (OSError, ValueError, KeyError, TypeError, ResourceError):
                 continue
 
 
@@ -218,20 +259,17 @@ def _state(replica: Replica, optimizer: torch.optim.Optimizer, own: str = "") ->
 def _seal(folder: Path, position: Position) -> None:
     files = {path.name: digest_of(path) for path in sorted(folder.iterdir()) if path.is_file()}
     text = json.dumps({"position": position.__dict__, "files": files})
-    replace_synced(folder / _STATE, [text.encode()])
+    replace_synced(folder / STATE, [text.encode()])
 
 
-def _copy(folder: Path, to: Path) -> None:
-    """Copies a checkpoint; the description goes last, as one without it does not count."""
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(folder, to, ignore=shutil.ignore_patterns(_STATE))
-    shutil.copy2(folder / _STATE, to / _STATE)
-
-
-def _prune(place: Path, keep: int) -> None:
-    """Removes old checkpoints; two ends of rounds stay, as a round may start again from the one before."""
-    folders = sorted(path for path in place.iterdir() if path.is_dir())
-    ends = [path for path in folders if path.name.endswith(_END)]
-    within = [path for path in folders if path not in ends]
-    for path in [*ends[:-_ENDS_KEPT], *within[:-keep]]:
-        shutil.rmtree(path, ignore_errors=True)
+def _fetch(mirror: Mirror, name: str, files: Mapping[str, str], folder: Path, position: Position) -> None:
+    """Brings a copy into the folder; it counts there once its files have the digests that it states."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in files:
+        if Path(file).name != file:
+            raise ValueError(f"{name} names the file {file!r}")
+        mirror.fetch(name, file, folder / file)
+        if digest_of(folder / file) != files[file]:
+            raise ValueError(f"{file} of {name} is damaged at {mirror.address}")
+    _seal(folder, position)

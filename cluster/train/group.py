@@ -39,13 +39,15 @@ from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.resources import Resources
-from roundtable.cluster.train.checkpoint_places import checkpoint_places
+from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder, mirrors
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.local_state import OwnTensors, save_local
+from roundtable.cluster.train.loss_guard import CheckpointTimes
 from roundtable.cluster.train.orders import Advice
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Wishes, round_metrics
 from roundtable.cluster.train.streams import why_shared
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig, job_from_json
@@ -86,8 +88,11 @@ class GroupExecutor:
         self._task = Task()
         self._pretrained: Mapping[str, Tensor] | None = None
 
-    def train(self, order: Order, watch: Watch) -> TrainedUpdate:
-        """Trains from the order's model; every rank writes its parts of the update to `order.output`."""
+    def train(self, order: Order, watch: Watch, withdrawn: Callable[[], bool]) -> TrainedUpdate:
+        """Trains from the order's model; every rank writes its parts of the update to `order.output`.
+
+        Raises Stopped, on every rank, once the order is withdrawn, as rank 0 knows it.
+        """
         trainer, start, digest = self._prepare(order)
         check_privacy(trainer.job, protected=True)
         others = self._others(order, start)
@@ -95,10 +100,10 @@ class GroupExecutor:
         checkpoints = self._checkpoints(order.job)
         self._begin(trainer, checkpoints, order)
         if isinstance(trainer.job.privacy, ExampleLevel):
-            return self._train_on_noise(trainer, checkpoints, order, start, digest, watch)
+            return self._train_on_noise(trainer, checkpoints, order, start, digest, watch, Wishes(withdrawn))
         done, batches = RoundProgress(), trainer.batches(self._data[0], order.round, kept_position(others))
         saved = self._resume(trainer, checkpoints, order, digest, done, batches)
-        every = self._group.table.checkpoint_steps
+        times = CheckpointTimes(self._group.table)
 
         def save(step: int) -> None:
             nonlocal saved
@@ -107,14 +112,11 @@ class GroupExecutor:
                 order.round, digest, step, seen=done.seen, loss_sum=done.loss_sum, stream=stream
             )
             saved = self._save(trainer, checkpoints, position)
+            times.saved()
 
-        def note(report: StepReport) -> None:
-            watch(report)
-            if every and report.step % every == 0 and report.step < report.steps:
-                save(report.step)
-
+        wishes = Wishes(withdrawn, times.due)
         try:
-            trainer.fit(batches, order.round, done, note, save if every else None)
+            trainer.fit(batches, order.round, done, watch, wishes=wishes, save=save, times=times)
         except InvalidUpdate as error:
             checkpoints.finish()
             raise InvalidUpdate(error.reason, f"{error}; {_last_sound(saved)}") from error
@@ -130,7 +132,10 @@ class GroupExecutor:
         _check_weights(trainer)
         digest, size = self._deliver(trainer, order, start, kept=kept)
         return TrainedUpdate(
-            digest=digest, size=size, examples=batches.examples, metrics=_metrics(trainer, done)
+            digest=digest,
+            size=size,
+            examples=batches.examples,
+            metrics=round_metrics(done, private=hides_figures(trainer.job.privacy)),
         )
 
     def _train_on_noise(
@@ -141,10 +146,11 @@ class GroupExecutor:
         start: Model,
         digest: str,
         watch: Watch,
+        wishes: Wishes,
     ) -> TrainedUpdate:
         """Trains by DP-SGD, without checkpoints: a broken round begins anew, with new samples and noise."""
         round_charge = self._round_charge(order)
-        fit_examples_privately(trainer, self._data[0], order.round, round_charge, watch)
+        fit_examples_privately(trainer, self._data[0], order.round, round_charge, watch, wishes)
         self._end(trainer, checkpoints, order, _end_of(order, digest, 0))
         return self._deliver_privately(trainer, order, start, round_charge)
 
@@ -162,10 +168,9 @@ class GroupExecutor:
             if (newest := checkpoints.end(order.round, packed=trainer.replica.packed)) is not None:
                 checkpoints.load(newest[0], trainer.replica, trainer.optimizer, trainer.outer, weights=False)
             elif dist.get_rank() == 0 and order.round > 1:
-                print(
+                _say(
                     f"{order.job}: round {order.round} begins with a fresh optimizer, as no checkpoint of an "
-                    "earlier round's end is here: right if this silo took part in none",
-                    flush=True,
+                    "earlier round's end is here: right if this silo took part in none"
                 )
 
     def _end(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order, position: Position) -> None:
@@ -249,7 +254,7 @@ class GroupExecutor:
             trainer.work = count_work(task, example_batch(self._data[0]))
             trainer.peak = peak_flops(group.table, group.device)
             if reason := why_shared(self._data[0], strategy.mesh.data):
-                print(reason, flush=True)
+                _say(reason)
         return trainer
 
     def _context(self, order: Order, job: JobConfig, steps: int | None = None) -> Context:
@@ -283,7 +288,7 @@ class GroupExecutor:
             for _ in range(Advice.read(group.folder).halvings):
                 strategy = strategy.halved()
             text = json.dumps(strategy.to_plain())
-            print(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})", flush=True)
+            _say(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})")
         strategy = Strategy.from_plain(json.loads(broadcast_text(text, group.control)))
         return strategy, probe.tensor_parallel if strategy.mesh.tp > 1 else None
 
@@ -304,11 +309,12 @@ class GroupExecutor:
         if self._saved is not None:
             self._saved.finish()
         table = self._group.table
-        places = checkpoint_places(self._group.folder, table, job)
+        folder = checkpoint_folder(self._group.folder, job)
+        copies: tuple[Mirror, ...] = ()
         if dist.get_rank() == 0:
-            for place in places:
-                place.mkdir(parents=True, exist_ok=True)
-        self._saved = Checkpoints(places, table.keep, self._group.saving)
+            folder.mkdir(parents=True, exist_ok=True)
+            copies = mirrors(table, job)
+        self._saved = Checkpoints(folder, copies, table.keep, self._group.saving, _say)
         return self._saved
 
     def _resume(
@@ -363,6 +369,10 @@ class GroupExecutor:
         return (digest_of(output), output.stat().st_size) if first else ("", 0)
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def _end_of(order: Order, digest: str, step: int) -> Position:
     return Position(order.round, digest, step, seen=0, loss_sum=0.0, final=True)
 
@@ -384,12 +394,3 @@ def _check_weights(trainer: RankTrainer) -> None:
             "training ended with weights that are not finite; lower [algorithm] learning_rate "
             f"(now {trainer.job.algorithm.learning_rate}) or set max_gradient_norm",
         )
-
-
-def _metrics(trainer: RankTrainer, done: RoundProgress) -> Metrics:
-    """The loss, the gradient's norm and the speed; under privacy the loss alone, as from any silo."""
-    metrics: Metrics = {"loss": (done.loss_sum, done.seen)}
-    if not hides_figures(trainer.job.privacy) and done.steps:
-        metrics["gradient_norm"] = (done.norm_sum, done.steps)
-        metrics["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
-    return metrics

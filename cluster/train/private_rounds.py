@@ -18,8 +18,10 @@ from torch import Tensor
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.private_training import fit_privately, own_noise
 from roundtable.client.training.silo_account import Payment, Protection
+from roundtable.client.worker.worker import Stopped
 from roundtable.cluster.parallel.shards import deltas
-from roundtable.cluster.train.rank_trainer import RankTrainer, StepReport, Watch
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import StepReport, Watch, Wishes
 from roundtable.cluster.train.sharded_optimizer import sharded_correction
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.privacy_table import Private
@@ -58,12 +60,15 @@ def fit_examples_privately(
     round: int,
     round_charge: RoundCharge,
     watch: Watch,
+    wishes: Wishes | None = None,
     sources: Sources = secure_sources,
 ) -> None:
     """One round of DP-SGD (Abadi et al. 2016): every rank clips and sums, rank 0 adds the noise to the sum.
 
     Each rank samples from its own part of the examples. Reports have no loss and no norm, which are private.
+    Raises Stopped, on every rank, after the step in which that was wished.
     """
+    wishes = wishes or Wishes()
     rate = trainer.begin(round)
     ranks = trainer.meshes.root.size()
     protection = Protection(round_charge.note, sources, trainer.mode)
@@ -86,6 +91,10 @@ def fit_examples_privately(
                 memory=0,
             )
         )
+        told = torch.tensor(wishes.told(), device=trainer.device)
+        dist.all_reduce(told)
+        if told[0].item():
+            raise Stopped
 
     seed = derive_seed(trainer.job.seed, round, trainer.client, "training", trainer.meshes.data_rank)
     assert trainer.optimizer is not None

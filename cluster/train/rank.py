@@ -32,7 +32,7 @@ from roundtable.cluster.plan.links import known_links
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.group import Group, GroupExecutor
 from roundtable.cluster.train.orders import SOCKET, AgentConnection, leave_report, order_of
-from roundtable.cluster.train.rank_trainer import StepReport
+from roundtable.cluster.train.round_reports import StepReport
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError
 
@@ -100,7 +100,7 @@ def _serve(folder: Path, rank: int) -> None:
     agent = AgentConnection(folder) if rank == 0 else None
     while True:
         command = json.loads(broadcast_text(json.dumps(agent.next()) if agent else None, control))
-        _do(executor, command, agent, control)
+        _do(executor, command, agent)
 
 
 def _await_agent(folder: Path) -> None:
@@ -119,21 +119,19 @@ def _do(
     executor: GroupExecutor,
     command: dict[str, Any],
     agent: AgentConnection | None,
-    control: dist.ProcessGroup,
 ) -> None:
     order = order_of(command)
 
     def watch(report: StepReport) -> None:
         if agent is not None:
             agent.send({"step": asdict(report)})
-        stop = torch.tensor([int(agent is not None and agent.withdrawn == command["number"])])
-        dist.broadcast(stop, 0, group=control)
-        if stop.item():
-            raise Stopped
+
+    def withdrawn() -> bool:
+        return agent is not None and agent.withdrawn == command["number"]
 
     try:
         if command["do"] == "train":
-            result: dict[str, Any] = {"trained": asdict(executor.train(order, watch))}
+            result: dict[str, Any] = {"trained": asdict(executor.train(order, watch, withdrawn))}
         else:
             result = {"evaluated": executor.evaluate(order)}
     except Stopped:

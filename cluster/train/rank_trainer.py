@@ -19,6 +19,7 @@ from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.metrics import Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
+from roundtable.client.worker.worker import Stopped
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, local_of
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
@@ -29,9 +30,10 @@ from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.train.collective_sampling import CollectiveSampler
 from roundtable.cluster.train.diloco import OuterOptimizer
-from roundtable.cluster.train.loss_guard import LossGuard, refuse_step
+from roundtable.cluster.train.loss_guard import CheckpointTimes, refuse_step
 from roundtable.cluster.train.prefetch import Prefetched
 from roundtable.cluster.train.replica import Replica
+from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Watch, Wishes
 from roundtable.cluster.train.sharded_optimizer import (
     align_gradients,
     clip_gradients,
@@ -51,42 +53,18 @@ from roundtable.core.task import Task
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """One step as the whole group saw it.
+class _Gradients:
+    """A step's gradients, as all ranks know them.
 
-    `norm` is the gradient's before clipping; `seconds` the step's, of which `waiting` for data and
-    `communicating` with a collective under way, overlapped or not (None before it is first sampled).
-    `memory` is the most bytes that this rank's device held so far; on a CPU, that its process did. `tokens`
-    of the step's examples, 0 where they are none. `utilisation` is the share of all devices' peak that the
-    model's own operations came to; None where the peak is not known.
+    `loss` is the batch's mean, `norm` that before clipping, infinite on all ranks if it is on one; `own` are
+    this rank's losses; `stop` and `due` are rank 0's wishes.
     """
 
-    step: int
-    steps: int
-    examples: int
     loss: float
     norm: float
-    learning_rate: float
-    seconds: float
-    waiting: float
-    memory: int
-    tokens: int = 0
-    communicating: float | None = None
-    utilisation: float | None = None
-
-
-@dataclass
-class RoundProgress:
-    """How far a round is: sums over the examples seen."""
-
-    seen: int = 0
-    loss_sum: float = 0.0
-    seconds: float = 0.0
-    norm_sum: float = 0.0
-    steps: int = 0
-
-
-Watch = Callable[[StepReport], None]
+    own: Tensor
+    stop: bool
+    due: bool
 
 
 @dataclass
@@ -178,18 +156,22 @@ class RankTrainer:
         round: int,
         done: RoundProgress,
         watch: Watch,
-        alarm: Callable[[int], None] | None = None,
+        *,
+        wishes: Wishes | None = None,
+        save: Callable[[int], None] | None = None,
+        times: CheckpointTimes | None = None,
     ) -> None:
         """Takes the steps that are left; `watch` is called after each, on every rank, and may raise.
 
-        `alarm` is called, on every rank, when a loss jumps: with the steps taken, before the one that it
-        would lead to. Raises InvalidUpdate, on every rank, for a loss or a gradient that is not finite; the
-        step is not taken then.
+        `save` is called, on every rank, with the steps taken, at the `times` of checkpoints; before the step
+        where its loss or gradient is what makes one worth it. Raises Stopped, on every rank, after the step
+        in which that was wished; InvalidUpdate, on every rank, for a loss or a gradient that is not finite:
+        the step is not taken then.
         """
+        wishes = wishes or Wishes()
         rate = self.begin(round)
         correction = sharded_correction(make_algorithm(self.job.algorithm).step(), self.replica.parameters())
         self.replica.train()
-        guard = LossGuard()
         step = batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
         ended = time.perf_counter()
@@ -197,11 +179,12 @@ class RankTrainer:
             step += 1
             arrived = time.perf_counter()
             with self._randomness(round, "training", step), self.sampler.step():
-                loss, norm, own = self._gradients(share, correction, arriving)
+                found = self._gradients(share, correction, arriving, wishes)
+                loss, norm = found.loss, found.norm
                 if not (math.isfinite(loss) and math.isfinite(norm)):
-                    raise refuse_step(loss, norm, own.tolist(), step, round)
-                if alarm is not None and guard.jumped(loss):
-                    alarm(step - 1)
+                    raise refuse_step(loss, norm, found.own.tolist(), step, round)
+                if save and times and times.before(loss, norm):
+                    save(step - 1)
                 assert self.optimizer is not None
                 self.optimizer.step()
             if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
@@ -224,6 +207,10 @@ class RankTrainer:
                 memory=most_memory(self.device),
             )
             watch(self._with_speed(report))
+            if save and times and times.after(step, loss, found.due) and step < batches.steps:
+                save(step)
+            if found.stop:
+                raise Stopped
             ended = time.perf_counter()
         self.finish()
 
@@ -292,9 +279,9 @@ class RankTrainer:
         return {name: (float(row[0]), int(row[1])) for name, row in zip(names, table.tolist(), strict=True)}
 
     def _gradients(
-        self, share: Share, correction: Callable[[], None] | None, arriving: Prefetched
-    ) -> tuple[float, float, Tensor]:
-        """Computes a step's gradients, clipped: (batch's loss, norm before clipping, this rank's losses)."""
+        self, share: Share, correction: Callable[[], None] | None, arriving: Prefetched, wishes: Wishes
+    ) -> _Gradients:
+        """Computes a step's gradients, clipped."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         # Ranks average their gradients, so each weighs its examples by how many ranks there are.
@@ -311,19 +298,25 @@ class RankTrainer:
             norm = clip_gradients(parameters, limit, self.meshes, self.device)
         else:
             norm = gradient_norm(parameters, self.meshes, self.device)
-        loss, worst = self._over_ranks(losses, norm, share)
-        return loss, worst, losses if losses is not None else torch.zeros(0)
+        return self._over_ranks(losses, norm, share, wishes)
 
-    def _over_ranks(self, losses: Tensor | None, norm: Tensor, share: Share) -> tuple[float, float]:
-        """(the batch's mean loss over all ranks, the norm: infinite on all of them if it is on one)."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def _over_ranks(self, losses: Tensor | None, norm: Tensor, share: Share, wishes: Wishes) -> _Gradients:
+        """What all ranks agree on, in one reduction and one look at the device."""
+        told = torch.tensor([0.0, 0.0, *wishes.told()], dtype=torch.float64)
+        sums = told.to(self.device, non_blocking=True)
         if losses is not None and self.meshes.place("tp") == 0:
             sizes = torch.tensor(share.sizes, dtype=torch.float64, device=self.device)
             sums[0] = (losses.double() * sizes).nan_to_num(math.inf, math.inf, math.inf).sum()
         sums[1] = (~torch.isfinite(norm)).double()
         dist.all_reduce(sums)
-        total, bad, value = torch.cat([sums, norm.double().view(1)]).tolist()
-        return total / share.total, math.inf if bad else value
+        total, bad, stop, due, value = torch.cat([sums, norm.double().view(1)]).tolist()
+        return _Gradients(
+            loss=total / share.total,
+            norm=math.inf if bad else value,
+            own=losses if losses is not None else torch.zeros(0),
+            stop=bool(stop),
+            due=bool(due),
+        )
 
     def _randomness(self, round: int, purpose: str, step: int) -> Any:
         """Seeds a step: alike on ranks with the same examples, and when the step is done again."""

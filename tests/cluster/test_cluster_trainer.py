@@ -78,9 +78,9 @@ async def test_the_end_of_a_job_removes_its_checkpoints_and_no_others(tmp_path: 
     assert [sorted(path.name for path in place.iterdir()) for place in places] == [["job-2"], ["job-2"]]
 
 
-@pytest.mark.parametrize("place", ["s3://bucket/checkpoints", "checkpoints"])
+@pytest.mark.parametrize("place", ["s3:/bucket/checkpoints", "checkpoints"])
 def test_a_place_that_would_become_a_folder_of_its_name_is_refused(place: str) -> None:
-    with pytest.raises(ValueError, match=f"{place!r} is no absolute path"):
+    with pytest.raises(ValueError, match=f"{place!r} is neither an absolute path nor an address"):
         ClusterTable.model_validate({"checkpoints": ["/mnt/a", place]})
     with pytest.raises(ValueError, match="two at most"):
         ClusterTable.model_validate({"checkpoints": ["/a", "/b", "/c"]})

@@ -12,8 +12,9 @@ from cluster_plans import plan
 from cluster_silo import Silo
 from ranks import run_ranks
 
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.agent.preflight import check_endpoint, check_interface, main
-from roundtable.cluster.train.loss_guard import LossGuard
+from roundtable.cluster.train.loss_guard import CheckpointTimes, LossGuard, Milestones, NormGuard
 from roundtable.cluster.train.orders import Advice
 from roundtable.core.errors import ConfigError
 
@@ -85,6 +86,32 @@ def test_a_jump_is_told_once_and_slow_change_never() -> None:
     assert not any(steady.jumped(loss) for loss in falling)
     assert [steady.jumped(loss) for loss in (9.0, 30.0, 0.4, 0.4)] == [True, False, False, False]
     assert not any(LossGuard().jumped(loss) for loss in (1.0, 50.0, 1.0)), "too early to know"
+
+
+def test_a_norm_is_told_when_it_begins_to_be_odd_and_a_milestone_when_it_is_reached() -> None:
+    norms = NormGuard()
+    assert not any(norms.jumped(1 + 0.3 * (-1) ** i) for i in range(40))
+    assert [norms.jumped(norm) for norm in (3.5, 4.0, 1.0)] == [True, False, False]
+    large = NormGuard()
+    assert [large.jumped(150.0) for _ in range(30)] == [True, *[False] * 29], "it stays there: once"
+    milestones = Milestones()
+    losses = [1.0] * 20 + [0.96] * 20 + [0.94] * 20 + [0.9] * 20 + [0.8] * 20
+    reached = [step for step, loss in enumerate(losses, 1) if milestones.reached(loss)]
+    assert reached == [60, 100], "4 % are not enough, and each is held against the last one reached"
+
+
+def test_checkpoints_are_made_by_steps_by_time_and_by_what_was_asked_for() -> None:
+    clock = iter([0.0, 59.0, 61.0, 61.0, 100.0]).__next__
+    times = CheckpointTimes(ClusterTable(checkpoint_minutes=1), clock)
+    assert [times.due(), times.due()] == [False, True]
+    times.saved()
+    assert not times.due()
+    assert times.after(3, 1.0, due=True)
+    by_steps = CheckpointTimes(ClusterTable(checkpoint_steps=4, checkpoint_on=()))
+    assert [step for step in range(1, 10) if by_steps.after(step, 1.0, due=False)] == [4, 8]
+    assert not any(by_steps.before(1.0, 500.0) for _ in range(20)), "only what was asked for"
+    never = CheckpointTimes(ClusterTable())
+    assert not any(never.before(1.0, 500.0) or never.after(4, 1.0, due=False) for _ in range(20))
 
 
 def test_a_device_that_fails_again_stays_out() -> None:

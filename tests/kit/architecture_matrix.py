@@ -23,7 +23,8 @@ from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.resources import Resources
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core import JobConfig, Layout
 from roundtable.core.errors import RoundtableError
 from roundtable.core.task import Site, initial_state

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of, region_of
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core import JobConfig, Layout
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import Site, initial_state

@@ -30,9 +30,11 @@ from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.links import Links, known_links
 from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.train import checkpoints as saving
+from roundtable.cluster.train.checkpoint_places import Mirror
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.gradient_hooks import TopK, topk_hook
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress, StepReport
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core import JobConfig, Layout, open_model
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.task import Site, Task, initial_state
@@ -181,7 +183,7 @@ def save_midway(rank: int, case: Case, folder: Path) -> None:
     trainer.load(start, {})
     data, _ = case.task.data(Site("silo"))
     batches, done = trainer.batches(data, 1), RoundProgress()
-    checkpoints = Checkpoints([folder / "first", folder / "second"], 2, _cpu_group())
+    checkpoints = Checkpoints(folder / "first", [Mirror(str(folder / "second"), "")], 2, _cpu_group())
 
     def watch(report: StepReport) -> None:
         if report.step == report.steps // 2:
@@ -200,7 +202,7 @@ def save_and_stop(rank: int, case: Case, folder: Path) -> bool:
     trainer.load(start, {})
     data, _ = case.task.data(Site("silo"))
     batches, done = trainer.batches(data, 1), RoundProgress()
-    checkpoints = Checkpoints([folder / "first", folder / "second"], 2, _cpu_group())
+    checkpoints = Checkpoints(folder / "first", [Mirror(str(folder / "second"), "")], 2, _cpu_group())
     hashing: set[int] = set()
 
     def watch(report: StepReport) -> None:
@@ -233,7 +235,7 @@ def resume(rank: int, cases: list[Case], folder: Path) -> dict[str, float]:
         trainer.load(torch.zeros_like(start), {})
         data, _ = case.task.data(Site("silo"))
         batches = trainer.batches(data, 1)
-        checkpoints = Checkpoints([folder / "first", folder / "second"], 2, _cpu_group())
+        checkpoints = Checkpoints(folder / "first", [Mirror(str(folder / "second"), "")], 2, _cpu_group())
         newest = checkpoints.newest(1, "m")
         assert newest is not None
         path, position = newest

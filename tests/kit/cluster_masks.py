@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of, plain_name
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core import Layout
 from roundtable.core.task import Site, initial_state
 

@@ -12,9 +12,11 @@ from cluster_cases import Case, bench_of
 from cluster_models import Language
 from torch import Tensor, nn
 
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.train.loss_guard import CheckpointTimes
 from roundtable.cluster.train.rank import check_versions
-from roundtable.cluster.train.rank_trainer import RoundProgress
+from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core import Layout
 from roundtable.core.errors import ConfigError, InvalidUpdate
 from roundtable.core.task import Site, initial_state
@@ -54,7 +56,8 @@ def disturbed_round(rank: int, case: Case, folder: Path) -> dict[str, Any]:
 
     refusal = ""
     try:
-        trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), watch, alarms.append)
+        times = CheckpointTimes(ClusterTable(checkpoint_minutes=1e6))
+        trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), watch, save=alarms.append, times=times)
     except InvalidUpdate as error:
         refusal = str(error)
     same = all(

@@ -18,7 +18,8 @@ from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import prepare_update, write_deltas
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core import JobConfig, Layout
 from roundtable.core.privacy_table import NoPrivacy, Private
 from roundtable.core.task import Site, initial_state
@@ -85,7 +86,7 @@ def private_round(rank: int, case: PrivateCase, folder: Path, same: bool) -> dic
     if case.privacy["level"] == "example":
         steps: list[int] = []
         fit_examples_privately(
-            trainer, data, 1, round_charge, lambda report: steps.append(report.step), sources
+            trainer, data, 1, round_charge, lambda report: steps.append(report.step), sources=sources
         )
         assert steps == [1, 2, 3]
     else:

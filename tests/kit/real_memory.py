@@ -16,7 +16,8 @@ from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.memory_estimate import estimate
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.train.rank_trainer import RankTrainer, RoundProgress
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core import JobConfig, Layout
 from roundtable.core.task import Site, initial_state
 

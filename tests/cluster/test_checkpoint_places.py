@@ -1,0 +1,55 @@
+"""Copies of checkpoints elsewhere: a folder of another disk, a bucket."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from s3 import s3_bucket
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.train.checkpoint_places import Mirror, mirrors
+from roundtable.core.errors import ConfigError, ResourceError
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    place = folder / f"round-000001-step-{step:08d}"
+    place.mkdir(parents=True)
+    (place / "shard-1.safetensors").write_bytes(bytes([step]) * 1000)
+    (place / "state.json").write_text(json.dumps({"position": {}, "files": {"shard-1.safetensors": "d"}}))
+    return place
+
+
+def go_through(mirror: Mirror, other: Mirror, folder: Path) -> None:
+    """Puts, finds, fetches and removes, as a round and a job's end do."""
+    assert mirror.names() == []
+    first, second = checkpoint(folder, 1), checkpoint(folder, 2)
+    mirror.put(first)
+    mirror.put(second)
+    other.put(first)
+    # The second time it replaces what is there.
+    mirror.put(second)
+    assert sorted(mirror.names()) == [first.name, second.name]
+    assert mirror.describe(second.name)["files"] == {"shard-1.safetensors": "d"}
+    mirror.fetch(second.name, "shard-1.safetensors", folder / "back")
+    assert (folder / "back").read_bytes() == bytes([2]) * 1000
+    mirror.remove(first.name)
+    assert mirror.names() == [second.name]
+    mirror.remove()
+    mirror.remove()
+    assert (mirror.names(), other.names()) == ([], [first.name]), "those of no other job"
+
+
+def test_a_folder_and_a_bucket_hold_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_through(*(Mirror(str(tmp_path / "disk"), job) for job in ("job-1", "job-2")), tmp_path / "a")
+    with s3_bucket(monkeypatch) as address:
+        go_through(*(Mirror(address, job) for job in ("job-1", "job-2")), tmp_path / "b")
+        lost = Mirror("s3://no-such-bucket/checkpoints", "job-1")
+        with pytest.raises(ResourceError, match="s3://no-such-bucket/checkpoints, the place for copies of"):
+            lost.put(checkpoint(tmp_path, 3))
+
+
+def test_an_address_that_nothing_reads_is_refused_when_the_agent_starts() -> None:
+    with pytest.raises(ConfigError, match="'nowhere://place' cannot be used"):
+        mirrors(ClusterTable(checkpoints=("nowhere://place",)), "job-1")
