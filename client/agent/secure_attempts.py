@@ -25,15 +25,16 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from roundtable.client.agent.release_ledger import LedgerReleases, ReleaseLedger, refusing
 from roundtable.client.agent.revocations import Revocations
-from roundtable.client.durable_files import replace_synced, write_file
+from roundtable.client.durable_files import digest_of, replace_synced, write_file
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.peers import KnownPeers
 from roundtable.client.step_key import StepKey
+from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import IdentityError, PrivacyError, ProtocolError
+from roundtable.core.errors import IdentityError, PrivacyError, ProtocolError, TransferError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.identity.credentials import (
     SiloIdentity,
@@ -95,20 +96,29 @@ class MaskingAttempt:
         return self._round.bounds if self._round is not None else {}
 
     def mask(
-        self, plain: Path, out: Path, examples: int, metrics: Metrics, before: Metrics
+        self, plain: Path, out: Path, trained: TrainedUpdate, metrics: Metrics, before: Metrics
     ) -> tuple[str, int]:
-        """Masks the float32 update in `plain` into `out`; (BLAKE3, bytes). Blocks for as long as it takes.
+        """Masks the float32 update `trained`, in `plain`, into `out`; (BLAKE3, bytes). Blocks meanwhile.
 
         `metrics` are of its training, `before` of the model that the round began with. WorkFailed where
-        earlier releases forbid it.
+        earlier releases forbid it, TransferError where the update is not as it was trained: under a mask
+        nobody else could see that.
         """
         assert self._round is not None, "a restored attempt has masked its vector already"
+        _check_whole(plain, trained)
         update = np.memmap(plain, dtype="<f4", mode="r")
         total, count = metrics.get("loss", (math.nan, 0))
-        source = self._round.encode(update, examples, total / count if count else None, before)
+        source = self._round.encode(update, trained.examples, total / count if count else None, before)
         with refusing():
             chunks = self.client.masked_chunks(source)
-        return write_file(out, chunks)
+        masked = write_file(out, chunks)
+        _check_whole(plain, trained)
+        return masked
+
+
+def _check_whole(plain: Path, trained: TrainedUpdate) -> None:
+    if digest_of(plain) != trained.digest:
+        raise TransferError("the finished update was damaged on the silo's own disk before it was masked")
 
 
 class SecureAttempts:

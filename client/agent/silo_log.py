@@ -42,7 +42,10 @@ class SiloLog:
             self.seal()
 
     def seal(self) -> None:
-        """Signs the log up to its end with the silo's identity; without one it is only chained."""
+        """Signs the log up to its end with the silo's identity; without one it is only chained.
+
+        Where the disk is full the next entry's turn signs it: what was noted is written, and stays so.
+        """
         if self._last is None or self._last.sequence == self._sealed:
             return
         try:
@@ -52,7 +55,11 @@ class SiloLog:
             return
         values = {"sequence": self._last.sequence, "hash": self._last.hash, "time": time.time()}
         document = json.dumps(envelope(identity, "seal", values), separators=(",", ":"))
-        self._append(f'{{"seal":{document}}}')
+        try:
+            self._append(f'{{"seal":{document}}}')
+        except ResourceError as error:
+            _log.warning("the silo's log is not signed up to its end yet: %s", error)
+            return
         self._sealed = self._last.sequence
 
     def _append(self, line: str) -> None:

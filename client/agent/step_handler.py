@@ -11,13 +11,14 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.agent.agent_observer import AgentObserver
-from roundtable.client.agent.connection import Link
+from roundtable.client.agent.connection import Backoff, Link
 from roundtable.client.agent.delivery import Delivery, log_receipt
 from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.model_cache import ModelCache
@@ -39,6 +40,7 @@ from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Trainer
 from roundtable.core.errors import (
     ProtocolError,
+    ResourceError,
     RoundtableError,
     TransferError,
 )
@@ -46,6 +48,8 @@ from roundtable.core.failpoints import failpoint
 
 _log = logging.getLogger("roundtable.agent")
 _ANSWERS_KEPT = 256
+_DISK_SECONDS = 5.0
+"""How long at most between two tries to write the silo's log."""
 
 
 class StepHandler:
@@ -151,6 +155,7 @@ class StepHandler:
             return
         self._link.send(outgoing.accepted(step))
         if _goes_on(self._delivering.get(step)):
+            self._asked[step] = (instruction, time.monotonic() + instruction.seconds)
             self._report(step, "uploading")
             return
         if _goes_on(self._working.get(step)):
@@ -206,7 +211,20 @@ class StepHandler:
     async def _ask(self, finished: Finished) -> None:
         """Fetches the receipt of an update that may have arrived, though its acknowledgement did not."""
         if receipt := await self._delivery.receipt(finished):
-            self.gate.received(finished, receipt)
+            await self._noted(finished.step, partial(self.gate.received, finished, receipt))
+
+    async def _noted(self, step: StepKey, note: Callable[[], None]) -> None:
+        """Writes into the silo's log, however long its disk is full: so that no proof is lost."""
+        backoff, told = Backoff(limit=_DISK_SECONDS), False
+        while True:
+            try:
+                return note()
+            except ResourceError as error:
+                if not told:
+                    found = diagnose(error)
+                    self._reporter.trouble(step, found.kind, found.detail, "waits until it can be written")
+                told = True
+            await asyncio.sleep(backoff.next())
 
     async def _work(
         self, step: StepKey, instruction: StepInstruction, withdrawn: Sequence[asyncio.Task[None]] = ()
@@ -235,7 +253,7 @@ class StepHandler:
 
     async def _deliver(self, finished: Finished, fresh: bool) -> None:
         step = finished.step
-        self.gate.sends(finished)
+        await self._noted(step, partial(self.gate.sends, finished))
         self._sending[step] = finished
         try:
             receipt = await self._delivery.deliver(finished, fresh)
@@ -247,11 +265,15 @@ class StepHandler:
             self._sending.pop(step, None)
             self._train_again(step, error)
             return
-        self._sending.pop(step, None)
         asked = self._asked.pop(step, None)
-        self.gate.received(finished, receipt)
+        await self._noted(step, partial(self.gate.received, finished, receipt))
+        self._sending.pop(step, None)
         self._observer.receipt(step, receipt)
         log_receipt(step, receipt)
+        if step in self._asked:
+            # Since then it was asked for again: the coordinator's disk may have spoiled it.
+            self._start_delivery(finished, fresh=True)
+            return
         arrived = receipt.status in ("accepted", "duplicate")
         if arrived and asked is not None and finished.encoding != MASKED:
             self._delivery.delivered(finished)

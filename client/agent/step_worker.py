@@ -125,7 +125,7 @@ class StepWorker:
         trained = await self._trained(replace(work, output=plain))
         await attempt.ready()
         loss = self._gate.summed(trained.metrics)
-        digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained.examples, loss, before)
+        digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained, loss, before)
         plain.unlink()
         await asyncio.to_thread(self._secure.keep, step)
         proof = attempt.client.masked().hex()

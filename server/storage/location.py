@@ -6,6 +6,8 @@ back and compared by hash before it counts.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -14,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import fsspec.asyn
 from blake3 import blake3
 
 from roundtable.core.errors import ConfigError, RoundtableError, StorageError
 from roundtable.core.extras import missing
 from roundtable.server.storage.blobs import os_error, sync_folder
 
+_log = logging.getLogger(__name__)
 PIECE = 4 << 20
 BLOCK = 16 << 20
 PARTIAL = ".partial"
@@ -41,6 +45,8 @@ class Location:
             known = missing(error, f"{setting} = {address!r}") if isinstance(error, ImportError) else None
             raise known or ConfigError(f"{setting}: {address!r} cannot be used: {error}") from error
         self._root = root.rstrip("/")
+        if isinstance(self._files, fsspec.asyn.AsyncFileSystem) and not self._files.asynchronous:
+            self._files.loop.call_soon_threadsafe(self._files.loop.set_exception_handler, _broken_off)
         # What renames is a file system, where a file can be half written; an object appears when it is whole.
         self._renames = type(self._files).mv is not fsspec.AbstractFileSystem.mv
 
@@ -180,6 +186,14 @@ class Location:
                 f"{self.address} does not do what it is asked to: {reason}; "
                 "check its address, its keys, and the network between"
             ) from error
+
+
+def _broken_off(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs in a line what a library's own task meets whose request has failed beside it, with the reason."""
+    if isinstance(context.get("exception"), ConnectionError):
+        _log.info("a request to a bucket broke off: %s", context["exception"])
+    else:
+        loop.default_exception_handler(context)
 
 
 def blob_name(digest: str) -> str:

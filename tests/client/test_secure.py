@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from bit_rot import flip
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -17,12 +19,13 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig, PolicyTable, load_agent_config
 from roundtable.client.policy.peers import KnownPeers
 from roundtable.client.step_key import StepKey
+from roundtable.client.trainer import TrainedUpdate, write_update
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import BudgetExceeded, ConfigError
+from roundtable.core.errors import BudgetExceeded, ConfigError, TransferError
 from roundtable.core.identity.credentials import Authority, create_ca, issue
 from roundtable.privacy import SecureMean, SecureRound
-from roundtable.privacy.secagg import SecAggServer
+from roundtable.privacy.secagg import ClientPhase, SecAggServer, VectorSource
 
 NAMES = ("alder", "birch", "cedar")
 COLUMNS = 40
@@ -113,13 +116,45 @@ class Coordinator:
         self.take(self.exchange())
         self.exchange()
         for name, own in self.silos.items():
-            plain, out = self.folder / f"{name}.plain", self.folder / f"{name}.update"
-            np.full(COLUMNS, 0.1, dtype=np.float32).tofile(plain)
+            plain, trained = self.trained(name)
+            out = self.folder / f"{name}.update"
             attempt = own.find(self.step)
             assert attempt is not None
-            attempt.mask(plain, out, 5, {"loss": (5.0, 5)}, {})
+            attempt.mask(plain, out, trained, {"loss": (5.0, 5)}, {})
             own.keep(self.step)
             self.server.fold(attempt.client.masked(), out.read_bytes())
+
+    def trained(self, name: str) -> tuple[Path, TrainedUpdate]:
+        """A silo's update, as its training leaves it."""
+        plain = self.folder / f"{name}.plain"
+        digest, size = write_update(plain, torch.full((COLUMNS,), 0.1), "float32")
+        return plain, TrainedUpdate(digest, size, 5, {})
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_an_update_that_rots_before_it_is_masked_is_not_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    coordinator = Coordinator(folder)
+    coordinator.take(coordinator.exchange())
+    coordinator.exchange()
+    plain, trained = coordinator.trained("alder")
+    attempt = coordinator.silos["alder"].find(coordinator.step)
+    assert attempt is not None
+    if when == "before":
+        flip(plain, 2)
+    else:
+        encode = SecureRound.encode
+
+        def late(*values: Any) -> VectorSource:
+            flip(plain, 2)
+            return encode(*values)
+
+        monkeypatch.setattr(SecureRound, "encode", late)
+    with pytest.raises(TransferError, match="damaged on the silo's own disk before it was masked"):
+        attempt.mask(plain, folder / "out", trained, {}, {})
+    # What is found before it is masked costs the silo nothing of its account.
+    assert (attempt.client.phase is ClientPhase.READY) == (when == "before")
 
 
 def test_a_substituted_identity_is_refused(folder: Path) -> None:

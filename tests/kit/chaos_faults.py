@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 
 from bit_rot import flip
 from chaos_world import HUBS, LEASE, World
+from small_disk import fill
 from wires import Wire
 
 from roundtable.core.failpoints import AGENT_POINTS, COORDINATOR_POINTS
@@ -45,18 +45,6 @@ def more(count: Callable[[], int]) -> Callable[[], bool]:
 
 def nothing() -> None:
     """Heals what needs no healing."""
-
-
-def fill(disk: Path) -> Path:
-    """Fills a disk to its last byte; the file that does."""
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(b"x" * (1 << 20)):
-            pass
-    with filler.open("ab", buffering=0) as file, suppress(OSError):
-        while file.write(b"x" * 512):
-            pass
-    return filler
 
 
 class SiloFaults:

@@ -13,11 +13,17 @@ def main() -> int:
     follow_clock(file.with_suffix(".clock"))
     import logging
 
+    from roundtable.core.errors import RoundtableError
     from roundtable.server import load_server_config, run_server
 
     unvary("coordinator")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    return run_server(load_server_config(file))
+    try:
+        return run_server(load_server_config(file))
+    except RoundtableError as error:
+        # As the command line says it, and a service manager starts it again.
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

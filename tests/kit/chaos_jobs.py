@@ -27,7 +27,12 @@ _NOISE = {"clip_norm": 2.0, "noise_multiplier": 0.5, "delta": 1e-3}
 CASES: dict[str, dict[str, Any]] = {
     "scaffold": {"algorithm": {"name": "scaffold"}, "aggregation": _UNIFORM},
     "fedadam": {"aggregation": {"server_optimizer": {"name": "fedadam"}}},
-    "client": {"aggregation": _UNIFORM, "evaluation": _QUIET, "privacy": {"level": "client", **_NOISE}},
+    "client": {
+        "aggregation": _UNIFORM,
+        "cohort": {"size": None},
+        "evaluation": _QUIET,
+        "privacy": {"level": "client", **_NOISE},
+    },
     "buffered": {"round": {"mode": "buffered", "buffer": 2}, "evaluation": _QUIET},
     "masked": {
         "evaluation": _QUIET,
@@ -51,10 +56,12 @@ def configured(world: World, case: str) -> JobConfig:
     """The job of a case, for all silos."""
     silos, given = len(world.silos), CASES[case]
     waits = {"deadline": "45 s", "wait": "60 s", "retries": 1000, "grace": "10m"}
+    # A cohort that is drawn, of so many, may not wait for all of it where the draw amplifies a guarantee.
     cohort = waits if "round" in given else {"size": silos, "minimum": silos, **waits}
+    cohort = {**cohort, **given.get("cohort", {})}
     algorithm = {"learning_rate": 0.1, "batch_size": 8, "epochs": 1, **given.get("algorithm", {})}
     table = {"task": "toy", "rounds": ROUNDS, "seed": 11, "cohort": cohort}
-    return JobConfig.model_validate({**table, **given, "algorithm": algorithm})
+    return JobConfig.model_validate({**table, **given, "algorithm": algorithm, "cohort": cohort})
 
 
 @dataclass(frozen=True)

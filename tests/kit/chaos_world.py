@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from nursery import Nursery
 from postgresql import PostgreSQL
 from processes import Federation, free_port
 from s3 import s3_bucket
+from small_disk import small_disk
 from wires import Wire, Wires
 
 TASK = """
@@ -83,7 +83,11 @@ class World:
             target = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])
             self.bucket_line = self.wires.lay(target)
             environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{self.bucket_line.port}")
-            self.disks = {name: self._disk(stack, name) for name in (*HUBS, *self.silos)}
+            self.disks = {
+                name: stack.enter_context(small_disk(folder / "disks" / name, size))
+                for names, size in ((HUBS, HUB_DISK), (self.silos, SILO_DISK))
+                for name in names
+            }
             settings = {"bucket": bucket, "lease": LEASE, "keep_models": 1000, "keep_updates": 1000}
             self.federation = Federation(
                 folder, self.silos, settings, program="chaos_silo", hub_program="chaos_hub", task=TASK
@@ -241,16 +245,6 @@ class World:
 
     def _place(self, name: str) -> Path:
         return (self.disks[name] or self.folder / "states" / name) / "state"
-
-    def _disk(self, stack: ExitStack, name: str) -> Path | None:
-        """A small disk of its own, where this user may mount one."""
-        folder, size = self.folder / "disks" / name, HUB_DISK if name in HUBS else SILO_DISK
-        folder.mkdir(parents=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            return None
-        stack.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
-        return folder
 
     def _end_processes(self) -> None:
         for name in list(self.federation.processes):

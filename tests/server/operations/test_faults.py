@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import sqlalchemy as sa
 import torch
 from scripted_agent import ScriptedAgent
 from service import Operator, running
+from small_disk import fill, small_disk
 
 from roundtable.engine import RoundEngine
 from roundtable.engine import messages as m
@@ -29,35 +29,29 @@ ONE = torch.ones(4)
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def cramped_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB; skipped where this user may not mount one."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip("only root may mount the small file system that this test fills")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disk(tmp_path / "small", "1m") as disk:
+        if disk is None:
+            pytest.skip("only root may mount the small file system that this test fills")
+        yield disk
 
 
 @pytest.fixture
-async def cramped(settings: Callable[..., ServerConfig], small_disk: Path) -> AsyncIterator[Coordinator]:
+async def cramped(settings: Callable[..., ServerConfig], cramped_disk: Path) -> AsyncIterator[Coordinator]:
     """A coordinator whose artifacts have 1 MiB of room."""
-    async with running(settings(artifacts=small_disk / "artifacts")) as started:
+    async with running(settings(artifacts=cramped_disk / "artifacts")) as started:
         yield started
 
 
-async def test_an_upload_to_a_full_disk(cramped: Coordinator, certificates: Path, small_disk: Path) -> None:
+async def test_an_upload_to_a_full_disk(cramped: Coordinator, certificates: Path, cramped_disk: Path) -> None:
     async with (
         Operator(cramped.port, certificates / "olga") as operator,
         ScriptedAgent(cramped.port, certificates / "alder") as agent,
     ):
         job = await operator.submit("[cohort]\nsize = 1", rounds=1, vector=torch.zeros(50_000))
         instruction = await agent.expect("instruction")
-        filler = small_disk / "filler"
-        await asyncio.to_thread(_fill, filler)
+        filler = await asyncio.to_thread(fill, cramped_disk)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await agent.answer(instruction, torch.ones(50_000))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -70,7 +64,7 @@ async def test_an_upload_to_a_full_disk(cramped: Coordinator, certificates: Path
 
 
 async def test_an_aggregation_on_a_full_disk_waits_and_then_pauses_the_job(
-    cramped: Coordinator, certificates: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    cramped: Coordinator, certificates: Path, cramped_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aggregate_action, "FULL_DISK_PAUSES", (0.01, 0.01))
     async with (
@@ -179,15 +173,6 @@ async def test_a_silo_at_whose_word_the_driver_breaks_is_left_out_and_the_job_go
 async def _to_the_end(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
-
-
-def _fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file:
-        try:
-            while file.write(b"x" * 4096):
-                pass
-        except OSError:
-            pass
 
 
 async def test_an_unexpected_failure_tells_nothing_of_our_insides(

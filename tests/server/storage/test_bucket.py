@@ -40,6 +40,27 @@ def files(bucket: str) -> list[str]:
     return sorted(name.partition("/")[2] for name in found.find(bucket.removeprefix("s3://")))
 
 
+def test_what_breaks_off_beside_a_request_is_a_line_in_the_log(
+    bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    location = Location(bucket, "copies")
+
+    async def left_behind(error: Exception) -> None:
+        async def fail() -> None:
+            raise error
+
+        task = asyncio.ensure_future(fail())
+        await asyncio.wait([task])
+
+    caplog.set_level("INFO")
+    for error in (ConnectionResetError("Cannot write to closing transport"), ValueError("a mistake of ours")):
+        asyncio.run_coroutine_threadsafe(left_behind(error), location._files.loop).result()
+        assert location.has("x") is False
+    told = [(record.getMessage().split("\n")[0], record.exc_info is None) for record in caplog.records]
+    assert ("a request to a bucket broke off: Cannot write to closing transport", True) in told
+    assert [traced for words, traced in told if "never retrieved" in words] == [False]
+
+
 def test_a_copy_is_put_found_fetched_and_forgotten(bucket: str, tmp_path: Path) -> None:
     data = torch.arange(3_000_000.0).numpy().tobytes()
     digest = blake3(data).hexdigest()
