@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from roundtable.core.paths import AnyPath
 from roundtable.operator import OperatorClient
@@ -57,11 +58,15 @@ class Administrator(OperatorClient):
         with self._translated():
             return self._admin.RevokeToken(pb.RevokeTokenRequest(name=name), timeout=_SECONDS)
 
-    def audit(self, first: int = 1) -> Iterator[str]:
-        """The audit log's lines from an entry on, signed up to its end."""
+    def audit(self, first: int = 1, live: bool = False) -> Iterator[str]:
+        """The audit log's lines from an entry on, signed up to its end; of a `live` one without archives."""
         with self._translated():
-            for part in self._admin.ReadAudit(pb.ReadAuditRequest(from_sequence=first)):
+            for part in self._admin.ReadAudit(pb.ReadAuditRequest(from_sequence=first, live=live)):
                 yield from part.lines
+
+    def audit_archives(self) -> Iterator[str]:
+        """The lines of the statements of all archives of the audit log."""
+        return takewhile(lambda line: line.startswith('{"archive"'), self.audit(live=True))
 
     def provenance(self, job: str, round_number: int = 0) -> str:
         """The coordinator's signed statement of where a job's model comes from."""

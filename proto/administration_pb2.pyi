@@ -362,14 +362,18 @@ class ReadAuditRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FROM_SEQUENCE_FIELD_NUMBER: builtins.int
+    LIVE_FIELD_NUMBER: builtins.int
     from_sequence: builtins.int
     """First entry wanted; 1 for all."""
+    live: builtins.bool
+    """Leave out what is archived: the archives' signed statements stand for it."""
     def __init__(
         self,
         *,
         from_sequence: builtins.int = ...,
+        live: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence", "live", b"live"]) -> None: ...
 
 global___ReadAuditRequest = ReadAuditRequest
 

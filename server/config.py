@@ -30,7 +30,7 @@ class RootTable(Table):
 
 
 class RetentionTable(Table):
-    """`[retention]`: how many days after its end a job keeps what it has made; 0 is for good."""
+    """`[retention]`: how many days things stay where they are; 0 is for good."""
 
     artifacts: float = Field(
         0.0,
@@ -38,6 +38,12 @@ class RetentionTable(Table):
         description="days after a job's end that its models, optimizer states and updates stay; 0: for good",
     )
     events: float = Field(0.0, ge=0, description="days that events of jobs that are over stay; 0: for good")
+    audit: float = Field(
+        0.0,
+        ge=0,
+        description="days that entries of the audit log stay in the database before they are archived, with "
+        "their seals and a signature; 0: for good",
+    )
 
 
 class ServerConfig(Table):

@@ -45,6 +45,7 @@ from roundtable.server.services.storing import Storing
 from roundtable.server.services.upload_receipts import Receipts
 from roundtable.server.services.uploads import Uploads
 from roundtable.server.storage.artifact_store import ArtifactStore
+from roundtable.server.storage.audit_archiving import AuditArchiving
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.replicas import Replicas
 from roundtable.server.storage.retention import Retention, Stay
@@ -167,7 +168,15 @@ class Coordinator:
             populations=Populations(config.populations),
         )
         self.jobs = JobRegistry(services)
-        self.security = Security(config, self._database, credentials, alerts, self.clock)
+        self.security = Security(config, self._database, credentials, alerts, artifacts.load, self.clock)
+        archiving = AuditArchiving(
+            self._database,
+            artifacts,
+            replicas,
+            self.security.identity,
+            credentials.ca,
+            DAY_SECONDS * config.retention.audit,
+        )
         await self.security.start()
         self._server = self._serve(services, credentials)
         await self.jobs.start()
@@ -175,7 +184,7 @@ class Coordinator:
         self._page.opened(self.jobs, self._sessions, self._database, self.security)
         work = [
             self._sessions.watch(),
-            self._keep_house(services.retention),
+            self._keep_house(services.retention, archiving),
             watch_clock(),
             services.alerts.run(),
             self.observer.tally.measure_lag(),
@@ -206,12 +215,13 @@ class Coordinator:
         log.error("this coordinator stands down: %s", reason)
         self.deposed.set()
 
-    async def _keep_house(self, retention: Retention) -> None:
+    async def _keep_house(self, retention: Retention, archiving: AuditArchiving) -> None:
         await retention.copy_newest()
         copying = asyncio.get_running_loop().create_task(retention.replicas.run())
         try:
             while True:
                 await retention.sweep(self.clock())
+                await archiving.run(self.clock())
                 await asyncio.sleep(SWEEP_SECONDS)
         finally:
             copying.cancel()

@@ -15,6 +15,7 @@ import click
 
 from roundtable.cli.completion import completion
 from roundtable.cli.coordinator.audit import audit, model
+from roundtable.cli.coordinator.audit_archives import archive
 from roundtable.cli.coordinator.backup import backup, restore
 from roundtable.cli.coordinator.ca import ca
 from roundtable.cli.coordinator.server import server
@@ -90,7 +91,7 @@ for command in (
     version,
 ):
     cli.add_command(command)
-for command in (bundle, verify_model):
+for command in (archive, bundle, verify_model):
     audit.add_command(command)
 # An operator's command under a silo's name, because it is silos that it revokes.
 client.add_command(revoke)

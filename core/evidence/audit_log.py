@@ -3,6 +3,7 @@
     {"entry": {"sequence": 1, "time": …, "actor": …, "action": …, "object": …, "detail": {…},
                "previous": SHA-256 of the entry before, "hash": SHA-256 of all of this}}
     {"seal":  a signed statement: sequence, hash, time}
+    {"archive": a signed statement, in the place of entries that are a file of their own, and at its end}
 
 The coordinator's log and each agent's own have the same form. Any entry that was changed, removed from
 the middle, or moved breaks the chain; entries removed from the end are missed by a seal, by an earlier
@@ -17,14 +18,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from roundtable.core.errors import AuditError, IdentityError
+from roundtable.core.evidence.audit_archive import LinesDigest, LogArchive, opened_archive
 from roundtable.core.identity.credentials import Role
 from roundtable.core.identity.signing import Signed, canonical, open_envelope
 
+Result = TypeVar("Result")
 FIRST = "0" * 64
 _MAX_NAME = 200
 
@@ -68,10 +72,14 @@ def entry(
 
 @dataclass
 class Log:
-    """A log that was read and found sound: `sealed` is the last entry that a signature covers, 0 for none."""
+    """A log that was read and found sound: `sealed` is the last entry that a signature covers, 0 for none.
+
+    `absent` are archived parts of which the statement is here and the file is not: the chain passes them.
+    """
 
     entries: list[AuditEntry] = field(default_factory=list)
     seals: dict[int, Signed] = field(default_factory=dict)
+    absent: list[LogArchive] = field(default_factory=list)
 
     @property
     def sealed(self) -> int:
@@ -81,28 +89,58 @@ class Log:
     def signers(self) -> set[str]:
         return {seal.signer for seal in self.seals.values()}
 
+    @property
+    def end(self) -> int:
+        """The number of the last entry, 0 in an empty log."""
+        here = self.entries[-1].sequence if self.entries else 0
+        return max([here, *(archive.last for archive in self.absent)])
+
     def proven(self, now: float, witnessed: Iterable[int] = ()) -> int:
         """The last entry covered by a signature whose certificate is in force at `now`, or by a witness."""
         in_force = (sequence for sequence, seal in self.seals.items() if seal.ends >= now)
         return max([*in_force, *witnessed], default=0)
 
     def hash_of(self, sequence: int) -> str:
-        """The hash of an entry; empty where the log has none of this number."""
-        return self.entries[sequence - 1].hash if 1 <= sequence <= len(self.entries) else ""
+        """The hash of an entry; empty where the log has none of this number, or its archive is absent."""
+        place = bisect_left(self.entries, sequence, key=_number)
+        if place < len(self.entries) and self.entries[place].sequence == sequence:
+            return self.entries[place].hash
+        return next((archive.hash for archive in self.absent if archive.last == sequence), "")
+
+    def is_absent(self, sequence: int) -> bool:
+        """Whether the entry is archived, and the archive not at hand."""
+        return any(archive.first <= sequence <= archive.last for archive in self.absent)
+
+    def until(self, sequence: int) -> list[AuditEntry]:
+        """The entries at hand up to this one."""
+        return self.entries[: bisect_right(self.entries, sequence, key=_number)]
+
+    def after(self, sequence: int) -> list[AuditEntry]:
+        """The entries at hand behind this one."""
+        return self.entries[bisect_right(self.entries, sequence, key=_number) :]
 
 
-def read_log(lines: Iterable[str], ca: bytes, role: Role = "coordinator") -> Log:
-    """The whole log, checked entry by entry and seal by seal.
+def read_log(
+    lines: Iterable[str], ca: bytes, role: Role = "coordinator", after: tuple[int, str] = (0, FIRST)
+) -> Log:
+    """The whole log, checked entry by entry, seal by seal and archive by archive.
 
-    AuditError names the first line that is wrong and what is wrong with it.
+    `after` are number and hash of the entry that it goes on from. AuditError names the first line that is
+    wrong and what is wrong with it.
     """
-    log, waiting = Log(), []
+    log, chain, waiting = Log(), _Chain(*after), []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         kind, value = _parse(line, number)
+        if kind == "archive":
+            archive, _ = _at_line(number, opened_archive, value, ca, role)
+            if not _at_line(number, chain.passes, archive):
+                log.absent.append(archive)
+            continue
+        chain.lines.add(line.rstrip("\r\n"))
         if kind == "entry":
-            _check(value, log.entries[-1] if log.entries else None, number)
+            chain.goes_on(value, number)
             log.entries.append(value)
         else:
             waiting.append((number, value))
@@ -117,13 +155,48 @@ def read_log(lines: Iterable[str], ca: bytes, role: Role = "coordinator") -> Log
     return log
 
 
+class _Chain:
+    """Where the chain stands while a log is read, and what was read since the last archive ended."""
+
+    def __init__(self, sequence: int, digest: str) -> None:
+        self._end = self._boundary = (sequence, digest)
+        self.lines = LinesDigest()
+
+    def goes_on(self, found: AuditEntry, number: int) -> None:
+        """AuditError unless the entry is the next one."""
+        _check(found, self._end, number)
+        self._end = found.sequence, found.hash
+
+    def passes(self, archive: LogArchive) -> bool:
+        """Whether the archive's entries have just been read; else the chain goes on behind it.
+
+        AuditError where it belongs neither here nor there.
+        """
+        enters = archive.first - 1, archive.previous
+        leaves = archive.last, archive.hash
+        if enters != self._boundary or (self._end not in (self._boundary, leaves)):
+            raise AuditError(
+                f"the archive of entries {archive.first} to {archive.last} does not belong here, where the "
+                f"log has come to entry {self._end[0]}: an archive is missing, was altered, stands twice or "
+                "out of order"
+            )
+        is_here = self._end == leaves
+        if is_here and archive.digest != self.lines.hex():
+            raise AuditError(
+                f"the archive of entries {archive.first} to {archive.last} was signed with other lines"
+            )
+        self._end = self._boundary = leaves
+        self.lines = LinesDigest()
+        return is_here
+
+
 def check_signed(log: Log) -> None:
     """AuditError where no signature covers anything: anybody can write such a log, or empty one."""
-    if not log.entries:
+    if not log.end:
         raise AuditError("this log is empty: a coordinator's begins with its first start; export it again")
     if not log.seals:
         raise AuditError(
-            f"nobody has signed any of these {len(log.entries)} entries: signatures were removed, anybody "
+            f"nobody has signed any of these {log.end} entries: signatures were removed, anybody "
             "wrote them, or the coordinator's credentials have no identity.key"
         )
 
@@ -131,11 +204,21 @@ def check_signed(log: Log) -> None:
 def compare(earlier: Log, later: Log) -> None:
     """AuditError unless the later log goes on where the earlier one ended."""
     known = {item.sequence: item.hash for item in later.entries}
-    for item in earlier.entries:
-        if known.get(item.sequence) != item.hash:
+    known |= {archive.last: archive.hash for archive in later.absent}
+    shared = [(item.sequence, item.hash) for item in earlier.entries]
+    shared += [(archive.last, archive.hash) for archive in earlier.absent]
+    for sequence, digest in sorted(shared):
+        if later.is_absent(sequence) and sequence not in known:
+            # The archive's last entry, whose hash is compared below, follows from all before it.
+            if earlier.end >= next(each.last for each in later.absent if each.last >= sequence):
+                continue
             raise AuditError(
-                f"entry {item.sequence} ({item.action}) of the earlier export is "
-                f"{'another' if item.sequence in known else 'missing'} in the later: history was rewritten"
+                f"entry {sequence} of the earlier export is archived since: name the archive with --archive"
+            )
+        if known.get(sequence) != digest:
+            raise AuditError(
+                f"entry {sequence} of the earlier export is "
+                f"{'another' if sequence in known else 'missing'} in the later: history was rewritten"
             )
 
 
@@ -148,15 +231,15 @@ def _parse(line: str, number: int) -> tuple[str, Any]:
             if not isinstance(made.detail, dict) or not isinstance(made.sequence, int):
                 raise TypeError("an entry's detail is an object and its sequence a number")
             return kind, made
-        if kind == "seal":
+        if kind in ("seal", "archive"):
             return kind, value
     except (ValueError, TypeError, AttributeError, StopIteration, RecursionError) as error:
         raise AuditError(f"line {number} is no entry of an audit log: {str(error)[:200]}") from error
     raise AuditError(f"line {number} is no entry of an audit log: it begins with {kind[:40]!r}")
 
 
-def _check(found: AuditEntry, before: AuditEntry | None, number: int) -> None:
-    expected = before.sequence + 1 if before else 1
+def _check(found: AuditEntry, before: tuple[int, str], number: int) -> None:
+    expected, previous = before[0] + 1, before[1]
     if found.sequence != expected:
         said = "is missing" if found.sequence > expected else "is out of its place"
         raise AuditError(f"line {number}: entry {expected} {said}: entry {found.sequence} stands there")
@@ -166,8 +249,19 @@ def _check(found: AuditEntry, before: AuditEntry | None, number: int) -> None:
         raise AuditError(f"line {number}: entry {found.sequence} cannot be hashed: {error}") from error
     if digest != found.hash:
         raise AuditError(f"line {number}: entry {found.sequence} ({found.action}) was changed")
-    if found.previous != (before.hash if before else FIRST):
+    if found.previous != previous:
         raise AuditError(f"line {number}: entry {found.sequence} does not follow the entry before it")
+
+
+def _number(item: AuditEntry) -> int:
+    return item.sequence
+
+
+def _at_line(number: int, read: Callable[..., Result], *values: Any) -> Result:
+    try:
+        return read(*values)
+    except AuditError as error:
+        raise AuditError(f"line {number}: {error}") from error
 
 
 def _opened(document: Any, ca: bytes, role: Role, number: int) -> tuple[Signed, int, str]:

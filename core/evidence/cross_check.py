@@ -27,12 +27,14 @@ class LogComparison:
     """What two logs say of each other, in words.
 
     contradictions: they cannot both be true. lost: nothing contradicts what the coordinator says, but the
-    silo has no proof of it and will get none. pending: the silo is still to get its receipt.
+    silo has no proof of it and will get none. pending: the silo is still to get its receipt. absent: archives
+    that are not at hand, whose entries were not compared.
     """
 
     contradictions: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 def compare_logs(coordinator: Log, silo: Log, name: str, ca: bytes) -> LogComparison:
@@ -53,6 +55,7 @@ def compare_logs(coordinator: Log, silo: Log, name: str, ca: bytes) -> LogCompar
         ),
         (*(words for step, words in unsound.items() if step not in sound), *unproven.lost),
         unproven.pending,
+        (*_not_at_hand(coordinator, "the coordinator's log"), *_not_at_hand(silo, "the silo's log")),
     )
 
 
@@ -77,13 +80,12 @@ def witnessed(coordinator: Log, silo: Log, ca: bytes) -> list[int]:
     AuditError where a receipt that the coordinator has signed names an entry that its log does not hold.
     """
     receipts = [
-        entry
-        for entry in silo.entries[: silo.sealed]
-        if entry.action == "receipt" and not _unsigned(entry, ca)
+        entry for entry in silo.until(silo.sealed) if entry.action == "receipt" and not _unsigned(entry, ca)
     ]
     if contradictions := _rewritten(coordinator, {_step(entry): entry for entry in receipts}):
         raise AuditError("; ".join(contradictions[:3]))
-    return [int(entry.detail["sealed"]) for entry in receipts]
+    sealed = (int(entry.detail["sealed"]) for entry in receipts)
+    return [sequence for sequence in sealed if coordinator.hash_of(sequence)]
 
 
 def _step(entry: AuditEntry) -> Step:
@@ -110,10 +112,19 @@ def _rewritten(coordinator: Log, sent: Mapping[Step, AuditEntry]) -> list[str]:
     return [
         f"{_words(step)}: when the coordinator gave this receipt it had signed its entry "
         f"{entry.detail['sealed']}, {str(entry.detail['sealed_hash'])[:12]}; "
-        + (f"{now[:12]} stands there now" if now else f"this log ends at entry {len(coordinator.entries)}")
+        + (f"{now[:12]} stands there now" if now else f"this log ends at entry {coordinator.end}")
         + ": history was rewritten, an older backup was restored, or this is an older export"
         for step, entry in sent.items()
         if (now := coordinator.hash_of(int(entry.detail["sealed"]))) != entry.detail["sealed_hash"]
+        and (now or not coordinator.is_absent(int(entry.detail["sealed"])))
+    ]
+
+
+def _not_at_hand(log: Log, whose: str) -> list[str]:
+    return [
+        f"entries {archive.first} to {archive.last} of {whose} are archived, and {archive.name} is not at "
+        "hand: what they tell was not compared; name it with --archive"
+        for archive in log.absent
     ]
 
 
@@ -142,6 +153,9 @@ def _unproven(
             pending.append(f"{step}: no proof yet: the silo has sent its update and waits for the receipt")
         elif update in sent:
             lost.append(f"{step}: the proof was lost at the silo, which sent its update and has no receipt")
+        elif silo.absent:
+            # What tells of it may be in the archive: that is said, and accuses nobody.
+            continue
         elif entry.time < begins:
             lost.append(f"{step}: the proof was lost at the silo, whose log begins only later")
         else:
@@ -151,7 +165,7 @@ def _unproven(
 
 def _followed(sent: AuditEntry, silo: Log) -> bool:
     """Whether the silo's job has gone on since; before that its agent still asks for the receipt."""
-    return any(entry.object == sent.object for entry in silo.entries[sent.sequence :])
+    return any(entry.object == sent.object for entry in silo.after(sent.sequence))
 
 
 def _contradicted(

@@ -36,11 +36,11 @@ def check_provenance(model: Path, statement: Path, ca: bytes) -> Signed:
 
 
 def is_recorded(statement: Signed, log: Log, proven: int) -> bool:
-    """Whether the log holds, among its first `proven` entries, every round that the statement tells of."""
+    """Whether the log holds, among its entries up to `proven`, every round that the statement tells of."""
     job, config = statement.values["job"], statement.values["config"]
     known = {
         (item.detail["round"], item.detail["model"])
-        for item in log.entries[:proven]
+        for item in log.until(proven)
         if item.action == "round_committed" and item.object == job and item.detail["config"] == config
     }
     return all((one["round"], one["model"]) in known for one in statement.values["rounds"])

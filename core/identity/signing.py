@@ -8,6 +8,7 @@ purpose is none for another. The purposes:
     update      a silo's update of one step: its bytes, its weight, the model that it is for
     receipt     what the coordinator did with an update
     seal        the audit log up to an entry
+    archive     which entries of the audit log a file of its own holds
     provenance  where a model comes from
     backup      what a coordinator's backup holds
     renewal     a silo's request for new certificates of its keys
@@ -34,7 +35,16 @@ VOUCHED_FOR = ("token:", "oidc:")
 """How the names begin of those who have nothing to sign with; no certificate's name can."""
 SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
 Purpose = Literal[
-    "job", "vouched", "update", "receipt", "seal", "provenance", "backup", "renewal", "installation"
+    "job",
+    "vouched",
+    "update",
+    "receipt",
+    "seal",
+    "archive",
+    "provenance",
+    "backup",
+    "renewal",
+    "installation",
 ]
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from sqlalchemy.engine import Connection
 
 from roundtable.core.errors import StorageError
+from roundtable.core.evidence.audit_archive import unpack
 from roundtable.core.evidence.audit_log import AuditEntry, entry
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.store import Database
 from roundtable.server.store import audit as store
+from roundtable.server.store.audit_archives import Load, archives
 
 log = logging.getLogger("roundtable.server.auth.audit")
 
@@ -33,9 +36,17 @@ LAST = 2**31 - 1
 class AuditLog:
     """Writes, signs and reads the log. Without an identity it is chained, but not signed."""
 
-    def __init__(self, database: Database, identity: SiloIdentity | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        identity: SiloIdentity | None,
+        load: Load,
+        clock: Callable[[], float],
+    ) -> None:
+        """`load` gives an archive by its digest."""
         self._database = database
         self._identity = identity
+        self._load = load
         self._clock = clock
         self._waiting: list[AuditEntry] = []
         self._unwritten = 0
@@ -93,10 +104,22 @@ class AuditLog:
         made = await self._database.write(lambda connection: self._seal(connection, items, now))
         self.sealed = made or self.sealed
 
-    async def lines(self, first: int) -> AsyncIterator[list[str]]:
-        """Yields the log from an entry on, in pages, signed up to its end."""
+    async def lines(self, first: int, live: bool = False) -> AsyncIterator[list[str]]:
+        """Yields the log from an entry on, in pages, signed up to its end; from the beginning of the archive
+        that holds the entry, if one does.
+
+        Of a `live` log the archives' statements stand for them. StorageError where an archive is damaged.
+        """
         await self.seal()
-        place = min(max(1, first), LAST)
+        rows = await self._database.read(archives)
+        for row in rows:
+            if live:
+                yield [row.line]
+            elif row.last >= first:
+                lines = unpack(await asyncio.to_thread(self._load, row.artifact))
+                while page := await asyncio.to_thread(lambda: list(islice(lines, PAGE))):  # noqa: B023
+                    yield page
+        place = min(max(1, first, rows[-1].last + 1 if rows else 1), LAST)
         while True:
             begin = place
             page, place = await self._database.read(

@@ -181,7 +181,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
 
     @override
     async def ReadAudit(self, request: pb.ReadAuditRequest, context: Context) -> None:  # type: ignore[override]
-        async for page in self._audit.lines(door.place_of(request.from_sequence)):
+        async for page in self._audit.lines(door.place_of(request.from_sequence), request.live):
             for lines in _parts(page):
                 await context.write(pb.AuditLines(lines=lines))
 

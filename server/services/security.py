@@ -42,6 +42,7 @@ from roundtable.server.operations.incidents import quota_incident
 from roundtable.server.services.administration import AdministrationService
 from roundtable.server.services.enrolling import EnrolmentService
 from roundtable.server.store import Database
+from roundtable.server.store.audit_archives import Load
 from roundtable.server.versions import versions
 
 log = logging.getLogger("roundtable.server.services.security")
@@ -58,6 +59,7 @@ class Security:
         database: Database,
         credentials: Credentials,
         alerts: Alerts,
+        load: Load,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -68,7 +70,7 @@ class Security:
         self.identity = _identity(self._folder)
         provider = Provider(config.oidc) if config.oidc else None
         self.principals = Principals(database, self._folder, credentials.ca, clock, provider)
-        self.audit = AuditLog(database, self.identity, clock)
+        self.audit = AuditLog(database, self.identity, load, clock)
         self._lockouts = Lockouts(time.monotonic)
         self.quotas = Quotas(config.quotas, time.monotonic, self._exceeded)
         self.access = Access(self.principals, self.audit, self._lockouts, self.quotas, time.monotonic)

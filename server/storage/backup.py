@@ -23,8 +23,7 @@ from roundtable.core.identity.credentials import CA_CERTIFICATE, SiloIdentity, i
 from roundtable.server.config import ServerConfig
 from roundtable.server.storage.backup_folder import MANIFEST, BackupFolder, object_name, staged
 from roundtable.server.storage.backup_proof import FORMAT, open_manifest, signed_manifest
-from roundtable.server.storage.copies import Vanished, artifact_pieces, checked
-from roundtable.server.storage.location import Location, blob_name
+from roundtable.server.storage.copies import Vanished, stored_pieces
 from roundtable.server.storage.sealing import BackupKey, SetCipher
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
@@ -136,7 +135,7 @@ def _write_artifact(
         made.shared_bytes += target.size(name)
         return
     try:
-        target.write(name, _pieces(config, digest))
+        target.write(name, stored_pieces(config, digest))
     except Vanished as error:
         raise StorageError(
             f"artifact {digest} is missing from {config.bucket or config.artifacts}, though the database "
@@ -145,12 +144,3 @@ def _write_artifact(
     made.again += earlier is not None
     made.copied += 1
     made.copied_bytes += target.size(name)
-
-
-def _pieces(config: ServerConfig, digest: str) -> Iterator[bytes]:
-    if not config.bucket:
-        return artifact_pieces(Path(config.artifacts) / "objects" / blob_name(digest))
-    pieces = Location(config.bucket, "bucket").stream(blob_name(digest))
-    if pieces is None:
-        raise Vanished
-    return checked(digest, pieces, f"in {config.bucket}")

@@ -23,12 +23,11 @@ from roundtable.server.storage.backup_folder import BackupFolder
 from roundtable.server.storage.backup_restore import restore
 from roundtable.server.storage.sealing import BackupKey
 from roundtable.server.store import Database, JobRow
-from roundtable.server.store import audit as audit_store
 from roundtable.server.store.artifacts import all_digests, mentioned
+from roundtable.server.store.audit_archives import whole_log
 from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
 from roundtable.server.store.migrate import revision_of
 
-_PAGE = 500
 _SPARE_BYTES = 64 << 20
 
 
@@ -100,6 +99,7 @@ def _looked_at(
     backup: BackupFolder,
     tell: Callable[[str], None],
 ) -> Drill:
+    store = ArtifactStore(Path(config.artifacts), database.identity)
     with database.snapshot() as connection:
         opened = revision_of(connection)
         rows = sum(_same_rows(connection, backup, name) for name in manifest["files"])
@@ -108,8 +108,7 @@ def _looked_at(
         _check_goes_on(connection)
         digests = all_digests(connection)
         tell("reading the audit log")
-        log = _audit_log(connection, (Path(config.credentials) / CA_CERTIFICATE).read_bytes())
-    store = ArtifactStore(Path(config.artifacts), database.identity)
+        log = _audit_log(connection, store, (Path(config.credentials) / CA_CERTIFICATE).read_bytes())
     for number, digest in enumerate(digests):
         tell(f"hashing restored artifact {number + 1} of {len(digests)}")
         store.path(digest)
@@ -158,18 +157,12 @@ def _check_goes_on(connection: Connection) -> None:
             )
 
 
-def _audit_log(connection: Connection, ca: bytes) -> Log:
-    lines, place = list[str](), 1
-    while True:
-        page, place = audit_store.lines(connection, place, _PAGE)
-        if not page:
-            break
-        lines += page
+def _audit_log(connection: Connection, store: ArtifactStore, ca: bytes) -> Log:
     try:
-        log = read_log(lines, ca)
+        log = read_log(whole_log(connection, store.load), ca)
         check_signed(log)
     except AuditError as error:
         raise StorageError(f"the restored audit log does not hold: {error}") from error
-    if log.sealed != len(log.entries):
-        raise StorageError(f"of {len(log.entries)} entries of the restored audit log {log.sealed} are signed")
+    if log.sealed != log.end:
+        raise StorageError(f"of {log.end} entries of the restored audit log {log.sealed} are signed")
     return log

@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 from roundtable.core.errors import AuditError, IdentityError, StorageError
+from roundtable.core.evidence.audit_archive import unpack
 from roundtable.core.evidence.audit_log import AuditEntry, Log, read_log
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import Signed, envelope, open_envelope
@@ -73,10 +74,10 @@ def check_files(backup: BackupFolder, manifest: Mapping[str, Any]) -> None:
 def check_rows(backup: BackupFolder, manifest: Mapping[str, Any], ca: bytes) -> Log:
     """The audit log in a backup. StorageError where it does not hold, or where rows do not follow from it."""
     try:
-        log = read_log(_audit_lines(backup), ca)
+        log = read_log(_audit_lines(backup, f"{TABLES}/archives.jsonl" in manifest["files"]), ca)
     except AuditError as error:
         raise StorageError(f"the audit log in the backup does not hold: {error}") from error
-    if [len(log.entries), log.hash_of(len(log.entries))] != list(manifest["audit"]):
+    if [log.end, log.hash_of(log.end)] != list(manifest["audit"]):
         raise StorageError("the audit log in the backup does not end where its manifest says")
     contradictions = [*_tokens(backup, log), *_revocations(backup, log), *_certificates(backup, log)]
     if contradictions:
@@ -98,7 +99,9 @@ def _rows(backup: BackupFolder, table: str) -> Rows:
     return [json.loads(line) for line in backup.lines(f"{TABLES}/{table}.jsonl")]
 
 
-def _audit_lines(backup: BackupFolder) -> Iterator[str]:
+def _audit_lines(backup: BackupFolder, has_archives: bool) -> Iterator[str]:
+    for row in _rows(backup, "archives") if has_archives else []:
+        yield from unpack(b"".join(backup.read(object_name(row["artifact"]))))
     for row in _rows(backup, "audit"):
         yield AuditEntry(**{**row, "detail": json.loads(row["detail"])}).to_line()
     for row in _rows(backup, "seals"):

@@ -9,8 +9,10 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.core.errors import StorageError
+from roundtable.server.config import ServerConfig
 from roundtable.server.storage.blobs import READ_BYTES, os_error, sync_folder
 from roundtable.server.storage.bucket import Bucket
+from roundtable.server.storage.location import Location, blob_name
 
 
 class Vanished(Exception):
@@ -60,6 +62,16 @@ def artifact_pieces(path: Path) -> Iterator[bytes]:
         yield from checked(path.name, pieces_of(path), f"in {path.parent.parent}")
     except FileNotFoundError as error:
         raise Vanished from error
+
+
+def stored_pieces(config: ServerConfig, digest: str) -> Iterator[bytes]:
+    """An artifact's bytes from where a coordinator with these settings has it; see `artifact_pieces`."""
+    if not config.bucket:
+        return artifact_pieces(Path(config.artifacts) / "objects" / blob_name(digest))
+    pieces = Location(config.bucket, "bucket").stream(blob_name(digest))
+    if pieces is None:
+        raise Vanished
+    return checked(digest, pieces, f"in {config.bucket}")
 
 
 def checked(digest: str, pieces: Iterable[bytes], where: str) -> Iterator[bytes]:

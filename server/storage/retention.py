@@ -27,6 +27,7 @@ from roundtable.server.store.artifacts import (
     old_models,
     spent_updates,
 )
+from roundtable.server.store.audit_archives import archives
 from roundtable.server.store.ended_jobs import delete_job, retire_artifacts, retire_events
 from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
 
@@ -93,12 +94,15 @@ class Retention:
         """Queues for copying, after a start, what was committed while nothing could be copied."""
         try:
             rows = await self._database.read(unfinished_jobs)
+            archived = await self._database.read(archives)
         except StorageError as error:
             log.warning("copies are made after the next commit: %s", error)
             return
         for row in rows:
             for digest in (row.initial_model, row.model, row.optimizer):
                 self.replicas.offer(digest)
+        for archive in archived:
+            self.replicas.offer(archive.artifact)
 
     async def delete_job(self, job: str, who: str, now: float) -> bool:
         """Deletes a job that is over, but for its charges; False where it is not, or was deleted before."""

@@ -24,15 +24,20 @@ from roundtable.engine.validation.repeatable import why_not_repeatable
 from roundtable.engine.verification.bundle import JOB, LOG, OBJECTS, ROUNDS, object_path, round_path
 from roundtable.server.config import ServerConfig
 from roundtable.server.storage.bucket import Bucket
-from roundtable.server.storage.copies import Vanished, copy_artifact, fetch_artifact, make_folders
+from roundtable.server.storage.copies import (
+    Vanished,
+    copy_artifact,
+    fetch_artifact,
+    make_folders,
+    stored_pieces,
+)
 from roundtable.server.store import Database, JobRow
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store.artifacts import mentioned
+from roundtable.server.store.audit_archives import whole_log
 from roundtable.server.store.combined import combined_updates
 from roundtable.server.store.jobs import find_job, history
 from roundtable.server.store.rows import UpdateRow, to_json
-
-_PAGE = 500
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def write_bundle(config: ServerConfig, wanted: str, folder: Path) -> Written:
             row = find_job(connection, wanted, ("", ""))
             records = [json.loads(record) for record in history(connection, row.id)]
             why_not = why_not_repeatable(job_from_json(row.config))
-            _write_lines(folder / LOG, _log(connection, identity))
+            _write_lines(folder / LOG, _log(connection, identity, config))
             (folder / JOB).write_text(to_json(_job(row)), encoding="utf-8")
             digests = {row.initial_model}
             for record in () if why_not else records:
@@ -116,14 +121,16 @@ def _round(record: Mapping[str, Any], updates: list[UpdateRow]) -> dict[str, Any
     }
 
 
-def _log(connection: Connection, identity: SiloIdentity) -> Iterator[str]:
-    """The audit log with its seals, and one more under its end: nothing is written into the database."""
-    place = 1
-    while True:
-        page, place = audit_store.lines(connection, place, _PAGE)
-        if not page:
-            break
-        yield from page
+def _log(connection: Connection, identity: SiloIdentity, config: ServerConfig) -> Iterator[str]:
+    """The whole audit log with its seals, and one more under its end: the database stays as it is."""
+
+    def load(digest: str) -> bytes:
+        try:
+            return b"".join(stored_pieces(config, digest))
+        except Vanished:
+            raise StorageError(f"artifact {digest}, an archive of the audit log, is missing") from None
+
+    yield from whole_log(connection, load)
     sequence, digest = audit_store.end(connection)
     if sequence:
         values = {"sequence": sequence, "hash": digest, "time": time.time()}

@@ -15,7 +15,7 @@ from roundtable.engine.validation.repeatable import why_not_repeatable
 from roundtable.server.store import tables
 from roundtable.server.store.rows import ArtifactRow
 
-SECRET_KINDS = ("update", "optimizer")
+SECRET_KINDS = ("update", "optimizer", "audit")
 LIVE = ("waiting", "running", "paused")
 
 
@@ -112,9 +112,10 @@ def _config(connection: Connection, job: str) -> str:
 
 def left_over(connection: Connection, before: float) -> list[str]:
     """All updates, and models and optimizer states from before that time that no round has taken: of
-    attempts that were given up, and initial models that no job was made of."""
+    attempts that were given up, and initial models that no job was made of. Not the audit log's archives."""
     table, used = tables.artifacts.c, tables.rounds.c
-    rounds = sa.union(sa.select(used.model), sa.select(used.optimizer)).subquery()
+    archives = sa.select(tables.archives.c.artifact)
+    rounds = sa.union(sa.select(used.model), sa.select(used.optimizer), archives).subquery()
     old = sa.or_(table.created < before, table.kind == "update")
     query = sa.select(table.digest).where(old, table.digest.not_in(sa.select(rounds)))
     return sorted(connection.execute(query).scalars())
@@ -130,7 +131,7 @@ def forget_unused(connection: Connection, digests: Sequence[str], keep: Keep) ->
     """Deletes the rows of those that no job needs, and returns them; the files may then go.
 
     Needed are each job's initial and newest model and optimizer state, what its running round has made
-    and received, and the rounds that are to be kept.
+    and received, the rounds that are to be kept, and archives of the audit log.
     """
     gone = [digest for digest in digests if not _needed(connection, digest, keep)]
     if gone:
@@ -147,7 +148,9 @@ def _needed(connection: Connection, digest: str, keep: Keep) -> bool:
             sa.and_(jobs.status.in_(LIVE), jobs.snapshot.contains(digest)),
         ),
     )
-    return connection.execute(current.limit(1)).first() is not None or _recent(connection, digest, keep)
+    archive = sa.select(tables.archives.c.first).where(tables.archives.c.artifact == digest)
+    needed = any(connection.execute(query.limit(1)).first() for query in (current, archive))
+    return needed or _recent(connection, digest, keep)
 
 
 def _counts(keep: Keep) -> sa.ColumnElement[bool]:

@@ -294,3 +294,14 @@ seals = Table(
     Column("document", Text, nullable=False),
     Column("time", Double, nullable=False),
 )
+
+archives = Table(
+    "archives",
+    metadata,
+    # Append-only: which entries of the audit log, with their seals, are an artifact; the signed statement.
+    Column("first", Integer, primary_key=True, autoincrement=False),
+    Column("last", Integer, nullable=False),
+    Column("document", Text, nullable=False),
+    Column("artifact", DIGEST, nullable=False),
+    Column("time", Double, nullable=False),
+)

@@ -26,6 +26,13 @@ FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 ca_option = click.option(
     "--ca", "authority", type=FILE, default="ca.crt", show_default=True, help="The root's certificate."
 )
+archive_option = click.option(
+    "--archive",
+    "archives",
+    type=click.Path(path_type=Path, exists=True),
+    multiple=True,
+    help="An archive that the log names, or a folder of them. May be repeated.",
+)
 
 
 @click.group()
@@ -35,12 +42,13 @@ def audit() -> None:
 
 @audit.command("export")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--live", is_flag=True, help="Without what is archived: signed statements stand for that.")
 @connection_options
-def export(output: Path, coordinator: str | None, credentials: Path | None) -> None:
+def export(output: Path, live: bool, coordinator: str | None, credentials: Path | None) -> None:
     """Write the coordinator's whole audit log, signed up to its end, as JSON lines."""
     count = 0
     with administrate(coordinator, credentials) as operator, output.open("w", encoding="utf-8") as file:
-        for line in operator.audit():
+        for line in operator.audit(live=live):
             file.write(line + "\n")
             count += line.startswith('{"entry"')
     say(f"Wrote {count} entries to {output}. Keep it: a later export must go on where this one ends.")
@@ -50,6 +58,7 @@ def export(output: Path, coordinator: str | None, credentials: Path | None) -> N
 @click.argument("file", type=FILE)
 @ca_option
 @click.option("--since", type=FILE, help="An earlier export: FILE must contain all of it, unchanged.")
+@archive_option
 @click.option("--silo", is_flag=True, help="FILE is a silo's own log, audit.jsonl in its state folder.")
 @click.option(
     "--witness",
@@ -63,20 +72,22 @@ def verify(
     file: Path,
     authority: Path,
     since: Path | None,
+    archives: tuple[Path, ...],
     silo: bool,
     witnesses: tuple[Path, ...],
     as_json: bool,
 ) -> int:
     """Find any entry of FILE that was changed, removed, or moved. Needs the root's certificate only.
 
-    Exit code 3: nothing contradicts FILE, but its last entries are proven by nothing.
+    Exit code 3: nothing contradicts FILE, but its last entries are proven by nothing, or entries are archived
+    and their archive was not looked at.
     """
     from roundtable.core.evidence.audit_log import check_signed, compare
     from roundtable.core.evidence.cross_check import witnessed
 
     if silo and witnesses:
         raise click.UsageError("--witness is for the coordinator's log: leave --silo out")
-    log = read_export(file, authority, silo)
+    log = read_export(file, authority, silo, archives)
     if not silo:
         check_signed(log)
     if since is not None:
@@ -88,18 +99,30 @@ def verify(
     ]
     proven = log.proven(time.time(), seen)
     if as_json:
-        values = {"entries": len(log.entries), "signed": log.sealed, "proven": proven}
+        values = {"entries": log.end, "signed": log.sealed, "proven": proven, "not_at_hand": _missing(log)}
         print_json({**values, "signers": sorted(log.signers)})
     else:
         _say(file, log, proven)
-    return UNPROVEN if proven < len(log.entries) else 0
+    return UNPROVEN if proven < log.end or log.absent else 0
+
+
+def _missing(log: Log) -> int:
+    """How many entries are in archives that were not looked at."""
+    return sum(archive.last + 1 - archive.first for archive in log.absent)
 
 
 def _say(file: Path, log: Log, proven: int) -> None:
     """What a log that holds together proves, and what it does not."""
-    count, signers = len(log.entries), ", ".join(sorted(log.signers))
+    count, signers = log.end, ", ".join(sorted(log.signers))
     signed = f"signed by {signers} up to entry {log.sealed}" if log.seals else "unsigned"
     say(f"{file} holds together: {count} entries, {signed}.")
+    if log.absent:
+        names = ", ".join(archive.name for archive in log.absent)
+        say(
+            f"ARCHIVED: of these {_missing(log)} entries are archived, archive not at hand ({names}). "
+            "Its statement is signed and the chain goes on behind it; the entries themselves were not looked "
+            "at: --archive FILE."
+        )
     if log.sealed > proven:
         ended = datetime.fromtimestamp(log.seals[log.sealed].ends, UTC)
         say(
@@ -125,17 +148,33 @@ def _say(file: Path, log: Log, proven: int) -> None:
 @click.argument("coordinators", metavar="COORDINATOR_LOG", type=FILE)
 @click.argument("silos", metavar="SILO_LOG", type=FILE)
 @ca_option
+@archive_option
+@click.option(
+    "--silo-archive",
+    "silo_archives",
+    type=click.Path(path_type=Path, exists=True),
+    multiple=True,
+    help="The same for the silo's log.",
+)
 @json_option
-def cross_check(coordinators: Path, silos: Path, authority: Path, as_json: bool) -> int:
+def cross_check(
+    coordinators: Path,
+    silos: Path,
+    authority: Path,
+    archives: tuple[Path, ...],
+    silo_archives: tuple[Path, ...],
+    as_json: bool,
+) -> int:
     """Lay a silo's own log beside the coordinator's: do both tell the same story?
 
-    Exit code 1: they contradict each other. 3: nothing does, but the silo has lost a proof. 4: it is still to
-    get one; compare again when its agent has had the coordinator's answer.
+    Exit code 1: they contradict each other. 3: nothing does, but the silo has lost a proof, or an archive was
+    not compared. 4: it is still to get one; compare again when its agent has had the coordinator's answer.
     """
     from roundtable.core.evidence.audit_log import check_signed
     from roundtable.core.evidence.cross_check import compare_logs
 
-    theirs, own = read_export(coordinators, authority, False), read_export(silos, authority, True)
+    theirs = read_export(coordinators, authority, False, archives)
+    own = read_export(silos, authority, True, silo_archives)
     check_signed(theirs)
     name = owner_of(silos, own)
     found = compare_logs(theirs, own, name, authority.read_bytes())
@@ -147,6 +186,7 @@ def cross_check(coordinators: Path, silos: Path, authority: Path, as_json: bool)
             ("CONTRADICTION", found.contradictions),
             ("UNPROVEN", found.lost),
             ("WAITING", found.pending),
+            ("ARCHIVED", found.absent),
         ):
             for line in lines:
                 say(f"{word}: {line}")
@@ -154,7 +194,7 @@ def cross_check(coordinators: Path, silos: Path, authority: Path, as_json: bool)
             say(f"Both logs agree on {name}: {receipts} receipts, all signed by the coordinator.")
     if found.contradictions:
         return 1
-    return UNPROVEN if found.lost else NO_PROOF_YET if found.pending else 0
+    return UNPROVEN if found.lost or found.absent else NO_PROOF_YET if found.pending else 0
 
 
 @click.group()
@@ -180,10 +220,16 @@ def provenance(
 @click.argument("file", type=FILE)
 @click.option("--statement", type=FILE, help="Default: FILE with .provenance.json at its end.")
 @click.option("--log", "export", type=FILE, help="The coordinator's audit log: it must hold every round.")
+@archive_option
 @ca_option
 @json_option
 def verify_model(
-    file: Path, statement: Path | None, export: Path | None, authority: Path, as_json: bool
+    file: Path,
+    statement: Path | None,
+    export: Path | None,
+    archives: tuple[Path, ...],
+    authority: Path,
+    as_json: bool,
 ) -> int:
     """Check offline that FILE is the model of a signed statement, and say what the statement says.
 
@@ -195,7 +241,7 @@ def verify_model(
     provenance, now = check_provenance(file, place, authority.read_bytes()), time.time()
     values, proven = provenance.values, provenance.ends >= now
     if export is not None:
-        log = read_export(export, authority, False)
+        log = read_export(export, authority, False, archives)
         proven = is_recorded(provenance, log, log.proven(now))
     if as_json:
         print_json({"signer": provenance.signer, "proven": proven, **values})
@@ -229,9 +275,12 @@ def owner_of(file: Path, log: Log) -> str:
     return names.pop()
 
 
-def read_export(file: Path, authority: Path, silo: bool) -> Log:
-    """A log that holds together: the coordinator's, or a silo's own."""
-    from roundtable.core.evidence.audit_log import read_log
+def read_export(file: Path, authority: Path, silo: bool, archives: tuple[Path, ...] = ()) -> Log:
+    """A log that holds together: the coordinator's, or a silo's own, with archives that it names."""
+    from roundtable.core.evidence.archive_shelf import ArchiveShelf
 
+    shelf = ArchiveShelf(archives, authority.read_bytes(), "agent" if silo else "coordinator")
     with file.open(encoding="utf-8", errors="replace") as lines:
-        return read_log(lines, authority.read_bytes(), "agent" if silo else "coordinator")
+        log = shelf.read(lines)
+    shelf.check_all_used(str(file))
+    return log
