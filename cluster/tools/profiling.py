@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from roundtable.client.training.loaders import collate_of
 from roundtable.client.training.local_training import split_data
 from roundtable.client.training.stream_batches import streamed
 from roundtable.client.worker.executor import choose_device
+from roundtable.cluster.plan.arithmetic import ExampleCost, count_work
+from roundtable.cluster.plan.device_peaks import peak_flops
+from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.tools.silo_job import load_silo_job
+from roundtable.cluster.train.rank_trainer import most_memory
+from roundtable.cluster.train.round_reports import RoundFigures, StepReport
 from roundtable.core.config import JobConfig
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import Site, initial_state
@@ -29,13 +35,17 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class Profile:
-    """The path of the trace, the speed of the steps, and a table of the operators that took most time."""
+    """The path of the trace, the speed of the steps, and a table of the operators that took most time.
+
+    `report` is as of a round on a cluster, of this one device.
+    """
 
     trace: Path
     device: str
     steps: int
     examples_per_second: float
     table: str
+    report: dict[str, Any]
 
 
 def profile_job(
@@ -66,18 +76,55 @@ def profile_job(
     for batch in islice(batches, _WARM_UP):
         step(batch.data)
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    seen, began = 0, time.perf_counter()
+    figures, work = RoundFigures(), count_work(task, example_batch(data))
+    peak = peak_flops(loaded.table, device)
     with profile(activities=kinds, profile_memory=True, with_flops=True) as profiler:
-        for batch in batches:
+        ended = began = time.perf_counter()
+        for number, batch in enumerate(batches, 1):
+            arrived = time.perf_counter()
             step(batch.data)
-            seen += batch.size
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            now = time.perf_counter()
+            figures.add(_report(number, steps, batch.size, now - ended, arrived - ended, device, work, peak))
+            ended = now
         elapsed = time.perf_counter() - began
     profiler.export_chrome_trace(str(output))
     order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
     table = profiler.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=40)
-    return Profile(output, str(device), steps, seen / elapsed, table)
+    report = {**figures.alone(_memory_of(device)), "plan": "one device", "strategy": {}}
+    return Profile(output, str(device), steps, figures.examples / elapsed, table, report)
+
+
+def _report(
+    step: int,
+    steps: int,
+    examples: int,
+    seconds: float,
+    waiting: float,
+    device: torch.device,
+    work: ExampleCost,
+    peak: float,
+) -> StepReport:
+    able = peak * max(seconds, 1e-9)
+    return StepReport(
+        step=step,
+        steps=steps,
+        examples=examples,
+        loss=math.nan,
+        norm=math.nan,
+        learning_rate=math.nan,
+        seconds=seconds,
+        waiting=waiting,
+        memory=most_memory(device),
+        tokens=work.tokens * examples,
+        utilisation=work.flops * examples / able if able and work.flops else None,
+    )
+
+
+def _memory_of(device: torch.device) -> float:
+    """A GPU's memory in bytes; 0 for a CPU, whose memory is not this job's alone."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0.0
 
 
 def _batches(data: Any, job: JobConfig, steps: int, device: torch.device) -> Iterator[Batch]:

@@ -28,7 +28,7 @@ from roundtable.client.worker.executor import EVALUATION_BATCHES, Settings, say_
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.parallel.shards import finite, prepare_update, write_deltas
+from roundtable.cluster.parallel.shards import prepare_update, write_deltas
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import broadcast_text
@@ -42,12 +42,19 @@ from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder, mirrors
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.local_state import OwnTensors, save_local
-from roundtable.cluster.train.loss_guard import CheckpointTimes
+from roundtable.cluster.train.loss_guard import CheckpointTimes, last_sound
 from roundtable.cluster.train.orders import Advice
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
 from roundtable.cluster.train.rank_trainer import RankTrainer
-from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Wishes, round_metrics
+from roundtable.cluster.train.round_reports import (
+    RoundFigures,
+    RoundProgress,
+    StepReport,
+    Wishes,
+    report_round,
+    round_metrics,
+)
 from roundtable.cluster.train.streams import why_shared
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig, job_from_json
@@ -114,12 +121,14 @@ class GroupExecutor:
             saved = self._save(trainer, checkpoints, position)
             times.saved()
 
-        wishes = Wishes(withdrawn, times.due)
+        wishes, figures = Wishes(withdrawn, times.due), RoundFigures()
         try:
-            trainer.fit(batches, order.round, done, watch, wishes=wishes, save=save, times=times)
+            trainer.fit(
+                batches, order.round, done, figures.seen_by(watch), wishes=wishes, save=save, times=times
+            )
         except InvalidUpdate as error:
             checkpoints.finish()
-            raise InvalidUpdate(error.reason, f"{error}; {_last_sound(saved)}") from error
+            raise InvalidUpdate(error.reason, f"{error}; {last_sound(saved)}") from error
         self._end(trainer, checkpoints, order, _end_of(order, digest, batches.position))
         place = batches.place(batches.steps, self._group.control)
         kept = {} if place is None else {NAME: position_tensor(place)}
@@ -129,8 +138,11 @@ class GroupExecutor:
             round_charge = self._round_charge(order)
             noise = noise_on_parts(trainer, start.vector, round_charge)
             return self._deliver_privately(trainer, order, start, round_charge, noise, kept)
-        _check_weights(trainer)
+        trainer.check_weights()
         digest, size = self._deliver(trainer, order, start, kept=kept)
+        group = self._group
+        memory = group.resources.memory
+        report_round(figures, order, trainer.strategy, group.folder, group.control, memory)
         return TrainedUpdate(
             digest=digest,
             size=size,
@@ -198,7 +210,7 @@ class GroupExecutor:
         kept: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> TrainedUpdate:
         """Pays, then delivers; nothing exact leaves beside what has its noise: neither loss nor count."""
-        _check_weights(trainer)
+        trainer.check_weights()
         round_charge.settle(self._group.control)
         digest, size = self._deliver(trainer, order, start, change, kept)
         return TrainedUpdate(digest=digest, size=size, examples=1, metrics={})
@@ -379,18 +391,3 @@ def _end_of(order: Order, digest: str, step: int) -> Position:
 
 def _learns(each: tuple[str, Tensor]) -> bool:
     return isinstance(each[1], nn.Parameter) and each[1].requires_grad
-
-
-def _last_sound(step: int) -> str:
-    if step:
-        return f"the round's last sound checkpoint is that of step {step}, in the silo's state folder"
-    return "the round has no checkpoint, so it would begin anew ([cluster] checkpoint_steps keeps some)"
-
-
-def _check_weights(trainer: RankTrainer) -> None:
-    if not finite(trainer.replica.tensors(), trainer.device):
-        raise InvalidUpdate(
-            "non_finite",
-            "training ended with weights that are not finite; lower [algorithm] learning_rate "
-            f"(now {trainer.job.algorithm.learning_rate}) or set max_gradient_norm",
-        )

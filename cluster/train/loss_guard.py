@@ -134,6 +134,13 @@ class CheckpointTimes:
         return due or reached or bool(every and step % every == 0)
 
 
+def last_sound(step: int) -> str:
+    """From where a round could go on whose checkpoint is of this step; 0: it has none."""
+    if step:
+        return f"the round's last sound checkpoint is that of step {step}, in the silo's state folder"
+    return "the round has no checkpoint, so it would begin anew ([cluster] checkpoint_steps keeps some)"
+
+
 def refuse_step(loss: float, norm: float, own: Sequence[float], step: int, round: int) -> InvalidUpdate:
     """The error of a step that was not taken. Collective: each rank gives its `own` micro-batches' losses."""
     lossy = gather_text("" if all(map(math.isfinite, own)) else "loss")

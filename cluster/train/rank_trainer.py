@@ -21,7 +21,7 @@ from roundtable.client.training.metrics import Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.worker.worker import Stopped
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.parallel.shards import Places, local_of
+from roundtable.cluster.parallel.shards import Places, finite, local_of
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
@@ -46,7 +46,7 @@ from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharin
 from roundtable.cluster.train.streams import StreamedBatches
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, InvalidUpdate
 from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import Task
@@ -213,6 +213,15 @@ class RankTrainer:
                 raise Stopped
             ended = time.perf_counter()
         self.finish()
+
+    def check_weights(self) -> None:
+        """Raises InvalidUpdate, on every rank, where the trained weights are not all finite."""
+        if not finite(self.replica.tensors(), self.device):
+            raise InvalidUpdate(
+                "non_finite",
+                "training ended with weights that are not finite; lower [algorithm] learning_rate "
+                f"(now {self.job.algorithm.learning_rate}) or set max_gradient_norm",
+            )
 
     def finish(self) -> None:
         """Ends a round's training: drops gradients, and averages buffers over the ranks."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from roundtable.client.durable_files import append_synced, replace_synced
 from roundtable.client.training.metrics import Metrics
+from roundtable.client.worker.worker_order import Order
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.text_collectives import gather_text
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,147 @@ class StepReport:
     tokens: int = 0
     communicating: float | None = None
     utilisation: float | None = None
+
+
+@dataclass
+class Spread:
+    """Mean, least, most and standard deviation of a figure over steps, as they come (Welford 1962)."""
+
+    count: int = 0
+    mean: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Takes one step's value."""
+        self.count += 1
+        away = value - self.mean
+        self.mean += away / self.count
+        self.squares += away * (value - self.mean)
+        self.least, self.most = min(self.least, value), max(self.most, value)
+
+    def to_plain(self) -> dict[str, float] | None:
+        """As JSON; None where no step had the figure."""
+        if not self.count:
+            return None
+        deviation = math.sqrt(self.squares / self.count)
+        return {"mean": self.mean, "least": self.least, "most": self.most, "deviation": deviation}
+
+
+REPORTS = "rounds"
+_ROUNDS_KEPT = 1000
+_JOBS_KEPT = 100
+FIGURES = ("seconds", "communicating", "waiting", "utilisation", "tokens_per_second", "examples_per_second")
+"""What a round's report has a `Spread` of."""
+
+
+@dataclass
+class RoundFigures:
+    """A round's steps in figures, on this rank; what crosses from rank to rank is texts of JSON."""
+
+    steps: int = 0
+    examples: int = 0
+    tokens: int = 0
+    memory: int = 0
+    spreads: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in FIGURES})
+
+    def add(self, step: StepReport) -> None:
+        """Takes one step."""
+        self.steps += 1
+        self.examples += step.examples
+        self.tokens += step.tokens
+        self.memory = max(self.memory, step.memory)
+        speed = 1 / max(step.seconds, 1e-9)
+        for name, value in {
+            "seconds": step.seconds,
+            "communicating": step.communicating,
+            "waiting": step.waiting,
+            "utilisation": step.utilisation,
+            "tokens_per_second": step.tokens * speed if step.tokens else None,
+            "examples_per_second": step.examples * speed if step.examples else None,
+        }.items():
+            if value is not None:
+                self.spreads[name].add(value)
+
+    def seen_by(self, watch: Watch) -> Watch:
+        """What takes each step here, and then shows it to `watch`."""
+
+        def see(step: StepReport) -> None:
+            self.add(step)
+            watch(step)
+
+        return see
+
+    def alone(self, memory_limit: float) -> dict[str, Any]:
+        """The report where this is the only rank; `memory_limit` in bytes, 0 where it is not known."""
+        return self._report([self._own()], memory_limit)
+
+    def gathered(self, control: dist.ProcessGroup, memory_limit: float) -> dict[str, Any]:
+        """The report of the round: this rank's figures, and each rank's memory, waiting and seconds a step.
+
+        Collective. `memory_limit` is one device's, in bytes; 0 where it is not known.
+        """
+        ranks = [json.loads(text) for text in gather_text(json.dumps(self._own()), control)]
+        return self._report(ranks, memory_limit)
+
+    def _own(self) -> dict[str, float]:
+        return {
+            "memory": self.memory,
+            "waiting": self.spreads["waiting"].mean,
+            "seconds": self.spreads["seconds"].mean,
+        }
+
+    def _report(self, ranks: list[dict[str, float]], memory_limit: float) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "examples": self.examples,
+            "tokens": self.tokens,
+            "memory": max(rank["memory"] for rank in ranks),
+            "memory_limit": memory_limit,
+            **{name: spread.to_plain() for name, spread in self.spreads.items()},
+            "ranks": ranks,
+        }
+
+
+def report_round(
+    figures: RoundFigures,
+    order: Order,
+    strategy: Strategy,
+    folder: Path,
+    control: dist.ProcessGroup,
+    memory_limit: float,
+) -> None:
+    """Keeps a round's figures at the silo, where `roundtable client report` reads them. Collective."""
+    report = figures.gathered(control, memory_limit)
+    if dist.get_rank() == 0:
+        about = {"round": order.round, "attempt": order.attempt, "at": time.time()}
+        plan = {"plan": str(strategy), "strategy": strategy.to_plain()}
+        keep_report(folder, order.job, {**about, **plan, **report})
+
+
+def keep_report(folder: Path, job: str, report: Mapping[str, Any]) -> None:
+    """Appends a round's report to the job's, in the cluster's state folder; old jobs' and rounds' go."""
+    place = folder / REPORTS
+    place.mkdir(parents=True, exist_ok=True)
+    file = place / f"{job}.jsonl"
+    append_synced(file, json.dumps(report).encode() + b"\n")
+    lines = file.read_bytes().splitlines(keepends=True)
+    if len(lines) >= 2 * _ROUNDS_KEPT:
+        replace_synced(file, lines[-_ROUNDS_KEPT:])
+    files = sorted(place.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+    for path in files[:-_JOBS_KEPT]:
+        path.unlink(missing_ok=True)
+
+
+def kept_reports(folder: Path, job: str) -> list[dict[str, Any]]:
+    """The job's reports, oldest first; a line that a power cut left half written is passed over."""
+    file = folder / REPORTS / f"{job}.jsonl"
+    reports = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            reports.append(json.loads(line))
+    return reports
 
 
 @dataclass

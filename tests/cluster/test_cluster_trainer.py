@@ -14,6 +14,7 @@ from cluster_silo import ALGORITHM, TASK, Silo, watched
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.train.orders import SOCKET, Advice, leave_report
+from roundtable.cluster.train.round_reports import kept_reports
 from roundtable.core import JobConfig, load_task, save_model
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.initial_model import initial_model
@@ -35,6 +36,12 @@ async def test_rounds_on_warm_ranks_equal_one_process(tmp_path: Path) -> None:
         await trainer.train(silo.work(round=2, output="second"), watched([]))
         assert torch.allclose(silo.update("second"), silo.alone(round=2), atol=1e-6)
         assert trainer.launches == ranks == 1
+    reports = kept_reports(silo.config.state / "cluster", silo.work().step.job)
+    assert [(each["round"], each["examples"], len(each["ranks"])) for each in reports] == [
+        (1, 128, 2),
+        (2, 128, 2),
+    ]
+    assert reports[0]["seconds"]["least"] > 0
 
 
 async def test_ranks_tell_the_task_of_its_round_as_one_process_does(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import click
 from roundtable.cli.doctor import client_doctor
 from roundtable.cli.shared.install import install
 from roundtable.cli.shared.service_process import service_process
-from roundtable.cli.silo.cluster import plan, profile, verify_cluster
+from roundtable.cli.silo.cluster import plan, profile, report, verify_cluster
 from roundtable.cli.silo.maintenance import drain, resume
 from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
 from roundtable.cli.silo.silo_model import silo_model
@@ -71,6 +71,7 @@ for command in (
     jobs,
     plan,
     profile,
+    report,
     resume,
     silo_model,
     verify_cluster,

@@ -1,15 +1,21 @@
-"""`roundtable client plan`: how the silo's cluster would train a job."""
+"""`roundtable client plan`, `profile`, `report`: how the silo's cluster would train a job, and how it did."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from roundtable.cli.shared.options import json_option, set_option
 from roundtable.cli.shared.output import print_json, print_table, say, say_lines
+from roundtable.core.bounds import is_word
+from roundtable.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from roundtable.cluster.tools.advice import Hint
 
 
 @click.command()
@@ -112,13 +118,93 @@ def profile(
     if worlds is not None:
         _scaling(context.obj, job_file, worlds, steps, as_json, overrides)
         return
+    from roundtable.cluster.tools.advice import advise
     from roundtable.cluster.tools.profiling import profile_job
 
     profiled = profile_job(context.obj, job_file, overrides, steps, output)
+    advice = advise(profiled.report)
+    if as_json:
+        values = {"device": profiled.device, "trace": str(profiled.trace), **profiled.report}
+        print_json({**values, "advice": [asdict(each) for each in advice]})
+        return
     say_lines(profiled.table)
     say(
         f"{profiled.examples_per_second:,.0f} examples a second on {profiled.device}; trace: {profiled.trace}"
     )
+    _say_advice(advice)
+
+
+@click.command("report")
+@click.argument("job")
+@click.option("--last", type=click.IntRange(1), default=20, show_default=True, help="Rounds to show.")
+@json_option
+@click.pass_context
+def report(context: click.Context, job: str, last: int, as_json: bool) -> None:
+    """Print how fast a job's rounds ran on this silo's cluster, and what its figures advise.
+
+    The figures are the silo's own: they are in the agent's state folder and go nowhere.
+    """
+    from roundtable.client.policy.config import load_agent_config
+    from roundtable.cluster.tools.advice import advise, whole_job
+    from roundtable.cluster.train.round_reports import kept_reports
+
+    config = load_agent_config(context.obj)
+    reports = kept_reports(config.state / "cluster", job) if is_word(job) else []
+    if not reports:
+        raise ConfigError(
+            f"no round of {job!r} has been trained on this silo's cluster; `roundtable client jobs` names "
+            "the jobs that it takes part in"
+        )
+    whole = whole_job(reports)
+    advice = advise(whole)
+    if as_json:
+        print_json({"rounds": reports, "job": whole, "advice": [asdict(each) for each in advice]})
+        return
+    names = (
+        "round",
+        "steps",
+        "seconds a step",
+        "least to most",
+        "collectives",
+        "waiting",
+        "memory",
+        "examples/s",
+        "of peak",
+    )
+    rows = [_row(str(each["round"]), each) for each in reports[-last:]]
+    print_table(names, [*rows, _row("job", whole)], "")
+    _say_advice(advice)
+
+
+def _row(name: str, report: dict[str, Any]) -> tuple[str, ...]:
+    """One line: mean ± deviation and least to most of a step, and the means of the rest."""
+    from roundtable.cluster.plan.resources import format_bytes
+
+    seconds = report["seconds"]
+    whole = max(seconds["mean"], 1e-9)
+
+    def mean(name: str, form: str, over: float = 1.0) -> str:
+        return format(report[name]["mean"] / over, form) if report[name] is not None else "-"
+
+    return (
+        name,
+        str(report["steps"]),
+        f"{seconds['mean']:.3f} ± {seconds['deviation']:.3f}",
+        f"{seconds['least']:.3f} to {seconds['most']:.3f}",
+        mean("communicating", ".0%", whole),
+        mean("waiting", ".0%", whole),
+        format_bytes(report["memory"]),
+        mean("examples_per_second", ",.1f"),
+        mean("utilisation", ".0%"),
+    )
+
+
+def _say_advice(advice: list[Hint]) -> None:
+    for each in advice:
+        say(f"{each.about}: {each.found}")
+        say(f"    {each.advice}")
+    if not advice:
+        say("nothing stands out: no advice")
 
 
 def _scaling(
