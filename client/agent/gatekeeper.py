@@ -45,7 +45,7 @@ class Gatekeeper:
         self.name = name
         self.rules = config.rules()
         self._jobs = KnownJobs(config.state)
-        self.silo_log = SiloLog(config.state / NAME, config.credentials)
+        self.silo_log = SiloLog(config.state / NAME, config.credentials, config.archive_days)
         self.revocations = Revocations(config.credentials, config.state)
         self._coordinator = b""
 

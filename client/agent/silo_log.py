@@ -3,6 +3,10 @@
 `audit.jsonl` in the state folder has the form of the coordinator's audit log (`core/evidence/audit_log.py`),
 so that `roundtable audit cross-check` can lay the two side by side. The coordinator's receipts are kept with
 their signature: it cannot deny later what it acknowledged.
+
+Entries that are old enough leave it for `archives/` beside it (`core/evidence/audit_archive.py`): the archive
+is written and read back, then the log is replaced by one that has its statement in their place. Nothing is
+decided by this log: what keeps a step from being done twice (releases.jsonl, accounts, known jobs) stays.
 """
 
 from __future__ import annotations
@@ -14,29 +18,50 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roundtable.client.durable_files import append_synced
-from roundtable.core.errors import IdentityError, ResourceError
+from roundtable.client.durable_files import append_synced, replace_synced
+from roundtable.core.errors import IdentityError, ResourceError, RoundtableError
+from roundtable.core.evidence.archive_shelf import write_archive
+from roundtable.core.evidence.audit_archive import (
+    LinesDigest,
+    LogArchive,
+    named_archive,
+    statement_line,
+    unpack,
+)
 from roundtable.core.evidence.audit_log import AuditEntry, entry
-from roundtable.core.identity.credentials import load_silo_identity
+from roundtable.core.identity.credentials import SiloIdentity, load_silo_identity
 from roundtable.core.identity.signing import envelope
 
+_ENTRY, _STATEMENT = '{"entry"', '{"archive"'
 _log = logging.getLogger("roundtable.agent")
 NAME = "audit.jsonl"
+ARCHIVES = "archives"
 _SEAL_EVERY = 20
+_DAY_SECONDS = 86400.0
+_GATHERED_DAYS = 30.0
+"""An archive is begun once its first entry is so much older than it must be."""
 
 
 class SiloLog:
-    """Appends lines; each is on disk when `note` returns. Signed every twenty entries, and at the end."""
+    """Appends lines; each is on disk when `note` returns. Signed every twenty entries, and at the end.
 
-    def __init__(self, path: Path, credentials: Path) -> None:
+    Entries older than `days` are archived when the log is signed; 0: none are. IdentityError where there is
+    nothing to sign archives with.
+    """
+
+    def __init__(self, path: Path, credentials: Path, days: float = 0.0) -> None:
         self._path = path
         self._credentials = credentials
-        self._last, self._sealed = _tail(path)
+        self._days = days
+        if days:
+            load_silo_identity(credentials)
+        self._begins, self._last, self._sealed = _ends(path)
 
     def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:
         """Appends one entry; ResourceError where the log cannot be written."""
         made = entry(time.time(), actor, action, target, detail).after(self._last)
         self._append(made.to_line())
+        self._begins = self._begins or made
         self._last = made
         if made.sequence - self._sealed >= _SEAL_EVERY:
             self.seal()
@@ -61,6 +86,43 @@ class SiloLog:
             _log.warning("the silo's log is not signed up to its end yet: %s", error)
             return
         self._sealed = self._last.sequence
+        self._archive_what_is_due(identity)
+
+    def _archive_what_is_due(self, identity: SiloIdentity) -> None:
+        before = time.time() - self._days * _DAY_SECONDS
+        begins = self._begins.time if self._begins else before
+        if not self._days or begins > before - _GATHERED_DAYS * _DAY_SECONDS:
+            return
+        try:
+            self._archive(identity, before)
+        except RoundtableError as error:
+            _log.error("the silo's log is not archived for now: %s", error)
+
+    def _archive(self, identity: SiloIdentity, before: float) -> None:
+        """Moves all entries from before a time into an archive, up to one that is sealed and not the last."""
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        body = next(place for place, line in enumerate(lines) if not line.startswith(_STATEMENT))
+        cut = _cut(lines[body:], before)
+        if not cut:
+            return
+        gone = lines[body : body + cut]
+        entries = [AuditEntry(**json.loads(line)["entry"]) for line in gone if line.startswith(_ENTRY)]
+        digest = LinesDigest()
+        for line in gone:
+            digest.add(line)
+        first, last = entries[0], entries[-1]
+        archive = LogArchive(first.sequence, last.sequence, first.previous, last.hash, digest.hex())
+        statement = statement_line(archive.signed(identity, time.time()))
+        folder = self._path.parent / ARCHIVES
+        _clear(folder, entries, lines)
+        write_archive(folder / archive.name, [*gone, statement])
+        if list(unpack(folder / archive.name)) != [*gone, statement]:
+            raise ResourceError(f"{archive.name} does not hold what was written into it")
+        left = [*lines[:body], statement, *lines[body + cut :]]
+        replace_synced(self._path, [f"{line}\n".encode() for line in left])
+        self._path.chmod(0o600)
+        self._begins = _ends(self._path)[0]
+        _log.info("archived entries %d to %d of the silo's log", archive.first, archive.last)
 
     def _append(self, line: str) -> None:
         try:
@@ -72,14 +134,45 @@ class SiloLog:
             ) from error
 
 
-def _tail(path: Path) -> tuple[AuditEntry | None, int]:
-    """The last entry of a log and the number of the last one that is sealed.
+def _cut(lines: list[str], before: float) -> int:
+    """How many lines go: all of them from before a time, the last one a seal with a later entry behind it."""
+    cut = place = 0
+    for place, line in enumerate(lines):
+        if line.startswith(_ENTRY):
+            cut = place if place and not lines[place - 1].startswith(_ENTRY) else cut
+            if json.loads(line)["entry"]["time"] >= before:
+                return cut
+    return cut
+
+
+def _clear(folder: Path, gone: list[AuditEntry], lines: list[str]) -> None:
+    """Deletes an archive that was written before a crash: its entries are all still in the log.
+
+    ResourceError where they are not: then it is another log's, or this one was put back from a backup.
+    """
+    hashes = {json.loads(line)["entry"]["hash"] for line in lines if line.startswith(_ENTRY)}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        found = named_archive(path.name)
+        if found is None or found[1] < gone[0].sequence:
+            continue
+        held = [json.loads(line)["entry"]["hash"] for line in unpack(path) if line.startswith(_ENTRY)]
+        if not hashes.issuperset(held):
+            raise ResourceError(
+                f"{path} holds entries that the log has not: keep both for whoever looks into it, and move "
+                "it away"
+            )
+        path.unlink()
+
+
+def _ends(path: Path) -> tuple[AuditEntry | None, AuditEntry | None, int]:
+    """The first and the last entry of a log and the number of the last one that is sealed.
 
     A last line that a power cut left half written is cut off; the chain itself is for `audit verify`.
     """
+    first: AuditEntry | None = None
     last, sealed = None, 0
     if not path.exists():
-        return None, 0
+        return None, None, 0
     whole = path.read_bytes()
     if whole and not whole.endswith(b"\n"):
         whole = whole[: whole.rfind(b"\n") + 1]
@@ -89,10 +182,13 @@ def _tail(path: Path) -> tuple[AuditEntry | None, int]:
             document = json.loads(line)
             if "entry" in document:
                 last = AuditEntry(**document["entry"])
+                first = first or last
+            elif "archive" in document:
+                sealed = int(document["archive"]["statement"]["last"])
             else:
                 sealed = int(document["seal"]["statement"]["sequence"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ResourceError(
                 f"the silo's log {path} is damaged: keep it for whoever looks into it, and move it away"
             ) from error
-    return last, sealed
+    return first, last, sealed

@@ -57,6 +57,16 @@ class LimitsTable(Table):
     )
 
 
+class SiloRetention(Table):
+    """`[retention]`: how long things stay where they are."""
+
+    audit: float = Field(
+        0.0,
+        ge=0,
+        description="days that entries of audit.jsonl stay in it before they are archived; 0: for good",
+    )
+
+
 class AgentTable(Table):
     """A whole agent.toml."""
 
@@ -85,6 +95,9 @@ class AgentTable(Table):
     limits: LimitsTable = Field(default_factory=LimitsTable)
     cluster: ClusterTable | None = Field(None, description="train over several devices as one client")
     policy: PolicyTable = Field(default_factory=PolicyTable)
+    retention: SiloRetention = Field(
+        default_factory=SiloRetention, description="what leaves audit.jsonl when"
+    )
 
     @field_validator("policy")
     @classmethod
@@ -141,6 +154,7 @@ class AgentConfig:
     log_format: LogFormat = "console"
     log_levels: LogLevels = field(default_factory=dict)
     traces: str = ""
+    archive_days: float = 0.0
 
     def rules(self) -> Rules:
         """The silo's rules, with its tasks and folder."""
@@ -188,6 +202,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         log_format=table.log_format,
         log_levels=table.log_levels,
         traces=table.traces,
+        archive_days=table.retention.audit,
     )
 
 

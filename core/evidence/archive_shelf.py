@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from roundtable.core.errors import AuditError, ResourceError
-from roundtable.core.evidence.audit_archive import LogArchive, opened_archive, pack, statement_line, unpack
+from roundtable.core.evidence.audit_archive import (
+    LogArchive,
+    named_archive,
+    opened_archive,
+    pack,
+    statement_line,
+    unpack,
+)
 from roundtable.core.evidence.audit_log import Log, read_log
 from roundtable.core.identity.credentials import Role
 
-_STATEMENT, _NAME = '{"archive"', re.compile(r"audit-\d{10,}-\d{10,}\.jsonl\.gz")
+_STATEMENT = '{"archive"'
 
 
 def stated_archive(line: str, ca: bytes, role: Role) -> tuple[LogArchive, str]:
@@ -111,7 +117,7 @@ def write_archive(place: Path, lines: Iterable[str]) -> None:
 def _files(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
-    return sorted(path for path in place.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(path for path in place.iterdir() if named_archive(path.name))
 
 
 def _normal(line: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ SUFFIX = ".jsonl.gz"
 MOST_BYTES = 1 << 30
 """Of an archive's lines; what writes archives ends them long before."""
 _LEVEL = 9
+_NAME = re.compile(r"audit-(\d{10,20})-(\d{10,20})\.jsonl\.gz", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class LogArchive:
     def signed(self, identity: SiloIdentity, time: float) -> dict[str, Any]:
         """The statement, signed by whose log it is."""
         return envelope(identity, "archive", {**asdict(self), "time": time})
+
+
+def named_archive(name: str) -> tuple[int, int] | None:
+    """First and last entry by a file's name; None for a file of another name."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 class LinesDigest:

@@ -80,6 +80,7 @@ class Log:
     entries: list[AuditEntry] = field(default_factory=list)
     seals: dict[int, Signed] = field(default_factory=dict)
     absent: list[LogArchive] = field(default_factory=list)
+    archived_by: set[str] = field(default_factory=set)
 
     @property
     def sealed(self) -> int:
@@ -87,7 +88,7 @@ class Log:
 
     @property
     def signers(self) -> set[str]:
-        return {seal.signer for seal in self.seals.values()}
+        return {seal.signer for seal in self.seals.values()} | self.archived_by
 
     @property
     def end(self) -> int:
@@ -134,7 +135,8 @@ def read_log(
             continue
         kind, value = _parse(line, number)
         if kind == "archive":
-            archive, _ = _at_line(number, opened_archive, value, ca, role)
+            archive, signed = _at_line(number, opened_archive, value, ca, role)
+            log.archived_by.add(signed.signer)
             if not _at_line(number, chain.passes, archive):
                 log.absent.append(archive)
             continue
