@@ -11,15 +11,23 @@ from roundtable.core.models import open_model
 from roundtable.core.paths import AnyPath
 
 
-def load_model(path: AnyPath) -> dict[str, Tensor]:
+def load_model(path: AnyPath, *, partial: bool = False) -> dict[str, Tensor]:
     """The state dict in a model file that `roundtable job model` or a simulation wrote.
 
     Tied weights appear under every name. The tensors are copies in memory: the file may be deleted.
-    Raises EncodingError if the file is missing or no such model.
+    `partial`: of a file without the model's frozen tensors what is there, such as adapters. Raises
+    EncodingError if the file is missing, no such model, or not whole.
     """
     path = Path(path)
     if not path.is_file():
         raise EncodingError(
             f"there is no model file {path}; `roundtable job model JOB -o {path}` fetches one"
         )
-    return {name: tensor.clone() for name, tensor in open_model(path).state_dict().items()}
+    model = open_model(path)
+    if (lacking := model.lacking) and not partial:
+        raise EncodingError(
+            f"{path} lacks {len(lacking)} frozen tensors, such as {lacking[0]!r}, which did not travel: "
+            f"`roundtable job model JOB --task FOLDER -o {path}` puts in those of the task in FOLDER; or "
+            "load what is there over them: load_model(path, partial=True), load_state_dict(..., strict=False)"
+        )
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -108,8 +108,9 @@ def _started(path: Path, own: Model, task: str) -> Model:
         other = min(spec.name for spec in theirs ^ ours) if theirs != ours else start.layout.tensors[0].name
         raise LayoutError(
             f"{path} does not hold a model of task {task!r} under this job: {other!r} is absent on one side, "
-            "or differs in shape, dtype or its rule in [model]; take an artifact of a job with the same model"
+            "or differs in shape, dtype, its rule in [model] or its frozen values; take an artifact of a "
+            "job with the same model"
         )
     if not torch.isfinite(start.vector).all():
         raise LayoutError(f"{path} holds weights that are not finite; start from an earlier model")
-    return replace(start, metadata=own.metadata)
+    return replace(start.without_frozen(), metadata=own.metadata)

@@ -20,27 +20,13 @@ from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import DISCOUNTED_BY, Discount, make_discount
+from roundtable.core.job_tables.model_table import ModelTable
 from roundtable.core.job_tables.simulation_table import SimulationTable
 from roundtable.core.job_tables.task_table import JobTaskTable, named_task
-from roundtable.core.layout import LayoutRules
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import NoPrivacy, Privacy
-from roundtable.core.tensor_spec import Rule
 from roundtable.core.toml import TomlDocument, read_toml, validate
-from roundtable.core.toml_tables import Finite, Name, Names, Open, Seconds, Table, as_tuple
-
-
-class ModelTable(Table):
-    """`[model]`: which tensors travel."""
-
-    buffers: Rule = Field("average", description="floating-point buffers such as BatchNorm statistics")
-    integers: Rule = Field("local", description="integer and boolean tensors such as BatchNorm's counter")
-    local: Names = Field((), description="patterns of tensor names that never leave the silo (FedPer, FedBN)")
-    drop: Names = Field((), description="patterns of tensor names that are neither sent nor stored")
-
-    def rules(self) -> LayoutRules:
-        """The table as the layout takes it."""
-        return LayoutRules(self.buffers, self.integers, self.local, self.drop)
+from roundtable.core.toml_tables import Finite, Name, Open, Seconds, Table, as_tuple
 
 
 class CohortTable(Table):

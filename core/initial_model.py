@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -36,8 +37,8 @@ def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | No
     _check_patterns(job, layout)
     if layout.size == 0:
         raise TaskError(
-            f"task {job.task.name!r}: no tensor of its model travels; check [model] local and drop in the "
-            "job file"
+            f"task {job.task.name!r}: no tensor of its model travels, and {len(layout.frozen)} are frozen; "
+            "check [model] travel, only, local and drop in the job file"
         )
     state: Mapping[str, Tensor] = made.state_dict() if isinstance(made, nn.Module) else made
     local = {
@@ -49,10 +50,48 @@ def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | No
     return Model(layout, initial_vector(layout, made), local, metadata)
 
 
+def whole_model(job: JobConfig, task: AnyTask, model: Model) -> Model:
+    """The model with its frozen tensors, made by the task. LayoutError where those are not the job's."""
+    if not model.lacking:
+        return model
+    made = initial_state(task, job.seed)
+    state: Mapping[str, Tensor] = made.state_dict() if isinstance(made, nn.Module) else made
+    model.layout.model.check(state)
+    model.layout.check_frozen(state)
+    frozen = {spec.name: state[spec.name].detach() for spec in model.layout.frozen}
+    return replace(model, local={**model.local, **frozen})
+
+
+def travel_note(job: JobConfig, layout: Layout) -> str | None:
+    """What of a model does not travel though no pattern names it, in sentences; None for nothing."""
+    sentences = []
+    if frozen := layout.frozen:
+        size = layout.model.size
+        whole = size + sum(spec.size for spec in frozen)
+        sentences.append(
+            f"{size:,} of {whole:,} values travel ({size / whole:.1%}): {len(frozen)} frozen tensors, such "
+            f"as {frozen[0].name!r}, are made by every silo itself and checked before it trains "
+            "([model] travel)."
+        )
+    stated = (*job.model.only, *job.model.local)
+    staying = [
+        spec.name
+        for spec in layout.tensors
+        if job.model.only and spec.rule == "local" and spec.kind == "parameter"
+        if not any(fnmatchcase(spec.name, pattern) for pattern in stated)
+    ]
+    if staying:
+        sentences.append(
+            f"{len(staying)} tensors are trained and stay at each silo, as [model] only leaves them out: "
+            f"{', '.join(staying[:5])}{', ...' if len(staying) > 5 else ''}."
+        )
+    return " ".join(sentences) or None
+
+
 def _check_patterns(job: JobConfig, layout: Layout) -> None:
-    """A pattern that fits nothing is a slip of the pen, by which a tensor travels that was to stay."""
+    """A pattern that fits nothing is a slip of the pen: a tensor travels, or stays, that was not to."""
     names = [spec.name for spec in layout.tensors]
-    for key in ("local", "drop"):
+    for key in ("only", "local", "drop"):
         for pattern in getattr(job.model, key):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(

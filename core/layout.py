@@ -2,7 +2,7 @@
 
 Clipping, noise, masks, compression, robust rules, server optimizers and transfer all work on that
 vector. A `Layout` says which tensors of a state dict it holds, in which order, and what happens to
-the others: every tensor has a rule, `average`, `local` or `drop`.
+the others: every tensor has a rule, `average`, `local`, `drop` or `frozen`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from blake3 import blake3
@@ -25,6 +25,7 @@ from roundtable.core.tensor_spec import (
     TensorSpec,
     check_name,
     check_number,
+    digest_of_values,
     read_specs,
     write_specs,
 )
@@ -41,18 +42,30 @@ class LayoutRules:
     buffers (BatchNorm's counter) stay at the silo by default: their mean has no meaning. `local`
     and `drop` are shell patterns over tensor names and win over the kind; parameters that match
     `local` never travel (FedPer, Arivazhagan et al. 2019; FedBN, Li et al. 2021).
+
+    A frozen parameter, one that the task's model has with `requires_grad` false, does not travel under
+    `travel` "trainable": every party makes it itself, and the layout holds the digest of its values. Of what
+    is not frozen only what a pattern of `only` fits travels, if there is any; the rest stays local. Buffers
+    are never frozen: BatchNorm's statistics move in training, whoever trains its weights.
     """
 
     buffers: Rule = "average"
     integers: Rule = "local"
     local: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
+    travel: Literal["trainable", "all"] = "trainable"
+    only: tuple[str, ...] = ()
 
-    def rule_for(self, name: str, kind: Kind, dtype: torch.dtype) -> Rule:
-        """The rule for one tensor."""
+    def rule_for(self, name: str, kind: Kind, dtype: torch.dtype, frozen: bool = False) -> Rule:
+        """The rule for one tensor; `frozen` says that training leaves it as it is."""
         if any(fnmatchcase(name, pattern) for pattern in self.drop):
             return "drop"
         if any(fnmatchcase(name, pattern) for pattern in self.local):
+            return "local"
+        left_out = bool(self.only) and not any(fnmatchcase(name, pattern) for pattern in self.only)
+        if frozen and (left_out or self.travel == "trainable"):
+            return "frozen"
+        if left_out:
             return "local"
         if not dtype.is_floating_point:
             return self.integers
@@ -79,9 +92,7 @@ class Layout:
         rules = rules or LayoutRules()
         state = _state_of(model)
         parameters = (
-            set(dict(model.named_parameters(remove_duplicate=False)))
-            if isinstance(model, nn.Module)
-            else None
+            dict(model.named_parameters(remove_duplicate=False)) if isinstance(model, nn.Module) else None
         )
         specs: list[TensorSpec] = []
         seen: dict[tuple[Any, ...], str] = {}
@@ -95,7 +106,8 @@ class Layout:
                     f"use one of {', '.join(DTYPES)}, or register it as a non-persistent buffer"
                 )
             kind: Kind = "parameter" if parameters is None or name in parameters else "buffer"
-            rule = rules.rule_for(name, kind, tensor.dtype)
+            frozen = parameters is not None and kind == "parameter" and not parameters[name].requires_grad
+            rule = rules.rule_for(name, kind, tensor.dtype, frozen)
             identity = _identity(tensor)
             alias = seen.get(identity) if identity else None
             if alias is not None and rules_of[alias] != rule:
@@ -105,9 +117,9 @@ class Layout:
                 )
             rules_of[name] = rule
             place = offset if rule == "average" and alias is None else -1
-            specs.append(
-                TensorSpec(name, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], kind, rule, place, alias)
-            )
+            digest = digest_of_values(tensor) if rule == "frozen" and alias is None else None
+            dtype = _DTYPE_NAMES[tensor.dtype]
+            specs.append(TensorSpec(name, tuple(tensor.shape), dtype, kind, rule, place, alias, digest))
             if place >= 0:
                 offset += tensor.numel()
             if identity and alias is None:
@@ -118,6 +130,11 @@ class Layout:
     def averaged(self) -> tuple[TensorSpec, ...]:
         """The tensors that have a place in the vector, in order."""
         return tuple(spec for spec in self.tensors if spec.offset >= 0)
+
+    @cached_property
+    def frozen(self) -> tuple[TensorSpec, ...]:
+        """The tensors that every party makes itself, each under its first name, in order."""
+        return tuple(spec for spec in self.tensors if spec.rule == "frozen" and spec.alias_of is None)
 
     @cached_property
     def model(self) -> Layout:
@@ -198,7 +215,8 @@ class Layout:
     def check(self, state: Mapping[str, Tensor]) -> None:
         """Raises LayoutError, naming the first difference, if `state` has other names or shapes."""
         expected = {spec.name: spec for spec in self.tensors}
-        missing = [name for name in expected if name not in state and expected[name].rule != "drop"]
+        optional = ("drop", "frozen")
+        missing = [n for n in expected if n not in state and expected[n].rule not in optional]
         extra = [name for name in state if name not in expected]
         if missing or extra:
             raise LayoutError(
@@ -209,6 +227,17 @@ class Layout:
             if tuple(tensor.shape) != expected[name].shape:
                 shape = list(expected[name].shape)
                 raise LayoutError(f"tensor {name!r} has shape {list(tensor.shape)}, the layout says {shape}")
+
+    def check_frozen(self, state: Mapping[str, Tensor]) -> None:
+        """Raises LayoutError, naming the first, for a frozen tensor of `state` with other values."""
+        for spec in self.frozen:
+            if spec.name in state and digest_of_values(state[spec.name]) != spec.digest:
+                raise LayoutError(
+                    f"tensor {spec.name!r} is frozen and has other values than the job's: frozen weights do "
+                    "not travel, every party makes them itself. Install the version of the task, and of the "
+                    "pretrained weights that it loads, that the job was made with; or set [model] "
+                    'travel = "all"'
+                )
 
     def slices(self) -> list[tuple[str, slice]]:
         """(name, place in the vector) of each tensor in the vector: for per-layer clipping."""

@@ -2,7 +2,7 @@
 
     8 bytes   length of the header, little-endian
     header    JSON: "__metadata__" with free notes and the layout, then name → dtype, shape, place
-    body      the layout's vector as float32, then the tensors with rule `local` in their own dtype
+    body      the layout's vector as float32, then tensors with rule `local` or `frozen` in their own dtype
 
 A layout has one header, character by character. So a header that somebody else wrote is not parsed: its notes
 are read, the layout among them, and all the rest is compared with what follows from the layout.
@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,13 +57,26 @@ class Model:
     """A model read from or to be written to an artifact.
 
     `vector` is float32 of shape [layout.size]; `local` holds what does not travel in the vector
-    but every silo starts from; `metadata` is text for people (job, round, provenance).
+    but every silo starts from, and in a whole model the frozen tensors, which a job's own artifacts
+    lack; `metadata` is text for people (job, round, provenance).
     """
 
     layout: Layout
     vector: Tensor
     local: Mapping[str, Tensor] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lacking(self) -> list[str]:
+        """The frozen tensors that are not in it."""
+        return [spec.name for spec in self.layout.frozen if spec.name not in self.local]
+
+    def without_frozen(self) -> Model:
+        """The model as it travels, which names its artifact. LayoutError for other frozen values."""
+        self.layout.check_frozen(self.local)
+        frozen = {spec.name for spec in self.layout.frozen}
+        local = {name: value for name, value in self.local.items() if name not in frozen}
+        return replace(self, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's tensors under all their names, in the layout's dtypes: what `load_state_dict` takes."""
@@ -162,7 +175,7 @@ def _read_header(path: Path, file: BinaryIO, size: int, longest: int) -> bytes:
 
 
 def _parse_header(header: bytes) -> tuple[Layout, list[tuple[TensorSpec, int]], dict[str, str], int]:
-    """(layout, (tensor with rule `local`, its place in the body) for each there, notes, bytes of the body).
+    """(layout, (tensor beside the vector, its place in the body) for each there, notes, bytes of the body).
 
     ValueError or LayoutError for a header that `_header` would have written otherwise.
     """
@@ -221,7 +234,7 @@ def _present(model: Model) -> list[TensorSpec]:
 
 def _local_specs(layout: Layout) -> list[TensorSpec]:
     """Largest items first, so that each starts aligned to its own size."""
-    specs = [spec for spec in layout.tensors if spec.rule == "local"]
+    specs = [spec for spec in layout.tensors if spec.rule in ("local", "frozen")]
     return sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name))
 
 

@@ -1,7 +1,7 @@
 """One tensor of a layout, and the text that a list of them is written as.
 
     {"format":1,"tensors":[ROW,ROW,...]}     no space anywhere
-    ROW   [name, shape, dtype, kind, rule, offset, alias]
+    ROW   [name, shape, dtype, kind, rule, offset, alias], of a frozen tensor with its values' digest behind
 
 There is one way to write a list. Whoever reads one takes a row after the other, each matched and bounded
 before it is parsed, and stops at the first that is none: a text of somebody else costs no more than the rows
@@ -18,10 +18,13 @@ from math import prod
 from typing import Any, Literal, get_args
 
 import torch
+from blake3 import blake3
+from torch import Tensor
 
 from roundtable.core.errors import LayoutError
 
-Rule = Literal["average", "local", "drop"]
+Rule = Literal["average", "local", "drop", "frozen"]
+"""`frozen`: every party makes the tensor itself, with the values whose digest is in the layout."""
 Kind = Literal["parameter", "buffer", "algorithm"]
 """What a tensor is to the model; `algorithm`: nothing, it is a vector that an algorithm sends beside it."""
 
@@ -44,7 +47,8 @@ _OPENING, _CLOSING = '{"format":1,"tensors":[', "]}"
 _TEXT = rf'"(?:[^"\\]|\\.){{0,{MAX_NAME}}}"'
 _NUMBER, _WORD = "(?:0|[1-9][0-9]{0,14})", '"[a-z0-9]{1,16}"'
 _ROW = re.compile(
-    rf"\[{_TEXT},\[(?:{_NUMBER}(?:,{_NUMBER}){{0,63}})?\],{_WORD},{_WORD},{_WORD},-?{_NUMBER},(?:null|{_TEXT})\]"
+    rf"\[{_TEXT},\[(?:{_NUMBER}(?:,{_NUMBER}){{0,63}})?\],{_WORD},{_WORD},{_WORD},-?{_NUMBER},(?:null|{_TEXT})"
+    r'(?:,"[0-9a-f]{64}")?\]'
 )
 
 
@@ -53,7 +57,8 @@ class TensorSpec:
     """One tensor: its place in the vector is `offset .. offset + size` if its rule is `average`.
 
     `alias_of` names the tensor whose storage this one shares (tied weights); it then takes no
-    place of its own. Offsets count float32 elements; −1 means not in the vector.
+    place of its own. Offsets count float32 elements; −1 means not in the vector. `digest` is that of a
+    frozen tensor's values.
     """
 
     name: str
@@ -63,6 +68,7 @@ class TensorSpec:
     rule: Rule
     offset: int = -1
     alias_of: str | None = None
+    digest: str | None = None
 
     @property
     def size(self) -> int:
@@ -76,7 +82,10 @@ class TensorSpec:
 
 def write_specs(specs: Iterable[TensorSpec]) -> str:
     """The tensors as text: the same list gives the same characters."""
-    rows = ([s.name, s.shape, s.dtype, s.kind, s.rule, s.offset, s.alias_of] for s in specs)
+    rows = (
+        [s.name, s.shape, s.dtype, s.kind, s.rule, s.offset, s.alias_of, *([s.digest] if s.digest else [])]
+        for s in specs
+    )
     return _OPENING + ",".join(map(_compact, rows)) + _CLOSING
 
 
@@ -88,6 +97,12 @@ def read_specs(text: str) -> tuple[TensorSpec, ...]:
         raise LayoutError(f"the layout's description cannot be read: {error}") from error
     _check_places(specs)
     return specs
+
+
+def digest_of_values(tensor: Tensor) -> str:
+    """BLAKE3 of a tensor's values in its own dtype, in the order of its shape."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return blake3(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
 
 
 def check_number(tensors: int) -> None:
@@ -127,16 +142,16 @@ def _rows(text: str) -> Iterator[str]:
 
 
 def _spec_from_row(row: Iterable[Any]) -> TensorSpec:
-    name, shape, dtype, kind, rule, offset, alias = row
+    name, shape, dtype, kind, rule, offset, alias, *digest = row
     check_name(name)
     # Without its zeros: a tensor of no elements has strides, too.
     if prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
         raise LayoutError(f"tensor {name!r} has an impossible shape {shape!r}")
-    if dtype not in DTYPES or kind not in get_args(Kind) or rule not in ("average", "local", "drop"):
+    if dtype not in DTYPES or kind not in get_args(Kind) or rule not in get_args(Rule):
         raise LayoutError(
             f"tensor {name!r} has an unknown dtype, kind or rule: {dtype!r}, {kind!r}, {rule!r}"
         )
-    return TensorSpec(name, tuple(shape), dtype, kind, rule, offset, alias)
+    return TensorSpec(name, tuple(shape), dtype, kind, rule, offset, alias, *digest)
 
 
 def _check_places(specs: tuple[TensorSpec, ...]) -> None:
@@ -160,6 +175,10 @@ def _check_places(specs: tuple[TensorSpec, ...]) -> None:
                 raise LayoutError(f"a vector of {offset} elements is beyond the limit of {_MAX_ELEMENTS}")
         elif spec.offset != -1:
             raise LayoutError(f"tensor {spec.name!r} does not travel but has a place at {spec.offset}")
+        if (spec.digest is not None) != (spec.rule == "frozen" and spec.alias_of is None):
+            raise LayoutError(
+                f"tensor {spec.name!r} is frozen without a digest of its values, or has one in vain"
+            )
         behind = bool(seen) and next(reversed(seen.values())).kind == "algorithm"
         if spec.kind == "algorithm" and (spec.rule, spec.dtype, spec.alias_of) != (
             "average",

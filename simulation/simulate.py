@@ -21,7 +21,7 @@ from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, override_job, read_job
 from roundtable.core.errors import PrivacyError, ResourceError, RoundtableError
-from roundtable.core.initial_model import initial_model
+from roundtable.core.initial_model import initial_model, travel_note, whole_model
 from roundtable.core.models import Model
 from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
 from roundtable.core.paths import AnyPath
@@ -101,17 +101,20 @@ def simulate(
         listener = _Listener(job, run, progress, trackers)
         if weak is not None:
             listener.note(Note("weak_signal", f"warning: {weak}"), 0.0)
+        if stays := travel_note(job, layout):
+            listener.note(Note("frozen_weights", stays), 0.0)
         driver = Driver(world, plan, backend, Fleet(world.names, devices), listener)
         if run is not None and (last := run.last(world.initial)) is not None:
             listener.taken_up(last[1])
             driver.resume(last[0], last[1].records)
         driver.run()
+        model = whole_model(job, world.task, driver.model)
         history = History(tuple(driver.history), tuple(listener.seconds))
         how = f"{backend.name}: {backend.description}; {why}"
         result = Result(
             job,
             history,
-            driver.model,
+            model,
             driver.status.status,
             driver.status.reason,
             how,
@@ -119,7 +122,7 @@ def simulate(
         )
         trackers.close(finished=True)
         if run is not None:
-            run.finish(history, driver.model)
+            run.finish(history, model)
             _plot_if_possible(result, run.path / "curves.png")
         return result
 

@@ -141,6 +141,8 @@ def _sentence(progress: Progress) -> str:
 
 
 def _values(result: Result) -> dict[str, Any]:
+    from roundtable.core.initial_model import travel_note
+
     return {
         "name": result.job.title,
         "status": result.status,
@@ -149,6 +151,7 @@ def _values(result: Result) -> dict[str, Any]:
         "history": [dict(row) for row in result.history],
         "secure_aggregation": result.secure_aggregation,
         "privacy": result.model.metadata.get("privacy"),
+        "frozen": travel_note(result.job, result.model.layout),
         "run_dir": str(result.run_dir) if result.run_dir else None,
         "job": json.loads(result.job.to_json()),
     }

@@ -36,7 +36,7 @@ def state_of(layout: Layout, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for spec in layout.tensors:
         if spec.name not in arrays:
-            if spec.rule == "drop":
+            if spec.rule in ("drop", "frozen"):
                 continue
             raise LayoutError(f"the weights lack {spec.name!r}, which the job's layout holds")
         tensor = torch.from_numpy(np.array(arrays[spec.name]))

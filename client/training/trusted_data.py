@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from roundtable.client.training.batches import as_tensors, count_examples
@@ -38,6 +38,7 @@ class RootData:
         """
         open_job = job.model_copy(update={"privacy": NoPrivacy()})
         model = initial_state(self._task, job.seed)
+        layout.check_frozen(model.state_dict() if isinstance(model, nn.Module) else model)
         return train(self._task, model, self._data, LocalWork(open_job, layout, vector, round, NAME)).delta
 
 

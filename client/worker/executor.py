@@ -32,6 +32,7 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
+from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
 from roundtable.core.task import AnyTask, Site, initial_state, load_task
@@ -40,6 +41,10 @@ log = logging.getLogger("roundtable.worker")
 
 Progress = Callable[[int, int, float], None]
 EVALUATION_BATCHES = 8
+_WEIGHTS = (
+    ", and the same pretrained weights: what is frozen does not travel ([model] travel), and has to be the "
+    "same at every silo"
+)
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,11 @@ class Executor:
                 own(module)
             return {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
 
+    def whole(self, order: Order) -> dict[str, Tensor]:
+        """The state dict of the global model of an order, with the frozen tensors of the silo's task."""
+        warm, start = self._prepare(order)
+        return whole_model(warm.config, warm.task, start).state_dict()
+
     def _work(self, order: Order, warm: _WarmJob, start: Model) -> LocalWork:
         """The work of an order on a model that is there, with what the silo kept."""
         kept = self._kept(order, warm)
@@ -263,10 +273,14 @@ def _difference(own: Layout, theirs: Layout) -> str:
             return (
                 f"the model of the silo's task is not the job's: {name!r} is {_shape(mine, name)} here and "
                 f"{_shape(job, name)} in the job; install the version of the task that the job was made with"
+                f"{_WEIGHTS if job.get(name) and job[name].digest else ''}"
             )
     return "the job announces another layout than its model has"
 
 
 def _shape(specs: Mapping[str, Any], name: str) -> str:
     spec = specs.get(name)
-    return "absent" if spec is None else f"{spec.dtype} {list(spec.shape)} ({spec.rule})"
+    if spec is None:
+        return "absent"
+    values = f" with values of digest {spec.digest[:12]}" if spec.digest else ""
+    return f"{spec.dtype} {list(spec.shape)} ({spec.rule}{values})"

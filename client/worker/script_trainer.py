@@ -57,7 +57,10 @@ class Round:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The global weights under the module's names, and the silo's own where they never travel."""
+        """The global weights under the module's names, and the silo's own where they never travel.
+
+        Frozen weights, which the script's own model has, are not among them: load these with `strict=False`.
+        """
         state = {**self.model_layout.unflatten(self._vector.clone()), **self._local}
         for spec in self.model_layout.tensors:
             if spec.alias_of in state:
@@ -79,12 +82,13 @@ class Round:
 
         `examples` is the number of training examples behind them; `metrics` are means over those
         examples, or (sum, count) pairs. A round that is no longer wanted takes the answer and drops it.
-        Raises LayoutError for weights of other names or shapes, InvalidUpdate for zero examples or
-        weights that are not finite.
+        Raises LayoutError for weights of other names or shapes and for frozen ones of other values,
+        InvalidUpdate for zero examples or weights that are not finite.
         """
         if examples < 1 or int(examples) != examples:
             raise InvalidUpdate("examples", f"submit needs the number of training examples, not {examples!r}")
         state = _state(self.model_layout, weights)
+        self.model_layout.check_frozen(state)
         delta = self.model_layout.flatten(state, torch.empty(self.model_layout.size)).sub_(self._vector)
         if not math.isfinite(delta.sum(dtype=torch.float64).item()):
             raise InvalidUpdate("non_finite", "the weights to submit hold NaN or infinity")

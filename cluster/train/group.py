@@ -41,6 +41,7 @@ from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder, mirrors
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.frozen_weights import frozen_weights
 from roundtable.cluster.train.local_state import OwnTensors, save_local
 from roundtable.cluster.train.loss_guard import CheckpointTimes, last_sound
 from roundtable.cluster.train.orders import Advice
@@ -308,12 +309,14 @@ class GroupExecutor:
         """Tensors that do not travel: the silo's own values, else the model's, else the task's file's."""
         path = self._state.find(order.job, order.counted)
         known: list[Mapping[str, Tensor]] = [start.local if path is None else OwnTensors(path)]
-        pretrained: Callable[[Site], Path] | None = getattr(self._task, "pretrained", None)
-        if pretrained is not None:
-            if self._pretrained is None:
-                self._pretrained = pretrained_weights(pretrained(self._site), self._task)
-            known.append(self._pretrained)
-        # A ChainMap reads its maps in order; the type asks for mutable ones, but nothing writes.
+        if self._pretrained is None:
+            assert self._trainer is not None
+            file: Callable[[Site], Path] | None = getattr(self._task, "pretrained", None)
+            own = {} if file is None else pretrained_weights(file(self._site), self._task)
+            held = (own, self._group.folder, self._group.control)
+            self._pretrained = frozen_weights(self._task, self._trainer.job.seed, start.layout, *held)
+        known.append(self._pretrained)
+        # The type asks for mutable maps, but nothing writes.
         return ChainMap(*known)  # type: ignore[arg-type]
 
     def _checkpoints(self, job: str) -> Checkpoints:

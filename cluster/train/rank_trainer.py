@@ -30,6 +30,7 @@ from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.train.collective_sampling import CollectiveSampler
 from roundtable.cluster.train.diloco import OuterOptimizer
+from roundtable.cluster.train.frozen_weights import FrozenParts
 from roundtable.cluster.train.loss_guard import CheckpointTimes, refuse_step
 from roundtable.cluster.train.prefetch import Prefetched
 from roundtable.cluster.train.replica import Replica
@@ -107,6 +108,7 @@ class RankTrainer:
     def load(self, vector: Tensor, others: Mapping[str, Tensor]) -> None:
         """Loads a model, each rank its own parts; `others` are tensors that do not travel."""
         self.replica.load(self.places, vector, others)
+        self._frozen = FrozenParts(self.replica.tensors(), self.layout)
         if self.outer is not None:
             self.outer.depart()
 
@@ -215,7 +217,9 @@ class RankTrainer:
         self.finish()
 
     def check_weights(self) -> None:
-        """Raises InvalidUpdate, on every rank, where the trained weights are not all finite."""
+        """Raises InvalidUpdate, on every rank, where the trained weights are not all finite, TaskError where
+        training changed a frozen one."""
+        self._frozen.check()
         if not finite(self.replica.tensors(), self.device):
             raise InvalidUpdate(
                 "non_finite",

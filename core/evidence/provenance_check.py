@@ -7,9 +7,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from roundtable.core.errors import AuditError, IdentityError
+from roundtable.core.errors import AuditError, EncodingError, IdentityError, LayoutError
 from roundtable.core.evidence.audit_log import Log
 from roundtable.core.identity.signing import Signed, open_envelope
+from roundtable.core.models import model_digest, open_model
 
 
 def check_provenance(model: Path, statement: Path, ca: bytes) -> Signed:
@@ -22,9 +23,11 @@ def check_provenance(model: Path, statement: Path, ca: bytes) -> Signed:
         if not isinstance(document, dict):
             raise ValueError("it is no JSON object")
         found = open_envelope(document, ca, "coordinator", "provenance")
-        digest = blake3().update_mmap(model).hexdigest()
+        digest = _artifact_digest(model)
     except OSError as error:
         raise AuditError(f"{error.filename} cannot be read: {error.strerror}") from error
+    except LayoutError as error:
+        raise AuditError(f"{model} is not the model that was trained: {error}") from error
     except (ValueError, RecursionError, IdentityError) as error:
         raise AuditError(f"{statement} proves nothing: {error}") from error
     if digest != found.values.get("model"):
@@ -44,3 +47,14 @@ def is_recorded(statement: Signed, log: Log, proven: int) -> bool:
         if item.action == "round_committed" and item.object == job and item.detail["config"] == config
     }
     return all((one["round"], one["model"]) in known for one in statement.values["rounds"])
+
+
+def _artifact_digest(model: Path) -> str:
+    """The digest that names the artifact; of a file with frozen tensors put in, that of the file without."""
+    try:
+        whole = open_model(model)
+    except EncodingError:
+        whole = None
+    if whole is None or not whole.layout.frozen or whole.lacking:
+        return blake3().update_mmap(model).hexdigest()
+    return model_digest(whole.without_frozen())

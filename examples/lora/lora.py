@@ -1,7 +1,8 @@
 """Fine-tuning where only low-rank adapters travel (Hu et al. 2022, LoRA, equation 3).
 
 The base model is frozen and every silo has it already: `base.safetensors`, made by `python make_base.py`,
-stands in for a pretrained model. The job's `[model] drop` leaves it out of what is sent, stored and masked.
+stands in for a pretrained model. As its weights are frozen they are neither sent nor masked; who has others
+is refused before training.
 """
 
 from pathlib import Path

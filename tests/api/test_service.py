@@ -19,7 +19,8 @@ import torch
 
 import roundtable as rt
 from roundtable.child_processes import Children
-from roundtable.core import Layout, Model, open_model, save_model
+from roundtable.core import Layout, Model, model_digest, open_model, save_model
+from roundtable.core.errors import EncodingError
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.demo import await_agents, free_port
 from roundtable.preparation import prepare
@@ -42,6 +43,11 @@ class Small(rt.Task):
     def loss(self, model, batch):
         return (model(batch[0]) - batch[1]).square().mean()
 """
+FRAMED = TASK.replace("Small", "Framed").replace(
+    "return torch.nn.Linear(2, 1)",
+    "frozen = torch.nn.Linear(2, 2).requires_grad_(False)\n"
+    "        return torch.nn.Sequential(frozen, torch.nn.Linear(2, 1))",
+)
 JOB = 'task = "small"\nrounds = 3\n\n[cohort]\nsize = 2\n\n[algorithm]\nlearning_rate = 0.1\n'
 
 
@@ -66,7 +72,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     issue(folder / "ca", "ada", "operator", folder / "ada")
     issue(folder / "ca", "ann", "admin", folder / "ann")
     (folder / "small.py").write_text(TASK)
+    (folder / "framed.py").write_text(FRAMED)
     (folder / "job.toml").write_text(JOB)
+    (folder / "framed.toml").write_text(JOB.replace("small", "framed.py:Framed"))
     address, door = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     with Children(folder / "logs") as children:
         options = [
@@ -84,6 +92,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             issue(folder / "ca", name, "agent", folder / name / "credentials")
             (folder / name / "agent.toml").write_text(
                 f'coordinator = "{address}"\n[tasks]\nsmall = "{folder}/small.py:Small"\n'
+                f'"framed.py:Framed" = "{folder}/framed.py:Framed"\n'
             )
             children.start(name, ["client", "--config", str(folder / name / "agent.toml")])
         with rt.OperatorClient(address, folder / "ada") as operator:
@@ -193,7 +202,7 @@ def test_list_and_show(service: Service, roundtable: Command, job: str) -> None:
 def test_clients(service: Service, roundtable: Command, job: str) -> None:
     found = json.loads(roundtable("clients", "list", *service.options, "--json").out)
     assert [client["name"] for client in found] == ["north", "south"]
-    assert all(client["online"] and client["tasks"] == ["small"] for client in found)
+    assert all(client["online"] and client["tasks"] == ["framed.py:Framed", "small"] for client in found)
     assert all(client["completed"] >= 3 for client in found)
     assert all(time.time() - client["last_seen"] < 60 for client in found)
     assert "north" in roundtable("clients", "list", *service.options).out
@@ -223,6 +232,26 @@ def test_the_model_is_fetched_verified_and_loads(
     code = "\n".join(lines).replace('"small"', f'"{service.folder}/small.py"')
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert set(rt.load_model(path)) == {"weight", "bias"}
+
+
+def test_frozen_weights_stay_and_are_put_in_where_the_task_is(
+    service: Service, roundtable: Command, tmp_path: Path
+) -> None:
+    said = roundtable("job", "submit", service.folder / "framed.toml", *service.options, "--watch")
+    assert said.code == 0, said.err
+    assert "3 of 9 values travel (33.3%): 2 frozen tensors, such as '0.weight'" in said.err
+    job = next(line for line in said.out.splitlines() if line.startswith("Submitted job")).split()[2]
+    path = tmp_path / "model.safetensors"
+    fetch = ["job", "model", job, "-o", path, *service.options]
+    assert "It lacks 2 frozen tensors, such as '0.weight'" in roundtable(*fetch).out
+    with pytest.raises(EncodingError, match="lacks 2 frozen tensors"):
+        rt.load_model(path)
+    assert set(rt.load_model(path, partial=True)) == {"1.weight", "1.bias"}
+    said = roundtable(*fetch, "--task", service.folder, "--json")
+    assert json.loads(said.out)["lacking"] == []
+    assert set(rt.load_model(path)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    # What was put in changes nothing about where the model comes from.
+    assert model_digest(open_model(path).without_frozen()) == json.loads(said.out)["digest"]
 
 
 def test_an_interrupted_fetch_goes_on(service: Service, job: str, tmp_path: Path) -> None:

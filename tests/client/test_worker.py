@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -17,6 +18,8 @@ from training_processes import ask, workers
 
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.worker.worker_trainer import _post_mortem
+from roundtable.core.initial_model import initial_model
+from roundtable.core.task import load_task
 
 KEY = ("job-1", 1, 1, "train")
 AGENT = """
@@ -164,3 +167,25 @@ async def test_training_that_holds_more_memory_than_the_policy_allows_ends(silo)
     silo.config = replace(silo.config, policy=PolicyTable(max_memory="1TiB"))
     async with silo.agent():
         assert await ask(silo, 2) is None
+
+
+async def test_a_silo_whose_frozen_weights_differ_is_refused_by_name(silo, log) -> None:
+    path = silo.config.folder / "toy.py"
+    code = path.read_text()
+    model = "        return nn.Sequential(nn.Linear(4, self.width), nn.Tanh(), nn.Linear(self.width, 3))\n"
+    frozen = (
+        "        made = nn.Sequential(nn.Linear(4, self.width), nn.Tanh(), nn.Linear(self.width, 3))\n"
+        "        made[0].requires_grad_(False).bias.data.add_(0.0)\n        return made\n"
+    )
+    assert model in code
+    path.write_text(code.replace(model, frozen))
+    shutil.copy(path, path.with_name("same.py"))
+    silo.model = initial_model(silo.job, load_task("same.py", silo.config.folder))
+    async with silo.agent():
+        assert await ask(silo, 1) is None
+        assert len(silo.delta()) == silo.model.layout.size == 27
+    path.write_text(code.replace(model, frozen.replace("0.0", "0.5")))
+    async with silo.agent():
+        failure = await ask(silo, 2)
+        assert "'0.bias' is float32 [8] (frozen with values of digest" in failure.detail
+        assert "pretrained weights" in failure.detail

@@ -164,6 +164,31 @@ async def test_only_adapters_travel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("given", ["file", "made"])
+async def test_frozen_weights_are_read_or_made_and_checked(given: str, tmp_path: Path) -> None:
+    made = "return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))"
+    frozen = (
+        made.replace("return", "model =") + "\n        model[2].requires_grad_(False)\n        return model"
+    )
+    base = {"base": str(tmp_path / "base.safetensors")} if given == "file" else {}
+    safetensors.torch.save_file({}, tmp_path / "empty.safetensors")
+    silo = Silo(tmp_path, code=TASK.replace(made, frozen), **base)
+    whole = initial_state(load_task("toy.py", tmp_path), 3)
+    assert isinstance(whole, torch.nn.Module)
+    safetensors.torch.save_file(whole.state_dict(), tmp_path / "base.safetensors")
+    async with silo.trainer() as trainer:
+        await trainer.train(silo.work(), watched([]))
+    assert silo.model.layout.size == 8 * 16 + 16 + 16 * 3 + 3
+    assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+    if given == "file":
+        whole.state_dict()["2.bias"].add_(0.1)
+        safetensors.torch.save_file(whole.state_dict(), tmp_path / "base.safetensors")
+        async with silo.trainer() as trainer:
+            with pytest.raises(WorkFailed, match=r"'2\.bias' is frozen and has other values"):
+                await trainer.train(silo.work(), watched([]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [("mistake", r"ValueError in toy\.py"), ("assert", r"label or index.*RuntimeError in toy\.py")],

@@ -15,7 +15,9 @@ from roundtable.core import Layout, LayoutRules, tensor_spec
 from roundtable.core.errors import LayoutError
 from roundtable.core.tensor_spec import DTYPES
 
-NAMES = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12)
+NAMES = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12).filter(
+    lambda name: name != "__metadata__"
+)
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 ALL_TRAVEL = LayoutRules(buffers="average", integers="average")
 
@@ -108,7 +110,8 @@ def test_unflatten_gives_views_and_flatten_gives_them_back() -> None:
 def test_a_vector_never_follows_a_model_that_trains_on(form: str, trainable: bool) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(3), requires_grad=trainable)
-    before = Layout.of(model).flatten(model if form == "module" else model.state_dict())
+    layout = Layout.of(model, LayoutRules(travel="all"))
+    before = layout.flatten(model if form == "module" else model.state_dict())
     with torch.no_grad():
         model.weight.add_(1.0)
     assert before.tolist() == [0.0, 0.0, 0.0]
@@ -339,3 +342,25 @@ def test_arbitrary_json_is_a_layout_or_a_layout_error(rows: Any) -> None:
         return
     assert Layout.from_json(layout.to_json()) == layout
     assert layout.unflatten(torch.zeros(layout.size)).keys() <= {spec.name for spec in layout.tensors}
+
+
+def test_a_frozen_tensor_is_told_by_its_values() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].weight.requires_grad_(False)
+    layout = Layout.of(model)
+    (spec,) = layout.frozen
+    assert (spec.name, layout.size) == ("0.weight", 5)
+    assert Layout.from_json(layout.to_json()) == layout
+    layout.check_frozen(model.state_dict())
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1e-6
+    assert Layout.of(model).fingerprint != layout.fingerprint
+    with pytest.raises(LayoutError, match=r"'0\.weight' is frozen and has other values"):
+        layout.check_frozen(model.state_dict())
+    rules = [each.rule for each in Layout.of(model, LayoutRules(only=("1.*",))).tensors]
+    assert rules == ["frozen", "local", "average", "average"]
+    assert Layout.of(model, LayoutRules(travel="all", drop=("0.b*",))).size == 7
+    for text in (f',"{spec.digest}"]', ',"frozen"'):
+        assert text in layout.to_json()
+        with pytest.raises(LayoutError):
+            Layout.from_json(layout.to_json().replace(text, "]" if text[-1] == "]" else ',"drop"'))

@@ -29,6 +29,7 @@ from roundtable.cli.shared.output import (
 from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from roundtable.core.config import JobConfig
     from roundtable.operator import OperatorClient
     from roundtable.proto.operator_pb2 import Job
 
@@ -170,10 +171,21 @@ def resume(name: str, coordinator: str | None, credentials: Path | None, as_json
 @job.command("model")
 @click.argument("name", metavar="JOB")
 @click.option("-o", "--output", type=_FILE, help="Where to write it; default: NAME.safetensors.")
+@click.option(
+    "--task",
+    "folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder of the task's code: put in its frozen weights, which do not travel, and verify them too.",
+)
 @connection_options
 @json_option
 def model(
-    name: str, output: Path | None, coordinator: str | None, credentials: Path | None, as_json: bool
+    name: str,
+    output: Path | None,
+    folder: Path | None,
+    coordinator: str | None,
+    credentials: Path | None,
+    as_json: bool,
 ) -> None:
     """Fetch a job's newest model as a safetensors file, and verify it."""
     with connect(coordinator, credentials) as operator:
@@ -183,21 +195,40 @@ def model(
         hint = "What has arrived is kept; the same command goes on from there."
         with interruptible(hint):
             operator.get_artifact(submitted.model.digest, submitted.model.size, path)
+    from roundtable.core.config import job_from_json
+    from roundtable.core.models import open_model
+
+    job = job_from_json(detail.job_config)
+    if folder is not None:
+        _fill(path, job, folder)
+    fetched = open_model(path)
     if as_json:
         values = {"path": str(path), "digest": submitted.model.digest, "size": submitted.model.size}
-        print_json({**values, "round": submitted.rounds_done})
+        print_json({**values, "round": submitted.rounds_done, "lacking": fetched.lacking})
         return
     say(
         f"Wrote {path}: {submitted.name} after round {submitted.rounds_done} of {submitted.rounds}, verified."
     )
-    from roundtable.core.config import job_from_json
-    from roundtable.core.models import open_model
-
-    if told := open_model(path).metadata.get("privacy"):
+    if told := fetched.metadata.get("privacy"):
         say(told)
+    if lacking := fetched.lacking:
+        say(
+            f"It lacks {len(lacking)} frozen tensors, such as {lacking[0]!r}, which do not travel: with "
+            "--task FOLDER, where the task's code lies, they are put in."
+        )
     say("Load it with:")
-    for line in loading_lines(job_from_json(detail.job_config).task, path):
+    for line in loading_lines(job.task, path, partial=bool(lacking)):
         say(f"  {line}")
+
+
+def _fill(path: Path, job: JobConfig, folder: Path) -> None:
+    """Puts the frozen tensors of the task in `folder` into the model file."""
+    from roundtable.core.initial_model import whole_model
+    from roundtable.core.models import open_model, save_model
+    from roundtable.core.task import load_task
+
+    task = load_task(job.task.name, folder, parameters=job.task.parameters, trains=False)
+    save_model(path, whole_model(job, task, open_model(path)))
 
 
 def _file_named(job: str) -> Path:

@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from roundtable.proto.operator_pb2 import ClientActivity, JobDetail
 
 
-def loading_lines(task: JobTaskTable, path: Path) -> list[str]:
-    """Three lines of Python that load a model file."""
+def loading_lines(task: JobTaskTable, path: Path, *, partial: bool = False) -> list[str]:
+    """Three lines of Python that load a model file; `partial`: one without the frozen tensors."""
     made = f", parameters={task.parameters!r}" if task.parameters else ""
+    some, loosely = (", partial=True", ", strict=False") if partial else ("", "")
     return [
         "import roundtable as rt",
         f"model = rt.load_task({json.dumps(task.name, ensure_ascii=False)}{made}).model()",
-        f"model.load_state_dict(rt.load_model({json.dumps(str(path), ensure_ascii=False)}))",
+        f"model.load_state_dict(rt.load_model({json.dumps(str(path), ensure_ascii=False)}{some}){loosely})",
     ]
 
 
 def summary_of(prepared: Prepared) -> dict[str, Any]:
     """What a sound job file amounts to, by name."""
+    from roundtable.core.initial_model import travel_note
     from roundtable.core.task import lacks
     from roundtable.engine.validation.secure_feasibility import secure_summary
 
@@ -48,6 +50,7 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
             "parameters": layout.size,
             "bytes a round and silo": 4 * layout.size,
             "tensors that do not travel": staying,
+            "frozen": travel_note(job, layout) or "nothing: all that is trained travels",
             "layout": layout.fingerprint,
             "digest": job.digest,
         }

@@ -150,8 +150,11 @@ def _request(job: JobConfig, caller: str, before: Job | None) -> str:
 
 def _started(operator: OperatorClient, prepared: Prepared, request: str | None) -> Job:
     """The job, begun with its initial model."""
+    from roundtable.core.initial_model import travel_note
     from roundtable.core.models import save_model
 
+    if stays := travel_note(prepared.job, prepared.model.layout):
+        say(stays, err=True)
     for warning in prepared.warnings:
         say(f"warning: {warning}", err=True)
     with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:

@@ -46,8 +46,9 @@ def silo_model(
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already; name another file, or replace it with --force")
     client, order = recall(config.state / "jobs", job)
-    if personal:
-        state = Executor(settings_of(config, client, config.state / "jobs")).personal(order)
+    if personal or open_model(Path(order.model)).lacking:
+        executor = Executor(settings_of(config, client, config.state / "jobs"))
+        state = executor.personal(order) if personal else executor.whole(order)
     else:
         state = open_model(Path(order.model)).state_dict()
     metadata = {"job": order.job, "round": str(order.round), "silo": client, "personal": str(personal)}

@@ -139,7 +139,7 @@ class Stack:
         finally:
             self.model.train()
         if self._versions() != versions:
-            raise Unstackable("it changes a buffer of the model in place")
+            raise Unstackable("it changes a buffer or a frozen weight of the model in place")
         vectors = 4 + bool(step.momentum) + bool(step.pull) + step.corrected
         self.bytes_each = vectors * self.anchor.nbytes + 2 * saved // len(batch[0])
 
@@ -242,7 +242,8 @@ class Stack:
 
     def _versions(self) -> list[int]:
         """Grow whenever what a step must leave alone is written to."""
-        return [tensor._version for tensor in (self.anchor, *self.model.buffers())]
+        frozen = (each for each in self.model.parameters() if not each.requires_grad)
+        return [tensor._version for tensor in (self.anchor, *self.model.buffers(), *frozen)]
 
 
 def _in_words(error: Exception) -> str:

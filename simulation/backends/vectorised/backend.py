@@ -69,7 +69,7 @@ def why_not(world: World) -> str | None:
     if getattr(type(task), "optimizer", Task.optimizer) is not Task.optimizer:
         return f"{type(task).__name__} brings an optimizer of its own"
     for spec in world.layout.tensors:
-        if spec.rule != "average":
+        if spec.rule not in ("average", "frozen"):
             return (
                 f"tensor {spec.name!r} does not travel (rule {spec.rule!r}), for example a BatchNorm counter"
             )
