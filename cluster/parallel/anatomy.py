@@ -118,6 +118,17 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     return best
 
 
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Names of all repeated parts, of the encoder and of the decoder: those of `find_blocks` among them."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{block}.") for block in found):
+            continue
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            found += [f"{name}.{key}" if name else key for run in _runs(module) for key in run]
+    return found
+
+
 def _runs(container: nn.Module) -> list[list[str]]:
     """Keys of two or more equal children in a row that are made of several parts each."""
     runs: list[list[str]] = []

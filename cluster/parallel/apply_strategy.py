@@ -29,8 +29,10 @@ from roundtable.cluster.parallel.experts import Experts, share_experts
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.meta_init import allocate, tie, tied_names
 from roundtable.cluster.parallel.packed_layers import pack
+from roundtable.cluster.parallel.split_attention import split_attention
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import Stream, TensorParallel
+from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.core.errors import TaskError
 
 
@@ -41,17 +43,21 @@ def apply_strategy(
     meshes: Meshes,
     device: torch.device,
     tensor_parallel: TensorParallel | None = None,
+    regions: ShardedRegions | None = None,
     *,
     last: bool = True,
 ) -> nn.Module:
     """The model, or a pipeline stage of it, as this rank runs it, with memory but without values.
 
-    `blocks` are the names of the repeated parts that it has; `last`: its output is the model's. DDP, which
-    wraps, is applied by `replicate` after the values are in place.
+    `blocks` are the names of the repeated parts that it has; `regions` follow its passes; `last`: its output
+    is the model's. DDP, which wraps, is applied by `replicate` after the values are in place.
     """
     if strategy.mesh.tp > 1:
         assert tensor_parallel is not None
         split_tensors(model, blocks, tensor_parallel, meshes.one("tp"), strategy.sequence_parallel)
+        if regions is not None:
+            # Of the layers that are there now: some have taken the place of others.
+            regions.follow(model, blocks)
     if strategy.mesh.ep > 1:
         share_experts(model, meshes.one("ep"))
     checkpoint_blocks(model, blocks, strategy)
@@ -66,12 +72,14 @@ def split_tensors(
     model: nn.Module, blocks: Sequence[str], plan: TensorParallel, mesh: DeviceMesh, sequence: bool
 ) -> None:
     """Splits layers over the ranks of `mesh`; with `sequence` also norms and residuals between them."""
-    present = dict(model.named_modules())
-    pack(model, plan.packed, mesh)
     spread = Shard(1) if sequence else Replicate()
+    ties = tied_names(model)
+    split_attention(model, plan.attentions, mesh.size(), mesh)
+    replaced = pack(model, plan.styles, plan.packed, mesh, spread)
+    present = dict(model.named_modules())
     styles: dict[str, ParallelStyle] = {}
     for name, style in plan.styles.items():
-        if name in present and name not in plan.packed:
+        if name in present and name not in replaced and style != "attention":
             styles[name] = {
                 "column": ColwiseParallel(),
                 "row": RowwiseParallel(output_layouts=spread),
@@ -80,7 +88,6 @@ def split_tensors(
             }[style]
     if sequence:
         styles.update({name: SequenceParallel() for name in plan.norms if name in present})
-    ties = tied_names(model)
     parallelize_module(model, mesh, styles)
     _check_ties(model, ties)
     if sequence:

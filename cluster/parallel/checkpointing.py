@@ -43,6 +43,7 @@ def checkpoint_blocks(model: nn.Module, blocks: Sequence[str], strategy: Strateg
     """Checkpoints whole blocks, runs of them, or all in them but matrix products; nothing where it is off."""
     if strategy.checkpointing == "none":
         return
+    _without_caches(model)
     if strategy.checkpointing == "sqrt":
         length = run_length(len(blocks))
         for first in range(0, len(blocks), length):
@@ -56,6 +57,17 @@ def checkpoint_blocks(model: nn.Module, blocks: Sequence[str], strategy: Strateg
             parent, _, key = name.rpartition(".")
             owner = model.get_submodule(parent)
             owner._modules[key] = checkpoint_wrapper(model.get_submodule(name), **options)
+
+
+def _without_caches(model: nn.Module) -> None:
+    """Has models of transformers keep no keys and values for later tokens, as that library does itself.
+
+    A block that is computed again would add its own a second time.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
 
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -159,7 +159,7 @@ def trace(
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = task.loss(model, fakes)
-                reached = _reached(loss)
+                reached = reached_from(loss)
                 del loss
         except _VALUES as error:
             raise NotTraceable(
@@ -171,7 +171,7 @@ def trace(
     return result
 
 
-def _reached(loss: Tensor) -> set[int]:
+def reached_from(loss: Tensor) -> set[int]:
     """Identifies the parameters that the loss depends on, by the graph that its backward pass would take."""
     found, seen, waiting = set(), set(), [loss.grad_fn]
     while waiting:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -52,16 +50,22 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def region_of(tensor: Tensor) -> tuple[slice, ...]:
-    """The slices of the whole tensor that this rank's part is."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+def region_of(name: str, tensor: Tensor) -> tuple[slice, ...]:
+    """The slices of the whole tensor that this rank's part of `name` is: a parameter, or a part of one."""
+    shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+    _, part = unpacked_name(name)
+    starts = list(offset)
+    if part is not None:
+        starts[part[0]] += part[1]
+    return tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
 
 
 class Places:
-    """Looks up where the tensors of a layout lie, under each of their names, and their parts by rows."""
+    """Looks up where the tensors of a layout lie, under each of their names or a part's."""
 
     def __init__(self, layout: Layout) -> None:
         own = {spec.name: spec for spec in layout.tensors}
@@ -78,18 +82,12 @@ class Places:
 
     def find(self, name: str) -> TensorSpec:
         """The spec that holds this tensor's place; LayoutError for a name that the layout lacks."""
-        whole, rows = unpacked_name(name)
         try:
-            spec = self._specs[whole]
+            return self._specs[unpacked_name(name)[0]]
         except KeyError:
             raise LayoutError(
                 f"the cluster's model has a tensor {name!r} that the job's layout does not know"
             ) from None
-        if rows is None:
-            return spec
-        shape = (rows[1] - rows[0], *spec.shape[1:])
-        offset = spec.offset if spec.offset < 0 else spec.offset + rows[0] * prod(spec.shape[1:])
-        return replace(spec, shape=shape, offset=offset)
 
 
 @torch.no_grad()
@@ -106,13 +104,12 @@ def read_shards(
         if spec.offset >= 0:
             whole = vector[spec.offset : spec.offset + spec.size].view(spec.shape)
         elif (known := next((each for each in places.names(spec) if each in others), None)) is not None:
-            _, rows = unpacked_name(name)
-            whole = others[known] if rows is None else others[known][slice(*rows)]
+            whole = others[known]
         else:
             missing.append(name)
             continue
         _check(name, tensor, spec)
-        part = whole[region_of(tensor)]
+        part = whole[region_of(name, tensor)]
         local_of(tensor).copy_(part if tensor.dtype.is_floating_point else part.round())
     return missing
 
@@ -129,7 +126,7 @@ def deltas(
         spec = places.find(name)
         if spec.offset < 0 or not meshes.owns(tensor):
             continue
-        region = region_of(tensor)
+        region = region_of(name, tensor)
         whole = start[spec.offset : spec.offset + spec.size].view(spec.shape)
         before = _rounded(whole[region], tensor.dtype)
         yield spec, region, local_of(tensor).detach().float().cpu() - before
@@ -224,7 +221,10 @@ def _dense(encoding: str) -> torch.dtype:
 
 
 def _check(name: str, tensor: Tensor, spec: TensorSpec) -> None:
-    if tuple(tensor.shape) != spec.shape:
+    shape, (_, part) = list(spec.shape), unpacked_name(name)
+    if part is not None:
+        shape[part[0]] = part[2] - part[1]
+    if list(tensor.shape) != shape:
         raise LayoutError(
-            f"tensor {name!r} has shape {list(tensor.shape)} on the cluster, the job says {list(spec.shape)}"
+            f"tensor {name!r} has shape {list(tensor.shape)} on the cluster, the job says {shape}"
         )

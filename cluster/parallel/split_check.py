@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from roundtable.cluster.parallel.forward_trace import quietly
-from roundtable.cluster.parallel.packed_layers import spans
+from roundtable.cluster.parallel.forward_trace import quietly, reached_from
+from roundtable.cluster.parallel.packed_layers import (
+    inputs_of_layer,
+    outputs_of,
+    spans,
+    take_inputs,
+    take_outputs,
+)
 
 _RANKS = 2
 _LENGTH = 16
@@ -25,18 +32,38 @@ class LayerSplit:
     """Readers of a module's input split by columns, and a last layer split by rows; names within the module.
 
     `packed` are the sizes of the parts of readers that hold several; `counts` attributes that each rank has
-    its part of, such as the number of heads.
+    its part of, such as the number of heads, `tables` embeddings with a number for each head. `handed` heads:
+    arguments of [batch, heads, ...] come as this rank's part, as other layers make them.
     """
 
     readers: tuple[str, ...]
     last: str
     counts: tuple[str, ...] = ()
     packed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tables: tuple[str, ...] = ()
+    handed: int = 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What is split by what it gives."""
+        return (*self.readers, *self.tables)
 
 
 class _LastLayer(Exception):
     def __init__(self, output: Tensor) -> None:
         self.output = output
+
+
+def attribute(module: nn.Module, key: str) -> tuple[nn.Module, str]:
+    """The owner of an attribute of a module or of a part of it, and its name there."""
+    owner, _, name = key.rpartition(".")
+    return module.get_submodule(owner), name
+
+
+def divide_count(module: nn.Module, key: str, ranks: int) -> None:
+    """Leaves a module its part of a count."""
+    owner, name = attribute(module, key)
+    setattr(owner, name, getattr(owner, name) // ranks)
 
 
 def wrong_split(module: nn.Module, split: LayerSplit, arguments: tuple[Any, Any]) -> str:
@@ -45,10 +72,10 @@ def wrong_split(module: nn.Module, split: LayerSplit, arguments: tuple[Any, Any]
     `arguments` are those of a traced call; only their shapes count. Weights are made up, and long sequences
     cut short, so that a module of any size is tried in moments.
     """
-    sizes = {key: split.packed.get(key, (linear(module, key).out_features,)) for key in split.readers}
-    last = linear(module, split.last)
-    numbers = [size for parts in sizes.values() for size in parts] + [last.in_features]
-    numbers += [getattr(module, key) for key in split.counts]
+    sizes = {key: split.packed.get(key, (outputs_of(module.get_submodule(key)),)) for key in split.columns}
+    numbers = [size for parts in sizes.values() for size in parts]
+    numbers.append(inputs_of_layer(module.get_submodule(split.last)))
+    numbers += [getattr(*attribute(module, key)) for key in split.counts]
     if odd := [number for number in numbers if number % _RANKS]:
         return f"{odd[0]} does not divide by two"
     try:
@@ -60,34 +87,82 @@ def wrong_split(module: nn.Module, split: LayerSplit, arguments: tuple[Any, Any]
     return "" if float(gap) < _TOLERANCE else "two halves of its columns do not add up to the whole"
 
 
+def between(module: nn.Module, split: LayerSplit, arguments: tuple[Any, Any]) -> list[str]:
+    """Parameters that what the last layer gives depends on, beside the split layers' and not by the readers.
+
+    A rank that has some heads alone would learn such a parameter from those alone. Empty where the module
+    does not run on made-up numbers.
+    """
+    try:
+        with quietly():
+            values, (inputs, named), _ = _runnable(module, split, arguments)
+            copied = deepcopy(module, dict(values)).eval()
+            with _detached(copied, split.readers):
+                reached = reached_from(_called(copied, split.last, inputs, named))
+    except Exception:  # noqa: BLE001 - as above; what does not run is not split either
+        return []
+    split_layers = {*split.columns, split.last}
+    return [
+        name
+        for name, parameter in copied.named_parameters()
+        if id(parameter) in reached and name.rpartition(".")[0] not in split_layers
+    ]
+
+
+@contextmanager
+def _detached(module: nn.Module, readers: Sequence[str]) -> Iterator[None]:
+    """Gradients end at the inputs of these layers."""
+
+    def cut(layer: nn.Module, inputs: Any) -> Any:
+        return tree_map_only(Tensor, Tensor.detach, inputs)
+
+    handles = [module.get_submodule(key).register_forward_pre_hook(cut) for key in readers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _both(
     module: nn.Module, split: LayerSplit, sizes: Mapping[str, Sequence[int]], arguments: tuple[Any, Any]
 ) -> tuple[Tensor, Tensor]:
     """What the last layer of the whole module gives without its bias, and the sum of what the ranks' give."""
-    values = _values(module)
-    bias = linear(module, split.last).bias
-    # Caches of earlier positions, and other objects, hold what the traced pass left in them.
-    values_only = tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, arguments)
-    for length in (_LENGTH, None):
-        inputs, named = _made_up(values_only, length)
-        try:
-            expected = _until_last(module, values, split.last, inputs, named)
-            break
-        except Exception:
-            if length is None:
-                raise
+    values, (inputs, named), expected = _runnable(module, split, arguments)
+    bias = getattr(module.get_submodule(split.last), "bias", None)
     found = torch.zeros_like(expected)
     for rank in range(_RANKS):
         part = _part_of(module, values, split, sizes, rank)
-        found += _until_last(part, {}, split.last, inputs, named)
+        mine, mine_named = _handed((inputs, named), split.handed, rank)
+        found += _until_last(part, {}, split.last, mine, mine_named)
     return (expected if bias is None else expected - values[id(bias)].detach()), found
 
 
-def linear(module: nn.Module, key: str) -> nn.Linear:
-    """A linear layer of a module."""
-    layer = module.get_submodule(key)
-    assert isinstance(layer, nn.Linear)
-    return layer
+def _runnable(
+    module: nn.Module, split: LayerSplit, arguments: tuple[Any, Any]
+) -> tuple[dict[int, Tensor], tuple[Any, Any], Tensor]:
+    """(values of the module's tensors, arguments, what the last layer gives), short where that runs."""
+    values = _values(module)
+    # Caches of earlier positions, and other objects, hold what the traced pass left in them.
+    values_only = tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, arguments)
+    made = _made_up(values_only, _LENGTH)
+    try:
+        return values, made, _until_last(module, values, split.last, *made)
+    except Exception:  # noqa: BLE001 - it may have tables of the whole length
+        made = _made_up(values_only, None)
+        return values, made, _until_last(module, values, split.last, *made)
+
+
+def _handed(arguments: tuple[Any, Any], heads: int, rank: int) -> tuple[Any, Any]:
+    """A rank's part of the arguments that have a place for each head."""
+
+    def mine(tensor: Tensor) -> Tensor:
+        if not heads or tensor.dim() != 4 or tensor.shape[1] != heads:
+            return tensor
+        return tensor.narrow(1, rank * heads // _RANKS, heads // _RANKS)
+
+    inputs, named = tree_map_only(Tensor, mine, arguments)
+    return inputs, named
 
 
 def _values(module: nn.Module) -> dict[int, Tensor]:
@@ -137,17 +212,19 @@ def _until_last(
     module: nn.Module, values: dict[int, Tensor], last: str, inputs: Sequence[Any], named: Mapping[str, Any]
 ) -> Tensor:
     """What the last layer gives when the module is called, with these values for its tensors."""
-    copied = deepcopy(module, dict(values)).eval()
+    return _called(deepcopy(module, dict(values)).eval(), last, inputs, named).detach()
 
+
+def _called(module: nn.Module, last: str, inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
     def stop(layer: nn.Module, taken: Any, output: Tensor) -> None:
-        raise _LastLayer(output.detach())
+        raise _LastLayer(output)
 
-    copied.get_submodule(last).register_forward_hook(stop)
+    module.get_submodule(last).register_forward_hook(stop)
     try:
         with torch.random.fork_rng(devices=[]):
             # Random numbers are alike in the whole and in its parts.
             torch.default_generator.manual_seed(1)
-            copied(*inputs, **named)
+            module(*inputs, **named)
     except _LastLayer as reached:
         return reached.output
     raise RuntimeError(f"{last} is not called in evaluation")
@@ -162,21 +239,23 @@ def _part_of(
 ) -> nn.Module:
     """A rank's part of the module, as tensor parallelism would leave it."""
     part = deepcopy(module, dict(values))
-    for key in split.readers:
-        layer = part.get_submodule(key)
-        rows = [
-            row
-            for first, after in spans(sizes[key])
-            for row in range(
-                first + rank * (after - first) // _RANKS, first + (rank + 1) * (after - first) // _RANKS
-            )
-        ]
-        for name, parameter in list(layer.named_parameters(recurse=False)):
-            layer.register_parameter(name, nn.Parameter(parameter.detach()[rows]))
-    last = linear(part, split.last)
-    width = last.in_features // _RANKS
-    last.weight = nn.Parameter(last.weight.detach()[:, rank * width : (rank + 1) * width])
-    last.register_parameter("bias", None)
+    for key in split.columns:
+        take_outputs(
+            part.get_submodule(key),
+            [
+                place
+                for first, after in spans(sizes[key])
+                for place in range(
+                    first + rank * (after - first) // _RANKS, first + (rank + 1) * (after - first) // _RANKS
+                )
+            ],
+        )
+    last = part.get_submodule(split.last)
+    width = inputs_of_layer(last) // _RANKS
+    take_inputs(last, range(rank * width, (rank + 1) * width))
+    if getattr(last, "bias", None) is not None:
+        # A layer that always adds one adds nothing.
+        last.register_parameter("bias", nn.Parameter(torch.zeros_like(last.get_parameter("bias"))))
     for key in split.counts:
-        setattr(part, key, getattr(part, key) // _RANKS)
+        divide_count(part, key, _RANKS)
     return part

@@ -10,19 +10,20 @@ between them run on shards of the sequence (Korthikanti et al. 2022, section 4.2
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from roundtable.cluster.parallel.anatomy import Anatomy
+from roundtable.cluster.parallel.anatomy import Anatomy, repeated_blocks
 from roundtable.cluster.parallel.forward_trace import Trace
-from roundtable.cluster.parallel.split_check import LayerSplit, linear, wrong_split
+from roundtable.cluster.parallel.packed_layers import inputs_of_layer, is_dense, outputs_of
+from roundtable.cluster.parallel.split_finder import SplitFinder, is_heads
+from roundtable.core.errors import TaskError
 
-Style = Literal["column", "row", "vocabulary", "head"]
-_HEADS = re.compile(r"((n|num)_?((kv|key_value|attention)_)?)?heads?|nhead|n_local_heads")
+Style = Literal["column", "row", "vocabulary", "head", "attention"]
+_HEAD_WIDTH = re.compile(r"(attention_)?head_(dim|size)|key_value_proj_dim|d_(kv|head)|dim_head")
 
 
 @dataclass(frozen=True)
@@ -54,51 +55,79 @@ class TensorParallel:
     packed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     entry: Stream = Stream(1, "")
 
+    @property
+    def attentions(self) -> list[str]:
+        """Modules of torch's own attention, whose heads are shared out."""
+        return [name for name, style in self.styles.items() if style == "attention"]
+
     def refusal(self, model: nn.Module, degree: int) -> str:
         """Why the model cannot be split over so many ranks; empty if it can."""
         if not any(style in ("column", "row") for style in self.styles.values()):
-            reasons = "; ".join(self.whole[:3]) or "it has no repeated blocks"
+            reasons = "; ".join(self.whole[:3]) or (
+                "its repeated blocks have no linear layers in pairs"
+                if repeated_blocks(model)
+                else "it has no repeated blocks"
+            )
             return (
                 f"no part of a block can be split by structure ({reasons}); give the task a tensor_parallel()"
             )
-        for name, attribute in self.heads:
-            count = getattr(model.get_submodule(name), attribute)
+        return next((reason for reason in self._uneven(model, degree) if reason), "")
+
+    def _uneven(self, model: nn.Module, degree: int) -> Iterator[str]:
+        for name, key in (*self.heads, *((name, "num_heads") for name in self.attentions)):
+            count = getattr(model.get_submodule(name), key)
             if count % degree:
-                return f"{name}.{attribute} = {count} does not divide over tp = {degree}"
+                yield f"{name}.{key} = {count} does not divide over tp = {degree}"
         for name, style in self.styles.items():
-            shape = model.get_parameter(f"{name}.weight").shape
-            size = shape[1] if style == "row" else shape[0]
+            layer = model.get_submodule(name)
             if name in self.packed and (odd := [part for part in self.packed[name] if part % degree]):
-                return f"a part of {name} has {odd[0]} columns, which do not divide over tp = {degree}"
-            if style in ("column", "row") and int(size) % degree:
-                return f"{name} has {int(size)} {style}s, which do not divide over tp = {degree}"
+                yield f"a part of {name} has {odd[0]} columns, which do not divide over tp = {degree}"
+            if style in ("column", "row"):
+                size = inputs_of_layer(layer) if style == "row" else outputs_of(layer)
+                if size % degree:
+                    yield f"{name} has {size} {style}s, which do not divide over tp = {degree}"
+
+    def few_heads(self, model: nn.Module, degree: int) -> str:
+        """A layer whose heads ranks cannot share out, as grouped keys and values; empty if there is none."""
+        for name, style in self.styles.items():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            widths = (value for key, value in vars(owner).items() if _HEAD_WIDTH.fullmatch(key))
+            width = next((value for value in widths if type(value) is int and value > 0), 0)
+            if style != "column" or not width:
+                continue
+            for size in self.packed.get(name, (outputs_of(model.get_submodule(name)),)):
+                if size % width == 0 and size // width % degree:
+                    return (
+                        f"{name} has {size // width} heads of {width} columns, which do not divide over tp = "
+                        f"{degree}; a head is not shared by ranks"
+                    )
         return ""
 
 
 def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> TensorParallel:
     """Finds the splits of a model, real or fake, in its blocks and one traced pass."""
     order = [call.name for call in traced.calls]
-    finder = _Finder(model, traced)
+    finder = SplitFinder(model, traced)
+    for block in repeated_blocks(model):
+        finder.search(block)
     styles: dict[str, Style] = {}
-    inner: dict[str, Stream] = {}
-    whole: list[str] = []
     heads: list[tuple[str, str]] = []
     packed: dict[str, tuple[int, ...]] = {}
-    for block in anatomy.blocks:
-        for name, _ in model.get_submodule(block).named_modules(prefix=block):
-            split = finder.split(name)
-            if isinstance(split, str):
-                whole += [split] if split and split not in whole else []
-                continue
-            styles.update({f"{name}.{key}": "column" for key in split.readers})
-            styles[f"{name}.{split.last}"] = "row"
-            heads.extend((name, key) for key in split.counts)
-            packed.update({f"{name}.{key}": sizes for key, sizes in split.packed.items()})
-            if name != block:
-                inner[name] = _stream(traced, name)
+    for name, split in finder.splits.items():
+        styles.update({f"{name}.{key}": "column" for key in split.columns})
+        styles[f"{name}.{split.last}"] = "row"
+        packed.update({f"{name}.{key}": sizes for key, sizes in split.packed.items()})
+        for count in split.counts:
+            owner, _, key = f"{name}.{count}".rpartition(".")
+            heads.append((owner, key))
+    for name in finder.attentions:
+        styles[name], styles[f"{name}.out_proj"] = "attention", "row"
+        packed[name] = (model.get_submodule(name).get_parameter("out_proj.weight").shape[1],) * 3
+    within = [name for name in (*finder.splits, *finder.attentions) if name not in anatomy.blocks]
+    inner = {name: _stream(traced, name) for name in within}
     entry = _stream(traced, anatomy.blocks[0]) if anatomy.blocks else Stream(1, "")
-    if styles:
-        styles.update(_ends(model, anatomy, order))
+    if styles and anatomy.blocks:
+        styles = {**_ends(model, anatomy, order), **styles}
     norms, no_sequence = _norms(model, anatomy, styles, inner, traced)
     return TensorParallel(
         styles=styles,
@@ -106,7 +135,7 @@ def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> T
         norms=norms,
         heads=tuple(heads),
         no_sequence=no_sequence,
-        whole=tuple(whole),
+        whole=tuple(finder.whole),
         draws=bool(traced.draws),
         packed=packed,
         entry=entry,
@@ -123,92 +152,30 @@ def _stream(traced: Trace, name: str) -> Stream:
 
 
 def from_task(task: object, model: nn.Module, traced: Trace) -> TensorParallel | None:
-    """The task's own plan: its `tensor_parallel(model)` maps names of layers to column, row or vocabulary."""
+    """The task's own plan, where it has a `tensor_parallel(model)`.
+
+    It maps names of layers to column, row, head or vocabulary. Raises TaskError for what is no such layer.
+    """
     plan: Callable[[nn.Module], Mapping[str, Style]] | None = getattr(task, "tensor_parallel", None)
     if plan is None:
         return None
     styles = dict(plan(model))
+    for name, style in styles.items():
+        layer = dict(model.named_modules()).get(name)
+        fits = is_dense(layer) if style in ("column", "row", "head") else isinstance(layer, nn.Embedding)
+        if style not in ("column", "row", "head", "vocabulary") or not fits:
+            what = "no layer of the model" if layer is None else f"a {type(layer).__name__}"
+            raise TaskError(
+                f"{type(task).__name__}.tensor_parallel() has {name!r}: {style!r}, and {name!r} is {what}; "
+                "give a linear layer column, row or head, and an embedding vocabulary"
+            )
     heads: list[tuple[str, str]] = []
     for name, module in model.named_modules():
         if any(key.rpartition(".")[0] == name for key in styles):
-            heads.extend((name, key) for key, value in vars(module).items() if _is_heads(key, value))
+            heads.extend((name, key) for key, value in vars(module).items() if is_heads(key, value))
     return TensorParallel(
         styles, heads=tuple(heads), no_sequence="the task gives its own plan", draws=bool(traced.draws)
     )
-
-
-class _Finder:
-    """Finds the splits of modules; those of one kind, called alike, are tried once."""
-
-    def __init__(self, model: nn.Module, traced: Trace) -> None:
-        self._model = model
-        self._traced = traced
-        self._order = [call.name for call in traced.calls]
-        self._known: dict[Any, LayerSplit | str] = {}
-
-    def split(self, name: str) -> LayerSplit | str:
-        """How a module is split; a reason where it cannot be, empty where it has no layers to split."""
-        module = self._model.get_submodule(name)
-        if isinstance(module, nn.MultiheadAttention):
-            return "nn.MultiheadAttention keeps q, k and v in one parameter"
-        linears = {key: part for key, part in module.named_children() if isinstance(part, nn.Linear)}
-        called = [key for key in linears if f"{name}.{key}" in self._order]
-        called.sort(key=lambda key: self._order.index(f"{name}.{key}"))
-        if len(called) < 2:
-            return ""
-        kind, readers, last = type(module).__name__, called[:-1], linears[called[-1]]
-        width = linears[readers[0]].in_features
-        if any(linears[key].in_features != width for key in readers) or last.out_features != width:
-            return f"the linear layers of {kind} are no columns followed by rows"
-        if strange := _strange(module, set(linears)):
-            return f"{kind} has parameters besides its linear layers: {strange}"
-        arguments = self._traced.arguments.get(name, ((), {}))
-        shapes = [(key, tuple(value.shape)) for key, value in module.named_parameters()]
-        taken = [tuple(leaf.shape) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        key = (type(module), tuple(shapes), tuple(taken))
-        if key not in self._known:
-            self._known[key] = self._tried(module, tuple(readers), called[-1], arguments)
-        found = self._known[key]
-        return f"{kind}: {found}" if isinstance(found, str) else found
-
-    def _tried(
-        self, module: nn.Module, readers: tuple[str, ...], last: str, arguments: tuple[Any, Any]
-    ) -> LayerSplit | str:
-        """The first of the ways to split that computes what the whole module does, or what the first says."""
-        reasons = []
-        heads = tuple(key for key, value in vars(module).items() if _is_heads(key, value))
-        inner = linear(module, last).in_features
-        widths = tuple(key for key, value in vars(module).items() if type(value) is int and value == inner)
-        for packed in _packings(module, readers, inner):
-            for counts in dict.fromkeys((heads, tuple(dict.fromkeys((*heads, *widths))))):
-                split = LayerSplit(readers, last, counts, packed)
-                reason = wrong_split(module, split, arguments)
-                if not reason:
-                    return split
-                reasons.append(reason)
-        return reasons[0]
-
-
-def _packings(module: nn.Module, readers: Sequence[str], inner: int) -> list[dict[str, tuple[int, ...]]]:
-    """What the columns of readers may be: several parts (q, k, v; a gate and a value), or one."""
-    sizes = {key: linear(module, key).out_features for key in readers}
-    wide = {key: size for key, size in sizes.items() if size > inner}
-    ways: list[dict[str, tuple[int, ...]]] = []
-    if wide:
-        rest = {key: (size - inner) // 2 for key, size in wide.items()}
-        ways.append({key: (inner, rest[key], rest[key]) for key in wide})
-        if all(size == 2 * inner for size in wide.values()):
-            ways.append(dict.fromkeys(wide, (inner, inner)))
-        ways = [way for way in ways if all(sum(way[key]) == size for key, size in wide.items())]
-    return [*ways, {}]
-
-
-def _strange(module: nn.Module, linears: set[str]) -> str:
-    """A parameter of a module that belongs neither to its linear layers nor to blocks of its own."""
-    if any(isinstance(part, nn.MultiheadAttention) or is_norm(part) for part in module.children()):
-        return ""
-    keys = (key for key, _ in module.named_parameters())
-    return next((key for key in keys if key.rpartition(".")[0] not in linears), "")
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -219,12 +186,11 @@ def is_norm(module: nn.Module) -> bool:
     return flat and named and next(module.children(), None) is None
 
 
-def _is_heads(key: str, value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and _HEADS.fullmatch(key) is not None
-
-
 def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Style]:
-    """Styles of embeddings before the blocks and of the linear head after them."""
+    """Styles of embeddings before the blocks and of the linear head after them.
+
+    Layers that share one parameter are split alike, as are those that are never called, or not at all.
+    """
     inside = [i for i, name in enumerate(order) if anatomy.unit_of(name) in anatomy.blocks]
     first, final = inside[0], inside[-1]
     styles: dict[str, Style] = {}
@@ -234,7 +200,24 @@ def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Sty
             styles[name] = "vocabulary"
         if index > final and isinstance(module, nn.Linear):
             styles[name] = "head"
+    for group in _tied_layers(anatomy):
+        split = [name for name in group if name in styles]
+        idle = [name for name in group if name not in styles]
+        if any(name in order or not isinstance(model.get_submodule(name), nn.Embedding) for name in idle):
+            for name in split:
+                del styles[name]
+        elif split:
+            styles.update(dict.fromkeys(idle, "vocabulary"))
     return styles
+
+
+def _tied_layers(anatomy: Anatomy) -> list[list[str]]:
+    """Layers that share a weight, each group once."""
+    groups: dict[str, list[str]] = {}
+    for one, other in anatomy.tied:
+        group = groups.setdefault(one, [one.rpartition(".")[0]])
+        group.append(other.rpartition(".")[0])
+    return list(groups.values())
 
 
 def _norms(
@@ -245,6 +228,15 @@ def _norms(
     traced: Trace,
 ) -> tuple[tuple[str, ...], str]:
     """(norms between the split parts of every block, why the sequence cannot be sharded)."""
+    for name in (name for name in styles if styles[name] in ("column", "row", "attention")):
+        if styles[name] == "attention":
+            return (), f"{name} is an nn.MultiheadAttention, which takes its input three times"
+        if anatomy.unit_of(name) not in anatomy.blocks:
+            return (), f"{name} is split outside the longest row of blocks"
+    for name in inner:
+        parameters = (key for key, _ in model.get_submodule(name).named_parameters(prefix=name))
+        if alone := next((key for key in parameters if key.rpartition(".")[0] not in styles), ""):
+            return (), f"{alone} lies beside the split layers of {name}"
     norms: list[str] = []
     for block in anatomy.blocks:
         module = model.get_submodule(block)

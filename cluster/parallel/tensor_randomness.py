@@ -39,12 +39,13 @@ class ShardedRegions:
         plan, sequence = self._plan, self._sequence
         present = dict(model.named_modules())
         for name, style in plan.styles.items():
-            if name in present:
+            if name in present and style != "attention":
                 after = {"column": True, "row": sequence}.get(style, False)
                 present[name].register_forward_hook(partial(self._left, after))
         for name in plan.inner:
             if name in present:
-                present[name].register_forward_pre_hook(partial(self._entered, False))
+                heads = plan.styles.get(name) == "attention"
+                present[name].register_forward_pre_hook(partial(self._entered, heads))
                 present[name].register_forward_hook(partial(self._left, sequence))
         for name in blocks:
             present[name].register_forward_pre_hook(partial(self._entered, sequence), prepend=True)

@@ -19,6 +19,8 @@ from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
 from roundtable.cluster.parallel.experts import Experts
 from roundtable.cluster.parallel.forward_trace import NotTraceable, Trace, fake_model, quietly, trace
+from roundtable.cluster.parallel.meta_init import model_on_meta
+from roundtable.cluster.parallel.packed_layers import inputs_of_layer, outputs_of, take_inputs, take_outputs
 from roundtable.cluster.parallel.pipeline_stages import (
     FixedOutput,
     inputs_of,
@@ -27,6 +29,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
     refuse_cut,
 )
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
+from roundtable.cluster.parallel.split_attention import split_attention
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
@@ -159,8 +162,11 @@ def cannot_split(
     with mode:
         for name, style in plan.styles.items():
             module = model.get_submodule(name)
-            if style in ("column", "row") and isinstance(module, nn.Linear):
-                _shrink(module, 0 if style == "column" else 1, degree)
+            if style == "column":
+                take_outputs(module, range(outputs_of(module) // degree))
+            elif style == "row":
+                take_inputs(module, range(inputs_of_layer(module) // degree))
+        split_attention(model, plan.attentions, degree, None)
     for name, attribute in plan.heads:
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // degree)
@@ -170,6 +176,8 @@ def cannot_split(
         with quietly():
             part = trace(task, mode, model, batch, sharded=lambda: regions.sharded)
     except Exception as error:  # noqa: BLE001 - code that wants its whole layers may raise anything
+        if reason := plan.few_heads(model_on_meta(task), degree):
+            return reason
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         return f"with its part of the heads a rank cannot run the model: {first}"
     return _cannot_draw(whole, part)
@@ -233,16 +241,3 @@ def cannot_run(task: Task, anatomy: Anatomy, batch: Any) -> str:
     except TaskError as error:
         return str(error)
     return ""
-
-
-def _shrink(module: nn.Linear, dimension: int, degree: int) -> None:
-    """One rank's part of a linear layer, as empty tensors."""
-    shape = list(module.weight.shape)
-    shape[dimension] //= degree
-    module.weight = nn.Parameter(torch.empty(shape, dtype=module.weight.dtype))
-    if dimension == 0:
-        module.out_features = shape[0]
-        if module.bias is not None:
-            module.bias = nn.Parameter(torch.empty(shape[0], dtype=module.bias.dtype))
-    else:
-        module.in_features = shape[1]

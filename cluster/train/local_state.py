@@ -6,7 +6,6 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from roundtable.client.durable_files import sync
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.parallel.packed_layers import unpacked_name
 from roundtable.cluster.parallel.shards import Places, local_of, region_of, runs_of, write_at
 from roundtable.core.layout import Layout
 from roundtable.core.models import SAFETENSORS
@@ -77,11 +75,9 @@ def _write(
                 continue
             dtype = DTYPES[spec.dtype]
             part = local_of(tensor).detach().cpu()
-            _, rows = unpacked_name(name)
-            before = rows[0] * prod(spec.shape[1:]) if rows is not None else 0
-            for offset, run in runs_of(part, spec.shape, region_of(tensor)):
+            for offset, run in runs_of(part, spec.shape, region_of(name, tensor)):
                 data = run.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()
-                write_at(file, data, base + offsets[spec.name] + (before + offset) * dtype.itemsize)
+                write_at(file, data, base + offsets[spec.name] + offset * dtype.itemsize)
     finally:
         os.close(file)
 

@@ -65,7 +65,14 @@ class Replica:
             self._regions = ShardedRegions(tensor_parallel, sequence=strategy.sequence_parallel)
         self.parts = [
             apply_strategy(
-                part, present_blocks(part, blocks), strategy, meshes, device, tensor_parallel, last=last
+                part,
+                present_blocks(part, blocks),
+                strategy,
+                meshes,
+                device,
+                tensor_parallel,
+                self._regions,
+                last=last,
             )
             for part, blocks, last in self._cut()
         ]
@@ -94,8 +101,6 @@ class Replica:
                 if reason := refuse_cut(anatomy, stages):
                     raise TaskError(f"no pipeline: {reason}")
                 keep_only(model, anatomy, partition(anatomy, stages)[stage])
-            if self._regions is not None:
-                self._regions.follow(model, present_blocks(model, anatomy.blocks))
             yield model, anatomy.blocks, stage == stages - 1
 
     @property

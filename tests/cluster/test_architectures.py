@@ -10,6 +10,7 @@ import pytest
 import torch
 from architecture_matrix import STRATEGIES, PlannedCell, planned, probe_of, run_cells, tolerance
 from architectures import ARCHITECTURES, Calling, GivenTable, HalvingGate, Looking, Mixing
+from attention_calls import CALLS, attention_gaps
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -58,6 +59,35 @@ def test_models_train_as_on_one_process_or_are_refused_with_a_reason() -> None:
     assert "sequence_parallel = true" in refused["tied rotary LM, tp sequence"]
     assert "are one parameter" in refused["tied rotary LM, 1f1b"]
     assert "does not skip parts" in refused["nn.TransformerEncoder, 1f1b"]
+
+
+# Each for a way of its own to split or to checkpoint: Conv1D and fused projections over a sharded sequence,
+# a table of positions for each head, layers that end in a module of their own, a cache of keys and values.
+OF_LIBRARY = [("GPT-2", "tp sequence"), ("T5", "tp"), ("BERT", "tp"), ("Llama", "zero3 selective")]
+
+
+def test_models_of_a_library_train_as_on_one_process() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    allowed, refused = [], {}
+    for architecture, strategy in OF_LIBRARY:
+        some, reasons = cells([architecture], [strategy])
+        allowed += some
+        refused |= reasons
+    assert refused == {}
+    found = differences(allowed, 2)
+    assert {name: gap for name, gap in found.items() if not gap < 1} == {}
+
+
+def test_heads_that_ranks_cannot_share_out_are_named() -> None:
+    cannot = probe_of("tied rotary LM").cannot_split
+    assert cannot[2] == ""
+    assert "model.layers.0.attention.k has 2 heads of 8 columns, which do not divide over tp = 4" in cannot[4]
+
+
+def test_attention_over_ranks_gives_what_torch_gives() -> None:
+    for gaps in run_ranks(attention_gaps, 2):
+        assert gaps.keys() == set(CALLS)
+        assert {name: gap for name, gap in gaps.items() if not gap < 1e-12} == {}
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cluster_cases import Case
 from cluster_masks import interrupted, masks, outcomes
-from cluster_models import Language, Masking, Noisy
+from cluster_models import Language, Masking, Noisy, NoisyGates
 from cluster_plans import plan
 from ranks import run_ranks
 
@@ -41,6 +41,7 @@ def test_masks_are_alike_where_activations_are_and_nowhere_else() -> None:
         noisy("ddp", plan("ddp", dp=2, micro=2)),
         noisy("zero3", plan("zero3", fsdp=2, micro=2)),
         noisy("1f1b", plan(pp=2, micro=4)),
+        Case("gates", plan(tp=2, micro=4), Language(kind=NoisyGates, dtype=torch.float64), STEPS),
     ]
     first, second = run_ranks(masks, 2, cases)
     block = "blocks.1."
@@ -54,6 +55,8 @@ def test_masks_are_alike_where_activations_are_and_nowhere_else() -> None:
         for place, passes in first[name].items():
             assert independent(passes[0], second[name][place][0]), (name, place)
             assert independent(passes[0], passes[1]), (name, place)
+    inside = block + "feed_forward.inside"
+    assert independent(first["gates"][inside][0], second["gates"][inside][0])
     # In its first pass torch asks for the shapes that stages exchange.
     _, one, two = first["1f1b"]["blocks.0.residual"]
     _, other, _ = second["1f1b"]["blocks.2.residual"]

@@ -16,7 +16,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import LocalWork
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.parallel.packed_layers import unpacked_name
+from roundtable.cluster.parallel.packed_layers import part_of, unpacked_name
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.memory_estimate import ModelProbe
@@ -136,8 +136,8 @@ def run_cell(cell: PlannedCell, expected: dict[str, Tensor], loss: float, start:
     for name, tensor in trainer.replica.tensors():
         if tensor.is_floating_point():
             whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-            name, rows = unpacked_name(name)
-            wanted = expected[name] if rows is None else expected[name][slice(*rows)]
+            name, part = unpacked_name(name)
+            wanted = part_of(expected[name], part)
             worst = max(worst, float((whole - wanted).abs().max()))
             largest = max(largest, float((expected[name] - initial[name]).abs().max()))
     gap = torch.tensor([worst / largest])

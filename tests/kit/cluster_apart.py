@@ -153,7 +153,7 @@ def _off(trainer: RankTrainer, expected: dict[str, Tensor], start: Tensor) -> fl
     worst, initial = 0.0, trainer.layout.unflatten(start)
     for name, tensor in trainer.replica.tensors():
         change = (expected[name] - initial[name]).abs().max()
-        theirs = expected[name][region_of(tensor)]
+        theirs = expected[name][region_of(name, tensor)]
         worst = max(worst, float((local_of(tensor).detach() - theirs).abs().max() / change))
     return worst
 

@@ -240,6 +240,19 @@ class NoisyFeedForward(FeedForward):
         return self.after(self.w2(self.inside(F.silu(self.w1(x)) * self.w3(x))))
 
 
+class NoisyGate(nn.Module):
+    """A gate and a value in one layer, with dropout of their product, which is split."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down, self.inside = nn.Linear(dim, 2 * hidden), nn.Linear(hidden, dim), Mask()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] → the same shape."""
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(self.inside(F.silu(gate) * value))
+
+
 class NoisyAttention(Attention):
     """With dropout of the attention's weights."""
 
@@ -286,6 +299,15 @@ class Noisy(Transformer):
         for block in self.blocks:
             x = block(x)
         return x if self.head is None else self.head(self.norm(x))
+
+
+class NoisyGates(Noisy):
+    """With layers that hold two parts."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        for block in self.blocks:
+            block.feed_forward = NoisyGate(block.feed_forward.w1.in_features, 16)
 
 
 class Masking(Language):
