@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from constant_trainer import Constant
 from federation import federation_of, run_job, silo
 from wires import Wires
 
 from roundtable.administration import Administrator
 from roundtable.client.agent.agent import Agent
 from roundtable.client.agent.silo_log import NAME
-from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_update
-from roundtable.client.training.metrics import Metrics
 from roundtable.core import JobConfig, Layout, Model
 from roundtable.core.evidence.audit_log import Log, read_log
 from roundtable.core.evidence.cross_check import LogComparison, compare_logs
@@ -25,23 +24,6 @@ from roundtable.server.services import uploads
 
 PLACES = [0, 60, 300, 1 << 20, 0]
 """After how many bytes that come back the connection is closed, in each round; the last ends the job."""
-
-
-class Constant:
-    """A trainer whose updates follow from the round."""
-
-    async def start(self) -> None: ...
-
-    async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
-        digest, size = write_update(work.output, torch.full((4,), float(work.step.round)), "float32")
-        return TrainedUpdate(digest, size, 4, {})
-
-    async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
-        return {}
-
-    def release(self, job: str) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def log_of(lines: list[str], folder: Path, role: Any) -> Log:
