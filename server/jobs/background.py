@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from roundtable.core.errors import UnavailableError
+from roundtable.server.store.database import LeaseLost
 
 log = logging.getLogger("roundtable.server.jobs.background")
 
@@ -39,8 +40,8 @@ class BackgroundTasks:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if isinstance(error, UnavailableError):
-            # Its driver has ended, and said why; the next one asks for what is outstanding.
+        if isinstance(error, (UnavailableError, LeaseLost)):
+            # Its driver has ended, or will, and says why; the next one asks for what is outstanding.
             log.info("an action of the job was left: %s", error, extra={"job": self._job})
         else:
             log.error("an action of the job failed", exc_info=error, extra={"job": self._job})

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from blake3 import blake3
@@ -34,8 +34,14 @@ async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., Result], *a
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await asyncio.wait([future])
+        await _let_go(future)
         raise
+
+
+async def _let_go(future: asyncio.Future[Any]) -> None:
+    """Waits for the end of what nobody wants any more, and asks what came of it, or asyncio logs that."""
+    await asyncio.wait([future])
+    future.exception()
 
 
 async def send_artifact(
@@ -87,7 +93,7 @@ async def send(context: Context, path: Path, digest: str, offset: int, threads: 
                 failpoint("model_part_sent")
     finally:
         if ahead is not None:
-            await asyncio.wait([ahead])
+            await _let_go(ahead)
         os.close(file)
 
 
@@ -129,8 +135,7 @@ async def receive(
         await asyncio.shield(pending)
     finally:
         if pending is not None:
-            await asyncio.wait([pending])
-            pending.exception()
+            await _let_go(pending)
 
 
 def _read(file: int, offset: int, hasher: blake3 | None) -> list[bytes]:

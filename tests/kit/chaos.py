@@ -66,9 +66,9 @@ class Report:
 
 
 class Chaos:
-    """The federation and its tormentor. `tell` is given a line of JSON for each fault."""
+    """The federation and its tormentor, `jobs` at a time. `tell` is given a line of JSON for each fault."""
 
-    def __init__(self, folder: Path, silos: int, seed: int, tell: Tell = print) -> None:
+    def __init__(self, folder: Path, silos: int, seed: int, tell: Tell = print, jobs: int = 3) -> None:
         self.report = Report(seed)
         self._seed = seed
         self._tell = tell
@@ -76,7 +76,7 @@ class Chaos:
         self._writing = Lock()
         self._left = 0
         self._world = World(folder, silos)
-        self._jobs = Jobs(self._world)
+        self._jobs = Jobs(self._world, jobs)
 
     def run(self, faults: int, most_seconds: float) -> Report:
         """Starts everything, torments it, lets it calm down, and judges."""

@@ -20,7 +20,6 @@ from roundtable.core.models import save_model
 from roundtable.operator import OperatorClient
 
 ROUNDS = 4
-AT_A_TIME = 3
 _UNIFORM = {"weighting": "uniform"}
 _QUIET = {"every": 0}
 _NOISE = {"clip_norm": 2.0, "noise_multiplier": 0.5, "delta": 1e-3}
@@ -75,8 +74,9 @@ class Submitted:
 class Jobs:
     """Keeps jobs going, as an operator would: one that is paused is looked at and resumed."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, at_a_time: int) -> None:
         self._world = world
+        self._at_a_time = at_a_time
         self.configs = {case: configured(world, case) for case in CASES}
         self._models = {case: self._initial(case) for case in CASES}
         self.undisturbed: dict[str, str] = {}
@@ -101,17 +101,18 @@ class Jobs:
         self._world.until(lambda: self._left(list(self.undisturbed.values())) == 0)
 
     def run(self, enough: Event) -> None:
-        """Keeps some going until it is enough, and then until all have ended."""
+        """Keeps some going until it is enough, and then until all have ended; one of each case at least."""
         cases, going = list(CASES), 0
         while True:
             with suppress(psycopg.Error, RoundtableError):
                 going = self._left([each.job for each in self.submitted])
-                if going < AT_A_TIME and not enough.is_set():
-                    number = len(self.submitted)
+                number = len(self.submitted)
+                wanted = not enough.is_set() or number < len(cases)
+                if wanted and going < self._at_a_time:
                     case = cases[number % len(cases)]
                     self.submitted.append(Submitted(case, self._submit(case, f"{case} {number}")))
                     continue
-                if going == 0 and enough.is_set():
+                if going == 0 and not wanted:
                     return
             self._revive()
             if self._world.ending:
