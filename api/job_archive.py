@@ -4,6 +4,7 @@ job.json               the configuration, as it was submitted
 state.json             the job as it stood: status, rounds, submitter
 rounds.jsonl           the committed rounds with their metrics, oldest first
 events.jsonl           its history, once it is over
+log.jsonl              the lines of its log that are kept, for who may read them, once it is over
 model.safetensors      the newest model; model-initial the first, model-round-000007 that of a round
 provenance.json        the coordinator's signed statement of where the newest model comes from
 manifest.json          BLAKE3 of all these: the archive's last member
@@ -22,12 +23,13 @@ import grpc
 from blake3 import blake3
 
 from roundtable.core.bounds import is_digest
-from roundtable.core.errors import ConfigError, ProtocolError, RoundtableError
+from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.evidence.job_archive_check import (
     EVENTS,
     FIRST_MODEL,
     FORMAT,
     JOB,
+    LOG,
     MANIFEST,
     MODEL,
     PROVENANCE,
@@ -36,7 +38,7 @@ from roundtable.core.evidence.job_archive_check import (
     round_model,
 )
 from roundtable.operator import OperatorClient
-from roundtable.proto.operator_pb2 import JobDetail
+from roundtable.proto.operator_pb2 import JobDetail, JobLogLine
 
 OVER = ("finished", "cancelled", "failed")
 _ANY_SIZE = 1 << 62
@@ -45,7 +47,10 @@ Tell = Callable[[str], None]
 
 @dataclass
 class FetchedJob:
-    """What was fetched: file name → BLAKE3; `not_kept` are models that the coordinator has no more."""
+    """What was fetched: file name → BLAKE3; `not_kept` are models that the coordinator has no more.
+
+    Without `log_told` the caller may not read the job's log.
+    """
 
     job: str
     name: str
@@ -54,6 +59,7 @@ class FetchedJob:
     rounds_told: int
     files: dict[str, str] = field(default_factory=dict)
     not_kept: list[str] = field(default_factory=list)
+    log_told: bool = True
 
 
 def download(
@@ -78,6 +84,13 @@ def download(
     if job.status in OVER:
         tell("its history")
         texts[EVENTS] = "".join(json.dumps(event) + "\n" for event in _events(operator, job.id))
+        tell("its log")
+        try:
+            texts[LOG] = "".join(json.dumps(line) + "\n" for line in _lines(operator, job.id))
+        except IdentityError as error:
+            if not _has_code(error, grpc.StatusCode.PERMISSION_DENIED):
+                raise
+            found.log_told = False
     for name, text in texts.items():
         _write(folder, name, text, found)
     for name, digest in _models(detail, records, all_models).items():
@@ -174,6 +187,11 @@ def _events(operator: OperatorClient, job: str) -> list[dict[str, Any]]:
     ]
 
 
+def _lines(operator: OperatorClient, job: str) -> list[dict[str, Any]]:
+    names = [field.name for field in JobLogLine.DESCRIPTOR.fields]
+    return [{name: getattr(line, name) for name in names} for line in operator.job_log(job)]
+
+
 def _models(detail: JobDetail, records: list[dict[str, Any]], all_models: bool) -> dict[str, str]:
     """File name → digest."""
     wanted = {MODEL: detail.job.model.digest}
@@ -195,7 +213,7 @@ def _fetch(operator: OperatorClient, digest: str, path: Path, found: FetchedJob)
         try:
             operator.get_artifact(digest, _ANY_SIZE, path)
         except RoundtableError as error:
-            if not _is_gone(error):
+            if not _has_code(error, grpc.StatusCode.NOT_FOUND):
                 raise
             path.with_name(f"{path.name}.{digest[:12]}.partial").unlink(missing_ok=True)
             found.not_kept.append(path.name)
@@ -203,9 +221,9 @@ def _fetch(operator: OperatorClient, digest: str, path: Path, found: FetchedJob)
     found.files[path.name] = digest
 
 
-def _is_gone(error: RoundtableError) -> bool:
+def _has_code(error: RoundtableError, code: grpc.StatusCode) -> bool:
     cause = error.__cause__
-    return isinstance(cause, grpc.RpcError) and cause.code() is grpc.StatusCode.NOT_FOUND
+    return isinstance(cause, grpc.RpcError) and cause.code() is code
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

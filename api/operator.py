@@ -231,6 +231,46 @@ class OperatorClient:
                     raise
                 time.sleep(_PAUSE_SECONDS)
 
+    def job_log(
+        self,
+        job: str,
+        first: int = 1,
+        *,
+        follow: bool = False,
+        silo: str = "",
+        level: str = "",
+        round_number: int = 0,
+        patience: float = 300.0,
+    ) -> Iterator[operator_pb2.JobLogLine]:
+        """The coordinator's log lines of a job and those that silos share, from a place on.
+
+        `silo`, `level` ("warning" and above) and `round_number` narrow them. With `follow` also those to come
+        until the job ends; a coordinator that goes away is waited for as by `watch`.
+        """
+        waited_since: float | None = None
+        while True:
+            try:
+                with self._translated():
+                    request = operator_pb2.JobLogRequest(
+                        job=job,
+                        from_sequence=first,
+                        follow=follow,
+                        silo=silo,
+                        level=level,
+                        round=round_number,
+                    )
+                    for page in self._stub.ReadJobLog(request):
+                        waited_since = None
+                        for line in page.lines:
+                            first = line.sequence + 1
+                            yield line
+                    return
+            except UnavailableError:
+                waited_since = waited_since or time.monotonic()
+                if not follow or time.monotonic() - waited_since > patience:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+
     def put_artifact(self, path: AnyPath, progress: Progress | None = None) -> str:
         """Stores the file's bytes at the coordinator and returns their digest.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import override
+
+from roundtable.core.observability.logs import LineKind, shareable
 
 
 class StepKey(NamedTuple):
@@ -24,3 +26,8 @@ class StepKey(NamedTuple):
     def __str__(self) -> str:
         attempt = f", attempt {self.attempt}" if self.attempt > 1 else ""
         return f"{self.job} round {self.round}{attempt}, {self.phase}"
+
+
+def about(step: StepKey, kind: LineKind = "agent") -> dict[str, Any]:
+    """The `extra` of a log line about a step that the silo may share with operators; round 0 is the job."""
+    return {**step._asdict(), **shareable(kind)}

@@ -68,6 +68,7 @@ class FromAgent(google.protobuf.message.Message):
     TROUBLE_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
     MAINTENANCE_FIELD_NUMBER: builtins.int
+    LINES_FIELD_NUMBER: builtins.int
     proof: builtins.bytes
     """The installation's signature over core.signing's statement of a challenge."""
     @property
@@ -110,6 +111,10 @@ class FromAgent(google.protobuf.message.Message):
     def maintenance(self) -> global___Maintenance:
         """The silo has gone into maintenance, or come back from it."""
 
+    @property
+    def lines(self) -> global___SharedLines:
+        """Lines of the agent's log that the silo's policy shares."""
+
     def __init__(
         self,
         *,
@@ -124,10 +129,11 @@ class FromAgent(google.protobuf.message.Message):
         trouble: global___Trouble | None = ...,
         proof: builtins.bytes = ...,
         maintenance: global___Maintenance | None = ...,
+        lines: global___SharedLines | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble", "proof", "maintenance"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "lines", b"lines", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "lines", b"lines", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble", "proof", "maintenance", "lines"] | None: ...
 
 global___FromAgent = FromAgent
 
@@ -146,10 +152,13 @@ class ToAgent(google.protobuf.message.Message):
     CHALLENGE_FIELD_NUMBER: builtins.int
     STANDING_FIELD_NUMBER: builtins.int
     CLONE_FIELD_NUMBER: builtins.int
+    LINES_TAKEN_FIELD_NUMBER: builtins.int
     revocations: builtins.bytes
     """The list of the Welcome, once there is another one."""
     challenge: builtins.bytes
     """Before the welcome, to an agent that names its installation: sign this."""
+    lines_taken: builtins.int
+    """The lines up to this number are stored, or will never be: the agent sends them no more."""
     @property
     def welcome(self) -> global___Welcome:
         """First message on the stream."""
@@ -190,10 +199,11 @@ class ToAgent(google.protobuf.message.Message):
         challenge: builtins.bytes = ...,
         standing: global___Standing | None = ...,
         clone: global___CloneSeen | None = ...,
+        lines_taken: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge", "standing", "clone"] | None: ...
+    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "lines_taken", b"lines_taken", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "lines_taken", b"lines_taken", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge", "standing", "clone", "lines_taken"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -408,6 +418,64 @@ class Heartbeat(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["state", b"state"]) -> None: ...
 
 global___Heartbeat = Heartbeat
+
+@typing.final
+class SharedLines(google.protobuf.message.Message):
+    """Sent again until `lines_taken` names their numbers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: builtins.int
+    @property
+    def lines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedLine]: ...
+    def __init__(
+        self,
+        *,
+        lines: collections.abc.Iterable[global___SharedLine] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lines", b"lines"]) -> None: ...
+
+global___SharedLines = SharedLines
+
+@typing.final
+class SharedLine(google.protobuf.message.Message):
+    """A line of the agent's log about a job that it takes part in."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Grows with every line of the silo, also over restarts of the agent."""
+    time: builtins.float
+    """Unix time at the agent."""
+    level: builtins.str
+    """"debug", "info", "warning", "error"."""
+    kind: builtins.str
+    """What it tells: "agent", "figures" or "output" (client/policy/sharing_tables.py)."""
+    text: builtins.str
+    @property
+    def step(self) -> roundtable.proto.common_pb2.Step:
+        """Where it belongs; round 0 for the job as a whole."""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        time: builtins.float = ...,
+        step: roundtable.proto.common_pb2.Step | None = ...,
+        level: builtins.str = ...,
+        kind: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "level", b"level", "number", b"number", "step", b"step", "text", b"text", "time", b"time"]) -> None: ...
+
+global___SharedLine = SharedLine
 
 @typing.final
 class Accepted(google.protobuf.message.Message):

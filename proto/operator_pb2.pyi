@@ -418,6 +418,100 @@ class JobUpdate(google.protobuf.message.Message):
 global___JobUpdate = JobUpdate
 
 @typing.final
+class JobLogRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    FROM_SEQUENCE_FIELD_NUMBER: builtins.int
+    FOLLOW_FIELD_NUMBER: builtins.int
+    SILO_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """As in JobRequest."""
+    from_sequence: builtins.int
+    """First line wanted; 1 for all that are kept."""
+    follow: builtins.bool
+    """Also those to come until the job ends."""
+    silo: builtins.str
+    """Of this silo alone; empty for all, and the coordinator's."""
+    level: builtins.str
+    """"debug", "info", "warning", "error": no line of less; empty for all."""
+    round: builtins.int
+    """Of this round alone; 0 for all."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        from_sequence: builtins.int = ...,
+        follow: builtins.bool = ...,
+        silo: builtins.str = ...,
+        level: builtins.str = ...,
+        round: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["follow", b"follow", "from_sequence", b"from_sequence", "job", b"job", "level", b"level", "round", b"round", "silo", b"silo"]) -> None: ...
+
+global___JobLogRequest = JobLogRequest
+
+@typing.final
+class JobLogLines(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: builtins.int
+    @property
+    def lines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JobLogLine]: ...
+    def __init__(
+        self,
+        *,
+        lines: collections.abc.Iterable[global___JobLogLine] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lines", b"lines"]) -> None: ...
+
+global___JobLogLines = JobLogLines
+
+@typing.final
+class JobLogLine(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    SILO_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    time: builtins.float
+    """Unix time, by the clock of whoever logged it."""
+    silo: builtins.str
+    """By the certificate of who sent it; empty for the coordinator's own."""
+    level: builtins.str
+    round: builtins.int
+    attempt: builtins.int
+    phase: builtins.str
+    kind: builtins.str
+    """As the silo calls it; empty for the coordinator's own."""
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        time: builtins.float = ...,
+        silo: builtins.str = ...,
+        level: builtins.str = ...,
+        round: builtins.int = ...,
+        attempt: builtins.int = ...,
+        phase: builtins.str = ...,
+        kind: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "kind", b"kind", "level", b"level", "phase", b"phase", "round", b"round", "sequence", b"sequence", "silo", b"silo", "text", b"text", "time", b"time"]) -> None: ...
+
+global___JobLogLine = JobLogLine
+
+@typing.final
 class ListClientsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -51,6 +51,11 @@ class OperatorsStub(object):
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.WatchJobRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.JobUpdate.FromString,
                 )
+        self.ReadJobLog = channel.unary_stream(
+                '/roundtable.v1.Operators/ReadJobLog',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.JobLogRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.JobLogLines.FromString,
+                )
         self.CancelJob = channel.unary_unary(
                 '/roundtable.v1.Operators/CancelJob',
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
@@ -159,6 +164,13 @@ class OperatorsServicer(object):
 
     def WatchJob(self, request, context):
         """The job's events from a sequence number onwards, and those to come until it ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadJobLog(self, request, context):
+        """The coordinator's log lines of a job, as far as its level of privacy tells them, and those that silos share.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -283,6 +295,11 @@ def add_OperatorsServicer_to_server(servicer, server):
                     servicer.WatchJob,
                     request_deserializer=roundtable_dot_proto_dot_operator__pb2.WatchJobRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.JobUpdate.SerializeToString,
+            ),
+            'ReadJobLog': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadJobLog,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.JobLogRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.JobLogLines.SerializeToString,
             ),
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
@@ -471,6 +488,23 @@ class Operators(object):
         return grpc.experimental.unary_stream(request, target, '/roundtable.v1.Operators/WatchJob',
             roundtable_dot_proto_dot_operator__pb2.WatchJobRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.JobUpdate.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ReadJobLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/roundtable.v1.Operators/ReadJobLog',
+            roundtable_dot_proto_dot_operator__pb2.JobLogRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.JobLogLines.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -62,6 +62,12 @@ class OperatorsStub:
     ]
     """The job's events from a sequence number onwards, and those to come until it ends."""
 
+    ReadJobLog: grpc.UnaryStreamMultiCallable[
+        roundtable.proto.operator_pb2.JobLogRequest,
+        roundtable.proto.operator_pb2.JobLogLines,
+    ]
+    """The coordinator's log lines of a job, as far as its level of privacy tells them, and those that silos share."""
+
     CancelJob: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.JobRequest,
         roundtable.proto.operator_pb2.Job,
@@ -175,6 +181,12 @@ class OperatorsAsyncStub:
         roundtable.proto.operator_pb2.JobUpdate,
     ]
     """The job's events from a sequence number onwards, and those to come until it ends."""
+
+    ReadJobLog: grpc.aio.UnaryStreamMultiCallable[
+        roundtable.proto.operator_pb2.JobLogRequest,
+        roundtable.proto.operator_pb2.JobLogLines,
+    ]
+    """The coordinator's log lines of a job, as far as its level of privacy tells them, and those that silos share."""
 
     CancelJob: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.JobRequest,
@@ -303,6 +315,14 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[roundtable.proto.operator_pb2.JobUpdate], collections.abc.AsyncIterator[roundtable.proto.operator_pb2.JobUpdate]]:
         """The job's events from a sequence number onwards, and those to come until it ends."""
+
+    @abc.abstractmethod
+    def ReadJobLog(
+        self,
+        request: roundtable.proto.operator_pb2.JobLogRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[roundtable.proto.operator_pb2.JobLogLines], collections.abc.AsyncIterator[roundtable.proto.operator_pb2.JobLogLines]]:
+        """The coordinator's log lines of a job, as far as its level of privacy tells them, and those that silos share."""
 
     @abc.abstractmethod
     def CancelJob(

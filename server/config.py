@@ -44,6 +44,7 @@ class RetentionTable(Table):
         description="days that entries of the audit log stay in the database before they are archived, with "
         "their seals and a signature; 0: for good",
     )
+    logs: float = Field(90.0, ge=0, description="days that lines of the logs of jobs stay; 0: for good")
 
 
 class ServerConfig(Table):
@@ -106,7 +107,8 @@ class ServerConfig(Table):
         description="further places for models, as fsspec takes them: /mnt/second, s3://bucket/prefix",
     )
     retention: RetentionTable = Field(
-        default_factory=RetentionTable, description="how long jobs that are over keep artifacts and events"
+        default_factory=RetentionTable,
+        description="how long jobs keep artifacts, events and their logs",
     )
     quotas: QuotaTable = Field(default_factory=QuotaTable, description="what one caller may hold and use up")
     alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of incidents")

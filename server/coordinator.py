@@ -28,7 +28,7 @@ from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.clock import steady_time, watch_clock
-from roundtable.server.config import ServerConfig
+from roundtable.server.config import RetentionTable, ServerConfig
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Sessions
@@ -39,6 +39,7 @@ from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.operations.populations import Populations
 from roundtable.server.services.agents import AgentService
+from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.operators import OperatorService
 from roundtable.server.services.security import Security
 from roundtable.server.services.storing import Storing
@@ -158,7 +159,7 @@ class Coordinator:
                 artifacts,
                 keep,
                 replicas,
-                Stay(DAY_SECONDS * config.retention.artifacts, DAY_SECONDS * config.retention.events),
+                _stay_of(config.retention),
             ),
             alerts=alerts,
             together=self._together,
@@ -178,7 +179,8 @@ class Coordinator:
             DAY_SECONDS * config.retention.audit,
         )
         await self.security.start()
-        self._server = self._serve(services, credentials)
+        logs = JobLogs(self.jobs, services)
+        self._server = self._serve(services, credentials, logs)
         await self.jobs.start()
         await self._server.start()
         self._page.opened(self.jobs, self._sessions, self._database, self.security)
@@ -188,6 +190,7 @@ class Coordinator:
             watch_clock(),
             services.alerts.run(),
             self.observer.tally.measure_lag(),
+            logs.run(),
         ]
         if self._bucket is not None:
             work.append(self._bucket.run())
@@ -226,7 +229,7 @@ class Coordinator:
         finally:
             copying.cancel()
 
-    def _serve(self, services: JobServices, credentials: Credentials) -> grpc.aio.Server:
+    def _serve(self, services: JobServices, credentials: Credentials, logs: JobLogs) -> grpc.aio.Server:
         assert self._leadership is not None
         security = self.security
         most = (("grpc.max_allowed_incoming_connections", self.config.quotas.connections),)
@@ -234,7 +237,9 @@ class Coordinator:
         receipts = Receipts(security.identity, lambda: security.audit.sealed, services.clock)
         uploads = Uploads(self.jobs, services, self._transfer, credentials.ca, receipts)
         version = release().version
-        agents = AgentService(self.jobs, uploads, services, self._transfer, version, credentials.ca, security)
+        agents = AgentService(
+            self.jobs, uploads, services, self._transfer, version, credentials.ca, security, logs
+        )
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
         operators = OperatorService(
             self.jobs,
@@ -245,6 +250,7 @@ class Coordinator:
             security.quotas,
             credentials.ca,
             security.identity,
+            logs,
         )
         server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)
@@ -269,6 +275,10 @@ class Coordinator:
             await self._together.write(lambda connection: seen(connection, name, now))
         except StorageError as error:
             log.warning("%s was last seen now, which could not be stored: %s", name, error)
+
+
+def _stay_of(days: RetentionTable) -> Stay:
+    return Stay(*(DAY_SECONDS * each for each in (days.artifacts, days.events, days.logs)))
 
 
 def run_server(

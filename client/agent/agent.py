@@ -145,6 +145,7 @@ class Agent:
                             self._maintenance.watch(lambda drained: self._maintain(drained, handler, link)),
                             self._stay_connected(handler, link, identity.name),
                             observer.tally.measure_lag(),
+                            handler.gate.sharing.run(link.send),
                         )
             finally:
                 if self._idle is not None:
@@ -166,6 +167,7 @@ class Agent:
                 if not session.done():
                     if self._deliver:
                         await self._finish(handler, session)
+                    handler.gate.sharing.share()
                     await self._leave(session, link)
                     return
                 wait = self._after(session, backoff)
@@ -213,9 +215,12 @@ class Agent:
                         handler.gate.revocations.learn(message.revocations)
                     if isinstance(message, incoming.CloneNews):
                         self._clones.hear(message)
+                    if isinstance(message, incoming.LinesTaken):
+                        handler.gate.sharing.taken(message.number)
                     handler.handle(message)
 
                 link.attach(stub, session.outbox)
+                handler.gate.sharing.connected()
                 if self._drained != drained:
                     link.send(outgoing.maintenance(self._drained.reason if self._drained else None))
                 try:

@@ -21,7 +21,7 @@ from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.door import outgoing
 from roundtable.client.door.incoming import Receipt, receipt_of, upload_state_of
 from roundtable.client.durable_files import digest_of
-from roundtable.client.step_key import StepKey
+from roundtable.client.step_key import StepKey, about
 from roundtable.core.errors import ProtocolError, ResourceError, TransferError, UnavailableError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.observability.logs import request_metadata
@@ -127,7 +127,7 @@ class Delivery:
                         ask=ask,
                     )
             except UnavailableError as error:
-                _log.info("%s: the upload is resumed: %s", step, error)
+                _log.info("%s: the upload is resumed: %s", step, error, extra=about(step))
                 if _damaged(error) and await asyncio.to_thread(digest_of, place) != finished.digest:
                     raise TransferError("the finished update was damaged on the silo's own disk") from error
             ask = True
@@ -196,9 +196,11 @@ def header_of(update: Finished, offset: int = 0) -> Any:
 
 def log_receipt(step: StepKey, receipt: Receipt) -> None:
     """Logs what became of an update."""
+    extra = about(step)
     if receipt.status in ("accepted", "duplicate"):
-        _log.info("%s: delivered", step)
+        _log.info("%s: delivered", step, extra=extra)
     elif receipt.status == "stale":
-        _log.info("%s: came too late and is dropped (%s)", step, receipt.reason or "the step is over")
+        reason = receipt.reason or "the step is over"
+        _log.info("%s: came too late and is dropped (%s)", step, reason, extra=extra)
     else:
-        _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason)
+        _log.error("%s: the coordinator rejected the update: %s", step, receipt.reason, extra=extra)

@@ -23,6 +23,7 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
 from roundtable.client.policy.privacy_rules import objections_to_sum
 from roundtable.client.policy.rules import Metrics
+from roundtable.client.sharing.line_sharing import LineSharing
 from roundtable.client.step_key import StepKey
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import IdentityError, RoundtableError
@@ -46,6 +47,7 @@ class Gatekeeper:
         self.rules = config.rules()
         self._jobs = KnownJobs(config.state)
         self.silo_log = SiloLog(config.state / NAME, config.credentials, config.archive_days)
+        self.sharing = LineSharing(config.log_sharing, name, self.silo_log.note)
         self.revocations = Revocations(config.credentials, config.state)
         self._coordinator = b""
 
@@ -81,7 +83,9 @@ class Gatekeeper:
             model=_model(instruction),
             submitter=known.submitter,
         )
-        return self.rules.references[self.rules.task_name(job.task.name)]
+        task = self.rules.task_name(job.task.name)
+        self.sharing.admit(known.id, job, task)
+        return self.rules.references[task]
 
     def seconds(self, deadline: float) -> float:
         """How long a step may take: as the round says, and no longer than the policy."""

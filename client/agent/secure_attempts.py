@@ -29,7 +29,7 @@ from roundtable.client.durable_files import digest_of, replace_synced, write_fil
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.peers import KnownPeers
-from roundtable.client.step_key import StepKey
+from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
@@ -239,7 +239,7 @@ class SecureAttempts:
                 return None  # Heard before the restart, and sent again after it.
             answer = client.handle(message)
         except ProtocolError as error:
-            _log.error("%s: secure aggregation is given up: %s", step, error)
+            _log.error("%s: secure aggregation is given up: %s", step, error, extra=about(step))
             attempt.settle(str(error))
             self.forget(step)
             return client.abort(str(error))
@@ -266,7 +266,7 @@ class SecureAttempts:
         """Keeps the last answer, which may be lost on its way and asked for again; erases all else."""
         replace_synced(self._file(key, "done"), [blake3(message).digest(), answer])
         self._file(key).unlink(missing_ok=True)
-        _log.info("%s: the silo's shares for the sum of the round are given out", key)
+        _log.info("%s: the silo's shares for the sum of the round are given out", key, extra=about(key))
 
     def _answered_before(self, step: StepKey, message: bytes) -> bytes | None:
         path = self._file(_key(step), "done")

@@ -36,7 +36,7 @@ from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.durable_files import explained
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.step_key import StepKey
+from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Trainer
 from roundtable.core.errors import (
     ProtocolError,
@@ -163,13 +163,13 @@ class StepHandler:
             return
         kept = self._delivery.take_back(step)
         if kept is not None:
-            _log.info("%s: delivered before, and asked for again", step)
+            _log.info("%s: delivered before, and asked for again", step, extra=about(step))
             self._asked[step] = (instruction, time.monotonic() + instruction.seconds)
             self._start_delivery(kept, fresh=True)
             return
         self._delivery.forget(step.job)
         for other in [key for key in self._working if key.job == step.job and key[:3] < step[:3]]:
-            _log.info("%s: given up for a newer step", other)
+            _log.info("%s: given up for a newer step", other, extra=about(other))
             self._working[other].cancel()
             self._asked.pop(other, None)
         if instruction.work.kind == "train":
@@ -184,12 +184,12 @@ class StepHandler:
             self._end_job(withdraw)
             return
         if step in self._working or step in self._delivering:
-            _log.info("%s: withdrawn (%s)", step, withdraw.reason)
+            _log.info("%s: withdrawn (%s)", step, withdraw.reason, extra=about(step))
         self._drop(step)
 
     def _end_job(self, over: incoming.Withdrawal) -> None:
         job = over.job
-        _log.info("%s: over (%s)", job, over.reason, extra={"job": job})
+        _log.info("%s: over (%s)", job, over.reason, extra=about(StepKey(job, 0, 0, "")))
         for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
             self._drop(step)
         self._delivery.forget(job)
@@ -296,9 +296,9 @@ class StepHandler:
         diagnosis = diagnose(error)
         self._observer.ended(step, diagnosis.kind, diagnosis.detail)
         trace = error.trace if isinstance(error, WorkFailed) else ""
-        _log.error(
-            "%s: failed (%s): %s%s", step, diagnosis.kind, diagnosis.detail, f"\n{trace}" if trace else ""
-        )
+        _log.error("%s: failed (%s): %s", step, diagnosis.kind, diagnosis.detail, extra=about(step))
+        if trace:
+            _log.error("%s: its trace:\n%s", step, trace, extra=about(step, "output"))
         self._remember(step, outgoing.failure(step, diagnosis.kind, diagnosis.detail))
         self._asked.pop(step, None)
         self._spool.remove(step)

@@ -9,7 +9,7 @@ from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Link
 from roundtable.client.door import outgoing
 from roundtable.client.door.outgoing import ProgressFigures
-from roundtable.client.step_key import StepKey
+from roundtable.client.step_key import StepKey, about
 from roundtable.core.observability.released import Told, public
 
 _log = logging.getLogger("roundtable.agent")
@@ -48,7 +48,7 @@ class StepReporter:
 
     def trouble(self, step: StepKey, kind: str, detail: str, action: str) -> None:
         """Reports an incident that the silo deals with itself."""
-        _log.warning("%s: %s (%s); %s", step, detail, kind, action)
+        _log.warning("%s: %s (%s); %s", step, detail, kind, action, extra=about(step))
         self._link.send(outgoing.trouble(step, kind, detail, action))
 
     def forget(self, step: StepKey) -> None:

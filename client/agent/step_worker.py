@@ -32,7 +32,7 @@ from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.door import outgoing
 from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.failures import WorkFailed, diagnose
-from roundtable.client.step_key import StepKey
+from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
 from roundtable.core.errors import ResourceError
@@ -140,7 +140,7 @@ class StepWorker:
         metrics = await self._trainer.evaluate(work, partial(self._progressed, work, "evaluating"))
         await self._models.check(work.model)
         for words in left_out_or_cut(metrics, bounds).values():
-            _log.warning("%s: %s", step, words)
+            _log.warning("%s: %s", step, words, extra=about(step, "figures"))
         return self._gate.summed(summable(metrics, bounds))
 
     def advertise(self, step: StepKey) -> None:
@@ -177,7 +177,7 @@ class StepWorker:
 
     async def _trained(self, work: StepWork) -> TrainedUpdate:
         step, began = work.step, time.monotonic()
-        _log.info("%s: training", step)
+        _log.info("%s: training", step, extra=about(step))
         self._report(step, "training")
         trained = await self._trainer.train(work, partial(self._progressed, work, "training"))
         await self._models.check(work.model)
@@ -187,6 +187,7 @@ class StepWorker:
             trained.examples,
             time.monotonic() - began,
             loss_of(trained.metrics),
+            extra=about(step, "figures"),
         )
         return trained
 
@@ -197,7 +198,7 @@ class StepWorker:
         await self._models.check(work.model)
         with refusing():
             await asyncio.to_thread(self._ledger.evaluation, step, model)
-        _log.info("%s: evaluated%s", step, loss_of(metrics))
+        _log.info("%s: evaluated%s", step, loss_of(metrics), extra=about(step, "figures"))
         self._observer.ended(step, "done")
         failpoint("evaluated", step.round, step.phase)
         return outgoing.evaluated(step, self._gate.evaluated(work.job, metrics))

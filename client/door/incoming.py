@@ -154,6 +154,13 @@ class StandingNews:
 
 
 @dataclass(frozen=True)
+class LinesTaken:
+    """The coordinator has the shared lines that came together and ended with this number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Alive:
     """The answer to a heartbeat."""
 
@@ -176,6 +183,7 @@ Message = (
     | RevocationNews
     | StandingNews
     | CloneNews
+    | LinesTaken
     | Alive
     | BadMessage
 )
@@ -335,6 +343,7 @@ _DECODERS: dict[str, Callable[[agent_pb2.ToAgent], Message]] = {
         bounds.bounded(message.revocations, MAX_MESSAGE_BYTES, "the revocation list")
     ),
     "clone": lambda message: _clone(message.clone),
+    "lines_taken": lambda message: LinesTaken(message.lines_taken),
 }
 
 

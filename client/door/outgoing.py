@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from roundtable.client.door.incoming import STATUSES, ArtifactName, Receipt
 from roundtable.client.step_key import StepKey
@@ -15,6 +15,7 @@ from roundtable.core.errors import ProtocolError
 from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import sign
+from roundtable.core.observability.logs import LineKind
 from roundtable.core.observability.released import Told
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values, update_values
@@ -36,6 +37,26 @@ class UpdateFigures:
 
     examples: int = 0
     metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of the agent's log, logged at a Unix time about a step (round 0: the job); fit to be shown."""
+
+    number: int
+    time: float
+    step: StepKey
+    level: str
+    kind: LineKind
+    text: str
+
+    def numbered(self, number: int) -> LogLine:
+        """The line with its place among all of this silo."""
+        return replace(self, number=number)
+
+    def instead(self, text: str) -> LogLine:
+        """A warning of the agent's in the place of this line."""
+        return replace(self, level="warning", kind="agent", text=text)
 
 
 FromAgent = agent_pb2.FromAgent
@@ -93,6 +114,11 @@ def heartbeat(state: str) -> FromAgent:
 def maintenance(drained: str | None) -> FromAgent:
     """The silo takes no new rounds from now on, or takes them again."""
     return FromAgent(maintenance=_maintenance(drained))
+
+
+def shared_lines(told: Told[Sequence[LogLine]]) -> FromAgent:
+    """Lines of the agent's log that the silo's policy shares."""
+    return FromAgent(lines=agent_pb2.SharedLines(lines=map(_line, told.value)))
 
 
 def goodbye(reason: str) -> FromAgent:
@@ -211,6 +237,17 @@ def _maintenance(drained: str | None) -> agent_pb2.Maintenance:
 
 def _step(step: StepKey) -> common_pb2.Step:
     return common_pb2.Step(job=step.job, round=step.round, attempt=step.attempt, phase=step.phase)
+
+
+def _line(line: LogLine) -> agent_pb2.SharedLine:
+    return agent_pb2.SharedLine(
+        number=line.number,
+        time=line.time,
+        step=_step(line.step),
+        level=line.level,
+        kind=line.kind,
+        text=line.text,
+    )
 
 
 def _metrics(metrics: Metrics) -> list[common_pb2.Metric]:

@@ -20,6 +20,9 @@
     minimum_cohort = 5
     approval = true                     # a person says yes to each new job
 
+    [log_sharing]                       # what operators may read of the agent's log; without it nothing
+    kinds = ["agent"]
+
 Relative paths count from the file's folder.
 """
 
@@ -36,6 +39,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable
 from roundtable.client.policy.rules import Rules
+from roundtable.client.policy.sharing_tables import LogSharingTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.identity.handshake import split_address
 from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel, LogLevels
@@ -98,6 +102,16 @@ class AgentTable(Table):
     retention: SiloRetention = Field(
         default_factory=SiloRetention, description="what leaves audit.jsonl when"
     )
+    log_sharing: LogSharingTable = Field(
+        default_factory=LogSharingTable, description="what operators may read of the agent's log"
+    )
+
+    @field_validator("log_sharing")
+    @classmethod
+    def _of_known_tasks(cls, value: LogSharingTable, info: ValidationInfo) -> LogSharingTable:
+        if unknown := sorted({*(value.tasks or ())} - {*info.data.get("tasks", ())}):
+            raise ValueError(f"tasks: [tasks] names no {', '.join(map(repr, unknown))}")
+        return value
 
     @field_validator("policy")
     @classmethod
@@ -155,6 +169,7 @@ class AgentConfig:
     log_levels: LogLevels = field(default_factory=dict)
     traces: str = ""
     archive_days: float = 0.0
+    log_sharing: LogSharingTable = field(default_factory=LogSharingTable)
 
     def rules(self) -> Rules:
         """The silo's rules, with its tasks and folder."""
@@ -203,6 +218,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         log_levels=table.log_levels,
         traces=table.traces,
         archive_days=table.retention.audit,
+        log_sharing=table.log_sharing,
     )
 
 

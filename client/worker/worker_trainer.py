@@ -23,6 +23,7 @@ from roundtable.client.worker.executor import Settings, part_of_batch
 from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.identity.certificates import SECRET_VARIABLES
+from roundtable.core.observability.logs import shareable
 from roundtable.core.privacy_table import ExampleLevel
 
 _log = logging.getLogger("roundtable.agent")
@@ -174,6 +175,7 @@ class _Child:
         self._number = 0
         self._kills_before = _oom_kills()
         self._output: deque[str] = deque(maxlen=20)
+        self._doing: dict[str, Any] = {}
         self._listener = asyncio.create_task(self._listen())
         self._leaving = False
         self._withdrawing: asyncio.Task[None] | None = None
@@ -216,6 +218,8 @@ class _Child:
         Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
         """
         self._number += 1
+        names = ("job", "round", "attempt", "phase")
+        self._doing = {name: getattr(order, name) for name in names} if verb in ("train", "evaluate") else {}
         self._write({"do": verb, "number": self._number, "order": asdict(order)})
         try:
             return await self._answer(progress)
@@ -281,7 +285,7 @@ class _Child:
         while line := await self._process.stderr.readline():
             text = line.decode(errors="replace").rstrip()
             self._output.append(text)
-            _log.info("task: %s", text)
+            _log.info("task: %s", text, extra={**self._doing, **shareable("output")})
 
 
 def order_of_work(work: StepWork) -> Order:

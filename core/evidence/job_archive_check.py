@@ -15,6 +15,7 @@ from roundtable.core.errors import AuditError, IdentityError
 from roundtable.core.identity.signing import Signed, job_digest, open_envelope
 
 JOB, STATE, ROUNDS, EVENTS = "job.json", "state.json", "rounds.jsonl", "events.jsonl"
+LOG = "log.jsonl"
 MODEL, FIRST_MODEL = "model.safetensors", "model-initial.safetensors"
 PROVENANCE, MANIFEST = "provenance.json", "manifest.json"
 FORMAT = 1

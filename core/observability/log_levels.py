@@ -6,11 +6,13 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from roundtable.core.errors import RoundtableError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
+"""From the least to the most."""
 LogLevels = Mapping[str, LogLevel]
 _OURS = "roundtable"
 _log = logging.getLogger("roundtable.logs")

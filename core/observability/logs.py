@@ -23,6 +23,8 @@ from typing_extensions import override
 from roundtable.core.foreign_text import json_text, printable, printable_lines
 
 LogFormat = Literal["console", "json"]
+LineKind = Literal["agent", "figures", "output"]
+"""What a line of an agent tells: its own fixed words, figures of training, what a task prints."""
 FIELDS = ("job", "round", "attempt", "phase", "silo", "request")
 REQUEST_KEY = "roundtable-request"
 """The metadata of a call that holds its identifier."""
@@ -55,6 +57,11 @@ def requesting(identifier: str = "") -> Iterator[str]:
 def request_metadata() -> tuple[tuple[str, str], ...]:
     """The identifier of the call that is made here, as it travels."""
     return ((REQUEST_KEY, _request.get()),) if _request.get() else ()
+
+
+def shareable(kind: LineKind) -> dict[str, LineKind]:
+    """The `extra` of a line of an agent that its silo may share with operators; no other is shared."""
+    return {"shareable": kind}
 
 
 def place_of(record: logging.LogRecord) -> dict[str, Any]:

@@ -244,6 +244,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.PUBLIC, "job job_config round attempt phase deadline history incidents initial_model"),
         **_of(Tells.COHORT, "clients waiting_for"),
     },
+    # Of a silo's lines its own policy decides, and of the coordinator's the row of the event.
+    "JobLogLine": _of(Tells.PUBLIC, "sequence time silo level round attempt phase kind text"),
+    "JobLogLines": _of(Tells.PUBLIC, "lines"),
     "JobUpdate": _of(Tells.PUBLIC, "events detail"),
     "ClientActivity": {
         **_of(Tells.COHORT, "client state since"),
@@ -291,6 +294,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     ),
     # A person at the silo decides, and writes the reason.
     "Maintenance": _of(Tells.PUBLIC, "drained reason"),
+    # Where the level hides a silo's training, lines with figures of it leave if its own file says so.
+    "SharedLines": {"lines": Tells.SILO},
+    "SharedLine": _of(Tells.PUBLIC, "number time step level kind text"),
     "Heartbeat": {"state": Tells.PUBLIC},
     "Accepted": {"step": Tells.PUBLIC},
     "Progress": {**_of(Tells.PUBLIC, "step activity"), **_of(Tells.SILO, "done total loss figures")},

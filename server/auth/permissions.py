@@ -52,6 +52,8 @@ PERMISSIONS: dict[str, Permission] = {
     "Operators/EnableClient": _from("operator", noted=True),
     "Operators/GetArtifact": _from("data-scientist"),
     "Operators/PutArtifact": _from("data-scientist"),
+    # Of a data scientist: of jobs of their own.
+    "Operators/ReadJobLog": _from("data-scientist", cost=5.0),
     "Operators/SubmitJob": _from("data-scientist", noted=True),
     # Of a data scientist: jobs of their own.
     "Operators/CancelJob": _from("data-scientist", noted=True),

@@ -142,6 +142,28 @@ class MaintenanceNews:
 
 
 @dataclass(frozen=True)
+class SiloLine:
+    """A line of a silo's log about a job, at Unix time `time` by its clock; `number` orders its lines."""
+
+    number: int
+    time: float
+    job: str
+    round: int
+    attempt: int
+    phase: str
+    level: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class LinesShared:
+    """Lines that a silo's policy shares, in their order."""
+
+    lines: tuple[SiloLine, ...]
+
+
+@dataclass(frozen=True)
 class InstallationProof:
     """An installation's signature over a challenge."""
 
@@ -168,6 +190,7 @@ AgentMessage = (
     | ProtocolReply
     | Farewell
     | MaintenanceNews
+    | LinesShared
     | InstallationProof
     | RefusedMessage
 )

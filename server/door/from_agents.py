@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import get_args
 
 from roundtable.core import bounds
 from roundtable.core.errors import FAILURE_KINDS, ProtocolError
 from roundtable.core.foreign_text import printable
+from roundtable.core.observability.log_levels import LEVELS
+from roundtable.core.observability.logs import LineKind
 from roundtable.engine import messages as m
 from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
 from roundtable.proto.receipts import update_values
@@ -26,12 +29,14 @@ from roundtable.server.door.agent_messages import (
     Introduction,
     JobStep,
     KeyRequests,
+    LinesShared,
     MaintenanceNews,
     ProgressReport,
     ProtocolReply,
     RefusedMessage,
     RenewalRequest,
     SelfHelp,
+    SiloLine,
     StepProgress,
     UploadOffer,
 )
@@ -45,6 +50,10 @@ _MAX_TASKS, _MAX_METADATA, _MAX_DEVICES = 1000, 100, 100
 MAX_SEEN = 1000
 MAX_REASON = 200
 _REQUEST_BYTES = 8192
+MOST_LINES = 500
+"""Lines that a silo shares in one message."""
+_LINE = 1100
+_KINDS = get_args(LineKind)
 
 
 def message_of(message: agent_pb2.FromAgent) -> AgentMessage:
@@ -201,6 +210,30 @@ def _given_up(message: agent_pb2.Failure | agent_pb2.Trouble) -> GivenUp:
     return GivenUp(step_of(message.step), kind, detail)
 
 
+def _shared(message: agent_pb2.FromAgent) -> LinesShared:
+    lines = message.lines.lines
+    bounds.within(len(lines), 1, MOST_LINES, "the number of lines that are shared at once")
+    return LinesShared(tuple(map(_line, lines)))
+
+
+def _line(said: agent_pb2.SharedLine) -> SiloLine:
+    at = said.step
+    if said.level not in LEVELS or said.kind not in _KINDS:
+        what = printable(f"{said.level} {said.kind}", 80)
+        raise ProtocolError(f"a line of its log is {what!r}: of no level or kind that there is")
+    return SiloLine(
+        bounds.within(said.number, 1, bounds.MOST_COUNT, "the number of a line"),
+        bounds.within(said.time, 0.0, bounds.LATEST, "the time of a line"),
+        bounds.word(at.job, "a line's job"),
+        bounds.within(at.round, 0, bounds.MOST_ROUNDS - 1, "a line's round"),
+        bounds.within(at.attempt, 0, bounds.MOST_ROUNDS - 1, "a line's attempt"),
+        bounds.word(at.phase, "a line's phase") if at.phase else "",
+        said.level,
+        said.kind,
+        bounds.one_line(said.text, _LINE),
+    )
+
+
 def _reply(message: agent_pb2.FromAgent) -> ProtocolReply:
     payload = bounds.bounded(message.reply.payload, MAX_MESSAGE_BYTES, "a message of secure aggregation")
     return ProtocolReply(step_of(message.reply.step), payload)
@@ -215,6 +248,7 @@ _DECODERS: dict[str, Callable[[agent_pb2.FromAgent], AgentMessage]] = {
     "trouble": lambda message: SelfHelp(
         _given_up(message.trouble), bounds.one_line(message.trouble.action, _MAX_TEXT)
     ),
+    "lines": _shared,
     "evaluated": lambda message: Evaluation(
         step_of(message.evaluated.step), metrics_of(message.evaluated.metrics)
     ),

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roundtable.core import bounds
+from roundtable.core.errors import ProtocolError
 from roundtable.core.foreign_text import printable
 from roundtable.core.identity.credentials import check_name
 from roundtable.core.identity.invitation import Secret
+from roundtable.core.observability.log_levels import LEVELS
 from roundtable.privacy import Budget
 from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import common_pb2, operator_pb2
@@ -55,6 +57,18 @@ class JobWish:
 
 
 @dataclass(frozen=True)
+class LogWish:
+    """Lines of a job's log from a place on; `silo`, `level` and `round` narrow them, "" and 0 do not."""
+
+    job: str
+    first: int
+    follow: bool
+    silo: str
+    level: str
+    round: int
+
+
+@dataclass(frozen=True)
 class InvitationWish:
     """A silo that is to be invited, for so long and so many uses."""
 
@@ -89,7 +103,12 @@ class EnrolmentWish:
     requests: KeyRequests
 
 
-def job_of(request: operator_pb2.JobRequest | operator_pb2.WatchJobRequest | pb.ProvenanceRequest) -> str:
+def job_of(
+    request: operator_pb2.JobRequest
+    | operator_pb2.WatchJobRequest
+    | operator_pb2.JobLogRequest
+    | pb.ProvenanceRequest,
+) -> str:
     """The identifier, its beginning, or the name by which a job is asked for."""
     return bounds.text(request.job, _NAME, "a job's name")
 
@@ -97,6 +116,21 @@ def job_of(request: operator_pb2.JobRequest | operator_pb2.WatchJobRequest | pb.
 def place_of(number: int) -> int:
     """A place in a history, from 1; 0 is the first, too."""
     return bounds.within(max(1, number), 1, _LAST, "the place to begin at")
+
+
+def log_of(request: operator_pb2.JobLogRequest) -> LogWish:
+    """The lines of a job's log that are asked for."""
+    if request.level and request.level not in LEVELS:
+        shown = printable(request.level, 40)
+        raise ProtocolError(f"{shown!r} is no level of the log: there are {', '.join(LEVELS)}")
+    return LogWish(
+        job_of(request),
+        place_of(request.from_sequence),
+        request.follow,
+        bounds.text(request.silo, _NAME, "a silo's name"),
+        request.level,
+        bounds.within(request.round, 0, bounds.MOST_ROUNDS - 1, "a round"),
+    )
 
 
 def round_of(request: pb.ProvenanceRequest) -> int:

@@ -115,6 +115,11 @@ def standing(reason: str) -> ToAgent:
     return ToAgent(standing=agent_pb2.Standing(disabled=bool(reason), reason=reason))
 
 
+def lines_taken(number: int) -> ToAgent:
+    """The shared lines that came together and ended with this number are not wanted again."""
+    return ToAgent(lines_taken=number)
+
+
 def challenge(nonce: bytes) -> ToAgent:
     """A number that the installation is to sign."""
     return ToAgent(challenge=nonce)

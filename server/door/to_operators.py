@@ -11,6 +11,7 @@ from roundtable.privacy.protection import HoldsAgainst
 from roundtable.proto import common_pb2, operator_pb2
 from roundtable.server.door.agent_messages import StepProgress
 from roundtable.server.store import AgentRow, EventRow, JobRow, LedgerRow
+from roundtable.server.store.job_lines import LineRow
 from roundtable.server.store.ledger import Limit
 
 Job = operator_pb2.Job
@@ -87,6 +88,11 @@ def event_to(event: EventRow) -> common_pb2.Event:
         message=event.message,
         detail=json.dumps(dict(event.detail), separators=(",", ":")) if event.detail else "",
     )
+
+
+def log_page(lines: Iterable[LineRow]) -> operator_pb2.JobLogLines:
+    """Lines of a job's log as operators see them."""
+    return operator_pb2.JobLogLines(lines=[operator_pb2.JobLogLine(**asdict(line)) for line in lines])
 
 
 def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:

@@ -103,6 +103,11 @@ class JobRunner:
         """Whether the job has ended for good, durably."""
         return self.row.status in FINAL
 
+    def has_asked(self, client: str) -> bool:
+        """Whether a round of the job has ever drawn this client."""
+        record = self._engine.state.clients.get(client)
+        return record is not None and record.selected > 0
+
     def give_up_on(self, step: m.Step, failure: SiteFailure) -> None:
         """Tells engine and protocol that a silo will not answer."""
         self.inbox.post(m.ClientFailed(step, failure))
@@ -245,8 +250,9 @@ class JobRunner:
     def _add_event(self, batch: PendingTransition, note: m.Note) -> None:
         """Logs an event here, and adds what everybody may know of it to the job's history."""
         place = {"job": self.row.id, "round": note.round, "attempt": note.attempt, "site": note.client}
-        log.info("%s: %s", self.row.name, note.message, extra={"kind": note.kind, **place})
         shown = self._publication.event(note)
+        told = shown.value.message if shown is not None else None
+        log.info("%s: %s", self.row.name, note.message, extra={"kind": note.kind, "told": told, **place})
         if shown is None:
             return
         self._sequence += 1

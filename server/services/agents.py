@@ -14,7 +14,7 @@ import grpc
 from typing_extensions import override
 
 from roundtable.core.bounds import is_digest
-from roundtable.core.errors import IdentityError, SiteFailure
+from roundtable.core.errors import IdentityError, SiteFailure, StorageError
 from roundtable.core.identity.credentials import verify_identity
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.released import Tells, is_told
@@ -32,6 +32,7 @@ from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import AgentSession, Identity
 from roundtable.server.services import transfer
 from roundtable.server.services.installations import Installations, shown_by
+from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.security import Security
 from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
@@ -67,6 +68,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         version: str,
         authority: bytes,
         security: Security,
+        logs: JobLogs,
     ) -> None:
         self._jobs = jobs
         self._uploads = uploads
@@ -75,6 +77,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self._version = version
         self._authority = authority
         self._security = security
+        self._logs = logs
         self._installations = Installations(
             services.database, security.audit, services.alerts, services.clock
         )
@@ -227,6 +230,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                         # Each is an entry of the histories of jobs; its next hello says how things stand.
                         self._warn(session.name, f"{session.name} is drained and resumed too often")
                         return
+                    case said.LinesShared() as shared:
+                        await self._keep_lines(session, shared)
                     case heard:
                         self._hear(session, heard)
         except grpc.aio.UsageError:
@@ -270,6 +275,17 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         said = f"is drained: {reason}" if reason else "takes part again"
         log.info("%s %s", name, said, extra=site)
         self._jobs.held(session.client)
+
+    async def _keep_lines(self, session: AgentSession, shared: said.LinesShared) -> None:
+        """Keeps what a silo shares of its log; it sends again what could not be stored."""
+        try:
+            problem = await self._logs.take(session.name, shared)
+        except StorageError as error:
+            self._warn(session.name, f"lines of the log of {session.name} are not kept for now: {error}")
+            return
+        session.send(to_agents.lines_taken(shared.lines[-1].number))
+        if problem:
+            self._warn(session.name, problem)
 
     def _warn(self, name: str, problem: str) -> None:
         """Logs what is wrong with a silo's message, so many times that it cannot fill the log."""

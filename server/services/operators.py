@@ -30,6 +30,7 @@ from roundtable.server.jobs.job_driver import Submission, stored_plan, with_sett
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
+from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.storing import Storing
 from roundtable.server.services.watching import detail_of, updates
 from roundtable.server.store import FINAL, AgentRow, JobRow, tables
@@ -63,6 +64,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         quotas: Quotas,
         authority: bytes,
         identity: SiloIdentity | None,
+        logs: JobLogs,
     ) -> None:
         self._jobs = jobs
         self._services = services
@@ -72,6 +74,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self._quotas = quotas
         self._authority = authority
         self._identity = identity
+        self._logs = logs
         self._name = identity_of(identity.certificate)[0] if identity else services.database.identity
         self._started = time.monotonic()
 
@@ -150,6 +153,14 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         first = door.place_of(request.from_sequence)
         async for update in updates(self._jobs, self._services, row.id, first, self._job):
             await context.write(update)
+
+    @override
+    async def ReadJobLog(self, request: operator_pb2.JobLogRequest, context: Context) -> None:  # type: ignore[override]
+        wish = door.log_of(request)
+        row = await self._find(wish.job)
+        self._check_own(row, "reads the logs of")
+        async for lines in self._logs.read(row.id, wish):
+            await context.write(to_operators.log_page(lines))
 
     @override
     async def CancelJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
@@ -340,10 +351,10 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self._check_own(row)
         return self._job(await self._jobs.change(row, event))
 
-    def _check_own(self, row: JobRow) -> None:
+    def _check_own(self, row: JobRow, does: str = "changes") -> None:
         who = principal()
         if who.role == "data-scientist" and not row.is_of(*who.party):
-            message = f"job {row.id} is not yours; a data scientist changes jobs of their own only"
+            message = f"job {row.id} is not yours; a data scientist {does} jobs of their own only"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
 
     def _size(self, digest: str) -> int:

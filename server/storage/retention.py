@@ -29,6 +29,7 @@ from roundtable.server.store.artifacts import (
 )
 from roundtable.server.store.audit_archives import archives
 from roundtable.server.store.ended_jobs import delete_job, retire_artifacts, retire_events
+from roundtable.server.store.job_lines import retire_lines
 from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
 
 log = logging.getLogger("roundtable.server.storage.retention")
@@ -41,10 +42,11 @@ AT_ONCE = 500
 
 @dataclass(frozen=True)
 class Stay:
-    """Seconds that artifacts and events of a job that is over stay; 0: for good."""
+    """Seconds that artifacts and events of a job that is over, and lines of logs, stay; 0: for good."""
 
     artifacts: float = 0.0
     events: float = 0.0
+    lines: float = 0.0
 
 
 class Retention:
@@ -120,6 +122,8 @@ class Retention:
             unused = forget_unused(connection, left_over(connection, now - UNUSED_SECONDS), self._keep)
             if self._stay.events:
                 retire_events(connection, now - self._stay.events, now)
+            if self._stay.lines:
+                retire_lines(connection, now - self._stay.lines, now)
             if self._stay.artifacts:
                 keep = replace(self._keep, ended_before=now - self._stay.artifacts)
                 unused += retire_artifacts(connection, keep, now)

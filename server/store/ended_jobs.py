@@ -25,7 +25,7 @@ def delete_job(connection: Connection, job: str, who: str, now: float, keep: Kee
     if row.status not in FINAL or row.status == DELETED:
         return None
     digests = artifacts_of(connection, job)
-    for table in (tables.events, tables.updates, tables.rounds):
+    for table in (tables.events, tables.updates, tables.rounds, tables.job_lines):
         connection.execute(sa.delete(table).where(table.c.job == job))
     gone = {"initial_model": "", "model": "", "optimizer": "", "snapshot": "{}"}
     values = {**gone, "status": DELETED, "reason": f"deleted by {who}", "updated": now}

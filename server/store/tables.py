@@ -128,6 +128,27 @@ rounds = Table(
     Column("committed", Double, nullable=False),
 )
 
+job_lines = Table(
+    "job_lines",
+    metadata,
+    # The log of a job: the coordinator's own lines (silo is empty), and those that silos share.
+    _job(),
+    Column("sequence", BigInteger, primary_key=True, autoincrement=False),
+    Column("time", Double, nullable=False),
+    Column("silo", NAME, nullable=False),
+    # Orders the lines of whoever logged them, and tells one that is sent again.
+    Column("number", BigInteger, nullable=False),
+    Column("level", String(10), nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("phase", String(128), nullable=False),
+    Column("kind", String(10), nullable=False),
+    Column("text", Text, nullable=False),
+    # By the coordinator's clock; `time` is that of whoever logged it.
+    Column("received", Double, nullable=False),
+    Index("uq_job_lines_number", "job", "silo", "number", unique=True),
+)
+
 updates = Table(
     "updates",
     metadata,

@@ -104,6 +104,8 @@ MAKE_TOLD = {
     # The silo's policy withholds more than the table does; what it wrote down it had asked before.
     "client/agent/gatekeeper.py",
     "client/agent/spool.py",
+    # Lines of the log, as `[log_sharing]` of the silo's file says for each job.
+    "client/sharing/line_sharing.py",
     # Which parts of an event, a record and a view may be told.
     "server/operations/publication.py",
 }

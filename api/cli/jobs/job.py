@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.jobs.diagnose import diagnose
+from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
 from roundtable.cli.jobs.keeping import archive, clone, delete, download
@@ -124,7 +125,7 @@ job.add_command(submit)
 job.add_command(apply)
 job.add_command(diagnose)
 job.add_command(job_privacy)
-for command in (archive, clone, delete, download):
+for command in (archive, clone, delete, download, job_log):
     job.add_command(command)
 
 

@@ -214,6 +214,8 @@ def _check_same_start(earlier: JobConfig, job: JobConfig) -> None:
 def _say_what_lacks(found: FetchedJob) -> None:
     if found.not_kept:
         say(f"Models that the coordinator keeps no more: {len(found.not_kept)}.")
+    if not found.log_told:
+        say("Without the log, which is for those who submitted the job, and for operators.")
     if found.rounds_told < found.rounds:
         say(f"Records of {found.rounds_told} of {found.rounds} rounds: the coordinator tells the newest.")
 

@@ -12,6 +12,7 @@ from roundtable.cli.shared.install import install
 from roundtable.cli.shared.service_process import service_process
 from roundtable.cli.silo.cluster import plan, profile, report, verify_cluster
 from roundtable.cli.silo.maintenance import drain, resume
+from roundtable.cli.silo.shared_log import shared
 from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
 from roundtable.cli.silo.silo_model import silo_model
 from roundtable.core.identity.credentials import load_credentials
@@ -73,6 +74,7 @@ for command in (
     profile,
     report,
     resume,
+    shared,
     silo_model,
     verify_cluster,
     install,

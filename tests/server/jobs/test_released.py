@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import administration_pb2_grpc, agent_pb2, operator_pb2
 from roundtable.proto.common_pb2 import StepFigures
 from roundtable.server import ServerConfig
+from roundtable.server.services import job_logs
 from roundtable.server.store import Database, tables
 
 JOB = """
@@ -61,6 +64,10 @@ async def take_part(agent: ScriptedAgent, change: torch.Tensor, fails: bool) -> 
         figures = StepFigures(step=1, steps=2, gradient_norm=LOSS)
         progress = agent_pb2.Progress(step=step, done=EXAMPLES, total=EXAMPLES, loss=LOSS, figures=figures)
         await agent.say(progress=progress)
+        line = agent_pb2.SharedLine(
+            number=time.time_ns() // 1000, time=1.0, level="info", kind="agent", step=step
+        )
+        await agent.say(lines=agent_pb2.SharedLines(lines=[line]))
         if fails:
             await agent.say(failure=agent_pb2.Failure(step=step, kind="task_error", detail=WORDS))
         else:
@@ -81,18 +88,28 @@ async def told_of(operator: Operator, job: str) -> str:
     events = await operator.watch_until(job, "finished")
     detail = await operator.job(job)
     detail.job_config = ""
+    asked = operator_pb2.JobLogRequest(job=job, follow=True)
+    log = [str(line) async for page in operator.stub.ReadJobLog(asked) for line in page.lines]
+    assert any("round 8 is committed" in line for line in log)
     stub: Any = administration_pb2_grpc.AdministrationStub(operator.channel)
     provenance = (await stub.GetProvenance(pb.ProvenanceRequest(job=job))).statement
     audit = [line async for part in stub.ReadAudit(pb.ReadAuditRequest()) for line in part.lines]
     rounds = [line for line in audit if "round_committed" in line or "silo_refused" in line]
     charges = [str(each) async for each in operator.stub.ExportPrivacy(operator_pb2.PrivacyRequest())]
-    return "\n".join([*map(str, events), str(detail), provenance, *rounds, *charges])
+    return "\n".join([*map(str, events), *log, str(detail), provenance, *rounds, *charges])
 
 
 @pytest.mark.parametrize("name", LEVELS)
 async def test_operators_are_told_what_the_table_says_and_no_more(
-    settings: Callable[..., ServerConfig], certificates: Path, name: str
+    settings: Callable[..., ServerConfig],
+    certificates: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "roundtable")
+    monkeypatch.setattr(job_logs, "GATHER_SECONDS", 0.05)
+    monkeypatch.setattr(job_logs, "QUIET_SECONDS", 0.5)
     text, config = JOB + LEVELS[name], settings(metrics="127.0.0.1:0")
     if name == "cyclic":
         text = text.replace('size = 1\nstrategy = "round_robin"', 'strategy = "poisson"\nprobability = 0.9')
