@@ -220,7 +220,10 @@ class RoundEngine:
         if event.held is not None:
             said = f"{name} is {WHO_HELD[event.held]}: it is asked for nothing new"
         self._context.note("client_held", said, detail={"silo": name, "held": event.held or ""})
-        if event.held is None and online and self.state.attempt is not None:
+        if self.state.attempt is None:
+            return
+        # Of one that is held a round that waits for its cohort learns that it need not wait for it.
+        if self.state.attempt.phase == m.SELECT or (event.held is None and online):
             self._phases.follow(self._policy.client_joined(name, now), now)
 
     def _on_work_started(self, event: m.WorkStarted, now: float) -> None:

@@ -18,6 +18,7 @@ from roundtable.core.errors import RoundtableError
 from roundtable.core.privacy_table import groups_of, has_secret_cohorts
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.clients import ClientInfo
+from roundtable.engine.population import Population
 from roundtable.engine.state import EngineState
 
 
@@ -161,12 +162,18 @@ def quorum(cohort: CohortTable, size: int) -> int:
     return min(cohort.minimum, size) if cohort.minimum is not None else size // 2 + 1
 
 
-def least_for_selection(cohort: CohortTable, settled: bool) -> int:
-    """How many clients must be there to draw a cohort; `settled` once the time to wait for all has passed."""
+def least_for_selection(cohort: CohortTable, settled: bool, population: Population) -> int:
+    """How many clients must be there to draw a cohort; `settled` once the time to wait for all has passed.
+
+    Until then as many as its size, less those whom it would take that are held: waiting brings them not back.
+    """
     if cohort.strategy == "poisson":
         return max(1, cohort.minimum or 0)
     least = max(1, cohort.minimum if cohort.minimum is not None else quorum(cohort, cohort.size or 1))
-    return least if settled or cohort.size is None else max(least, cohort.size)
+    if settled or cohort.size is None:
+        return least
+    spare = max(0, len(population.known()) - cohort.size)
+    return max(least, cohort.size - max(0, len(population.held()) - spare))
 
 
 def rested(names: Sequence[str], state: EngineState) -> Sequence[str]:

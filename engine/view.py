@@ -66,7 +66,7 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
     if attempt.phase == m.SELECT:
         free = population.free()
         there = len(rested(free, state))
-        least = max(least_for_selection(job.cohort, attempt.settled), fewest(job))
+        least = max(least_for_selection(job.cohort, attempt.settled, population), fewest(job))
         said = f"{there} of {least} clients are available; waiting for more to connect"
         if there < len(free):
             said = (

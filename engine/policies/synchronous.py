@@ -162,7 +162,7 @@ class SynchronousTraining:
             return self._begin_training(now)
         candidates = [name for name in candidates if name not in summed] if summed else candidates
         if min(len(candidates), len(there)) < max(
-            least_for_selection(cohort, attempt.settled), fewest(self._job)
+            least_for_selection(cohort, attempt.settled, self._population), fewest(self._job)
         ):
             if attempt.deadline is None:
                 attempt.deadline = now + cohort.wait

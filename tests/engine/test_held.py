@@ -59,6 +59,43 @@ def test_a_job_that_lacks_clients_says_whose_doing_that_is_and_goes_on_once_it_h
     assert held[-1] == {"silo": "b", "held": ""}
 
 
+WAITING = "[cohort]\nsize = 4\nminimum = 2\nwait = 30\n" + QUIET
+
+
+def test_nobody_waits_for_one_that_is_held() -> None:
+    driver = started("abc", WAITING)
+    driver.join("d")
+    hold(driver, "d")
+    driver.send(m.Start())
+    assert asked(driver, 1) == ["a", "b", "c"]
+    # The same cohort as after the wait, to the last draw.
+    later = started("abc", WAITING)
+    later.send(m.Start())
+    assert asked(later, 1) == []
+    later.advance(30)
+    assert asked(later, 1) == ["a", "b", "c"]
+
+
+def test_one_that_is_held_while_a_round_waits_for_its_cohort_ends_the_wait() -> None:
+    driver = started("abcd", WAITING)
+    driver.send(m.ClientLeft("d"))
+    driver.send(m.Start())
+    assert asked(driver, 1) == []
+    hold(driver, "d", "disabled")
+    assert asked(driver, 1) == ["a", "b", "c"]
+
+
+def test_others_who_may_come_are_waited_for() -> None:
+    driver = started("abcde", WAITING)
+    driver.send(m.ClientLeft("e"))
+    hold(driver, "d")
+    driver.send(m.Start())
+    assert asked(driver, 1) == [], "e may take the place of d"
+    assert "3 of 4 clients" in driver.engine.view().waiting_for
+    driver.advance(30)
+    assert asked(driver, 1) == ["a", "b", "c"]
+
+
 def test_nobody_who_is_held_stands_in_for_one_that_fails() -> None:
     driver = started("abcd", COHORT.replace("minimum = 2", "minimum = 1") + QUIET)
     hold(driver, "c")
