@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from roundtable.cli.jobs.job import _file_named
 from roundtable.cli.jobs.job_view import loading_lines, print_detail
 from roundtable.cli.jobs.watch import JsonLines, Live, PlainLines, progress_panel
+from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.proto.common_pb2 import Event
 from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
@@ -107,3 +109,22 @@ def test_code_and_file_names_are_quoted_for_those_who_paste_them() -> None:
     )
     tree = ast.parse("\n".join(lines))
     assert [type(line).__name__ for line in tree.body] == ["Import", "Assign", "Expr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("digits", "digits.safetensors"),
+        ("digits.py:Digits", "digits.py-Digits.safetensors"),
+        ("tasks/digits.py:Digits", "tasks-digits.py-Digits.safetensors"),
+        ('a<b>c"d|e?f*g\\h', "a-b-c-d-e-f-g-h.safetensors"),
+    ],
+)
+def test_a_model_gets_a_name_that_every_file_system_takes(name: str, file: str) -> None:
+    assert _file_named(name) == Path(file)
+
+
+@pytest.mark.parametrize("name", ["../digits", ".profile", "a\nb", "x" * 101, "nul", "Con.py:Task"])
+def test_a_name_that_is_no_files_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="say where, with -o FILE"):
+        _file_named(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from roundtable.operator import OperatorClient
     from roundtable.proto.operator_pb2 import Job
 
+_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{kind}{n}" for kind in ("COM", "LPT") for n in range(1, 10))}
+"""Names that Windows gives to no file."""
 _LONGEST_NAME = 100
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -233,10 +236,15 @@ def _fill(path: Path, job: JobConfig, folder: Path) -> None:
 
 
 def _file_named(job: str) -> Path:
-    """A model's file in this folder; the name is the coordinator's word, and no way out of the folder."""
-    if job != Path(job).name or job.startswith(".") or not job.isprintable() or len(job) > _LONGEST_NAME:
+    """A model's file in this folder; the name is the coordinator's word, and no way out of the folder.
+
+    What some file systems do not take in a name, such as the colon of `digits.py:Digits`, becomes a hyphen.
+    """
+    plain = re.sub(r'[<>:"|?*\\/]', "-", job)
+    device = plain.partition(".")[0].strip().upper() in _DEVICES
+    if plain.startswith(".") or not plain.isprintable() or len(plain) > _LONGEST_NAME or device:
         raise ConfigError(f"the job's name {job!r} cannot name a file here: say where, with -o FILE")
-    return Path(f"{job}.safetensors")
+    return Path(f"{plain}.safetensors")
 
 
 def _steer(
