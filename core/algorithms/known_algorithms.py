@@ -108,6 +108,19 @@ def make_algorithm(table: AlgorithmTable, folder: Path | None = None) -> ClientA
         raise ConfigError(f"algorithm {table.name!r}: {said}") from None
 
 
+def same_layouts(one: AlgorithmTable, other: AlgorithmTable) -> bool:
+    """Whether both surely make the same layout of any model: the same places, and all tensors travel alike.
+
+    Not where an algorithm says which tensors stay local, as that may follow from its table, and not where it
+    is a file: nobody here has its class.
+    """
+    if any(isinstance(table, UnreadTable) for table in (one, other)):
+        return False
+    kinds = [find_algorithm(table.name, None) for table in (one, other)]
+    shapes = [[(place.name, place.shape) for place in kind.places] for kind in kinds]
+    return shapes[0] == shapes[1] and all(k.local_tensors is ClientAlgorithm.local_tensors for k in kinds)
+
+
 def find_algorithm(name: str, folder: Path | None = None) -> type[ClientAlgorithm]:
     """The class of this name. Raises ConfigError where there is none, or where it is none."""
     kind = resolve("algorithm", name, BUILTINS, ENTRY_POINTS, folder)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 _FILE = click.Path(path_type=Path, dir_okay=False)
-_MAKES_THE_MODEL = ("task", "seed", "model", "algorithm")
+_MAKES_THE_MODEL = ("task", "seed", "model")
 UNPROVEN = 3
 
 
@@ -203,12 +203,16 @@ def _verify(path: Path, authority: Path, as_json: bool) -> int:
 
 def _check_same_start(earlier: JobConfig, job: JobConfig) -> None:
     """ConfigError where the job would have another first model than the one that the earlier began with."""
-    for key in _MAKES_THE_MODEL:
-        if getattr(earlier, key) != getattr(job, key):
-            raise ConfigError(
-                f"--set {key}: a job with another {key} begins with another model, which is made of the "
-                "task's code: submit its job file with `roundtable job submit FILE --set ...`"
-            )
+    from roundtable.core.algorithms.known_algorithms import same_layouts
+
+    changed = [key for key in _MAKES_THE_MODEL if getattr(earlier, key) != getattr(job, key)]
+    if earlier.algorithm != job.algorithm and not same_layouts(earlier.algorithm, job.algorithm):
+        changed.append("algorithm")
+    for key in changed:
+        raise ConfigError(
+            f"--set {key}: a job with another {key} begins with another model, which is made of the "
+            "task's code: submit its job file with `roundtable job submit FILE --set ...`"
+        )
 
 
 def _say_what_lacks(found: FetchedJob) -> None:

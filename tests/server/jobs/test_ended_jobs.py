@@ -206,7 +206,25 @@ async def test_a_job_is_downloaded_once_and_a_clone_begins_where_it_began(
         cloned, first = await stage.operator.job(clone["id"]), await stage.operator.job(job)
         assert (cloned.job.name, cloned.job.rounds_done) == ("again", 1)
         assert cloned.initial_model == first.initial_model
-        assert "begins with another model" in await stage.roundtable("clone", job, "--set", "seed=7", code=2)
+        for other in ("seed=7", "algorithm.name=scaffold", "algorithm.name=fedper"):
+            refused = await stage.roundtable("clone", job, "--set", other, code=2)
+            assert "begins with another model" in refused
+        assert "algorithm.epochs" in await stage.roundtable(
+            "clone", job, "--set", "algorithm.epochs=-1", code=2
+        )
+        table = (
+            "--set",
+            "algorithm.name=fedprox",
+            "--set",
+            "algorithm.mu=0.1",
+            "--set",
+            "algorithm.epochs=2",
+        )
+        words = ("clone", job, *table, "--set", "rounds=1", "--request-id", "d", "--json")
+        changed = json.loads(await stage.roundtable(*words))
+        await stage.operator.watch_until(changed["id"], "finished")
+        asked = json.loads((await stage.operator.job(changed["id"])).job_config)["algorithm"]
+        assert (asked["name"], asked["mu"], asked["epochs"]) == ("fedprox", 0.1, 2)
 
 
 async def test_an_archive_is_checked_offline_and_shows_what_was_done_to_it(
