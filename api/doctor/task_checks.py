@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -70,12 +71,25 @@ def _try(config: AgentConfig, name: str, job: JobConfig) -> Iterator[Check]:
     rehearsal = asyncio.run(rehearse_task(config, trainer, name, job))
     if rehearsal.failure is not None:
         yield _failed(config, name, job, rehearsal, rehearsal.failure)
+    elif rehearsal.lacking:
+        yield _waiting(config, name, rehearsal)
     elif rehearsal.found is not None:
         found = rehearsal.found
         evaluated = "one evaluated" if found.evaluated else "none evaluated, as its job allows no evaluation"
         yield Check("rehearsal", "ok", f"{name}: a batch of {found.batch_size} trained on, {evaluated}")
         yield _memory(config, name, found)
         yield _disk(config, name, found)
+
+
+def _waiting(config: AgentConfig, name: str, rehearsal: Rehearsal) -> Check:
+    table = config.task_tables.get(name)
+    allowed = table.parameters if table else []
+    message = f"{name}: not tried: {rehearsal.wants}"
+    if not set(rehearsal.lacking) - set(allowed):
+        return Check("rehearsal", "ok", message)
+    needed = json.dumps([*allowed, *(each for each in rehearsal.lacking if each not in allowed)])
+    message += ", and this silo lets jobs say none or not all of them, so none can run"
+    return Check("rehearsal", "warn", message, f"`parameters = {needed}` below [tasks.{name}]")
 
 
 def _failed(config: AgentConfig, name: str, job: JobConfig, tried: Rehearsal, failure: WorkFailed) -> Check:

@@ -24,6 +24,7 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import TaskError
+from roundtable.core.plugins.calls import LackingParameters
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.core.task import Site, initial_state, load_task
 
@@ -39,13 +40,17 @@ ACTS = (
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What the machine must hold: values of the vector that travels, bytes that the process held at most."""
+    """What the machine must hold: values of the vector that travels, bytes that the process held at most.
+
+    `lacking` are the task's parameters without a default that the job does not say: then nothing was tried.
+    """
 
     values: int
     batch_size: int
     evaluated: bool
     memory: int
     gpu_memory: int
+    lacking: tuple[str, ...] = ()
 
 
 def one_step(job: JobConfig) -> JobConfig:
@@ -60,7 +65,10 @@ def rehearse(
     """Does all of ACTS; `begins` hears the number of each before it is done. Raises what the task raises."""
     begins(0)
     job = one_step(job_from_json(order.config))
-    task = load_task(order.task, Path(settings.folder), parameters=job.task.parameters)
+    try:
+        task = load_task(order.task, Path(settings.folder), parameters=job.task.parameters)
+    except LackingParameters as error:
+        return Rehearsed(0, job.algorithm.batch_size, False, _held(), 0, error.names)
     begins(1)
     made = initial_state(task, job.seed)
     algorithm = make_algorithm(job.algorithm)

@@ -25,11 +25,23 @@ _log = logging.getLogger("roundtable.agent")
 @dataclass(frozen=True)
 class Rehearsal:
     """What came of a task: `found` where it passed, `failure` where it failed at `act`, neither where a step
-    of a round came first."""
+    of a round came first, or where the task wants parameters that no known job says: `lacking`.
+    """
 
     act: str
     found: Rehearsed | None = None
     failure: WorkFailed | None = None
+    lacking: tuple[str, ...] = ()
+
+    @property
+    def wants(self) -> str:
+        """What a task waits for that could not be tried; empty for any other."""
+        if not self.lacking:
+            return ""
+        values = ", ".join(self.lacking)
+        return (
+            f"it needs a job's `[task]` values ({values}), and no job that ran here or was approved says them"
+        )
 
 
 def jobs_to_rehearse(config: AgentConfig) -> dict[str, JobConfig]:
@@ -52,7 +64,11 @@ def jobs_to_rehearse(config: AgentConfig) -> dict[str, JobConfig]:
             except ConfigError as error:
                 # Of another version, as a rule: an older job's, or the defaults, tell nearly as much.
                 _log.info("task %s is not tried as job %s asks: %s", name, known.id, error)
-    return {name: chosen.get(name) or JobConfig.model_validate({"task": name}) for name in config.tasks}
+    return {name: chosen.get(name) or _defaults(name) for name in config.tasks}
+
+
+def _defaults(task: str) -> JobConfig:
+    return JobConfig.model_validate({"task": task})
 
 
 async def rehearse_task(config: AgentConfig, trainer: WorkerTrainer, name: str, job: JobConfig) -> Rehearsal:
@@ -70,12 +86,18 @@ async def rehearse_task(config: AgentConfig, trainer: WorkerTrainer, name: str, 
     order = Order("rehearsal", 1, "train", job.to_json(), config.tasks[name], "", "", "")
     try:
         async with asyncio.timeout(config.rehearsal):
-            return Rehearsal(act, await trainer.rehearse(order, begins))
+            found = await trainer.rehearse(order, begins)
     except TimeoutError:
         late = f"it was not done after {config.rehearsal:g} s; [limits] rehearsal gives more"
         return Rehearsal(act, failure=WorkFailed("node_failure", late))
     except WorkFailed as failure:
         return Rehearsal(act, failure=failure)
+    if found is None or not found.lacking:
+        return Rehearsal(act, found)
+    if job == _defaults(name):
+        return Rehearsal(act, lacking=tuple(found.lacking))
+    said = f"its job says no {', '.join(found.lacking)} in `[task]`"
+    return Rehearsal(act, failure=WorkFailed("task_error", said))
 
 
 @asynccontextmanager
@@ -118,6 +140,8 @@ def _tell(name: str, rehearsal: Rehearsal, passed: MutableMapping[str, bool]) ->
             failure.detail,
             trace,
         )
+    elif rehearsal.lacking:
+        _log.info("task %s is not tried: %s", name, rehearsal.wants)
     elif rehearsal.found is None:
         _log.info("task %s is not tried: a round came first", name)
     else:

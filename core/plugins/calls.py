@@ -98,6 +98,14 @@ def foreign_call(reference: str, code: object, error: type[RoundtableError]) -> 
         raise error(f"{reference} failed: {described(failure)}") from failure
 
 
+class LackingParameters(ConfigError):
+    """Parameters without a default that nobody has said: `names`."""
+
+    def __init__(self, owner: str, names: Sequence[str], key: tuple[str, ...]) -> None:
+        super().__init__(f"{owner} needs the parameter {names[0]!r}", key)
+        self.names = tuple(names)
+
+
 def check_parameters(
     owner: str,
     function: Callable[..., object],
@@ -119,9 +127,9 @@ def check_parameters(
         elif not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
             allowed = ", ".join(options) or "none"
             raise ConfigError(f"{owner} has no parameter {name!r}; it takes: {allowed}", key=(*table, name))
-    for name, parameter in options.items():
-        if parameter.default is inspect.Parameter.empty and name not in given:
-            raise ConfigError(f"{owner} needs the parameter {name!r}", key=table)
+    empty = inspect.Parameter.empty
+    if lacking := [name for name, found in options.items() if found.default is empty and name not in given]:
+        raise LackingParameters(owner, lacking, table)
 
 
 def signature_of(reference: str, function: Callable[..., object]) -> inspect.Signature:

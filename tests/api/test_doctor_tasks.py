@@ -34,6 +34,10 @@ class Sound(rt.Task):
     def loss(self, model, batch):
         return ((model(batch[0]) - batch[1]) ** 2).mean()
 
+class Sized(Sound):
+    def __init__(self, hidden, depth, dropout=0.0):
+        pass
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:
@@ -129,11 +133,27 @@ def test_what_fails_is_named_with_its_place_and_the_others_are_tried(silo: Path)
     assert not any("roundtable.client.worker" in command for command in children())
 
 
-def remember(folder: Path, task: str, name: str, **tables: object) -> None:
+def remember(folder: Path, task: object, name: str, **tables: object) -> None:
     """The silo took part in such a job."""
     job = JobConfig.model_validate({"task": task, **tables})
-    known = KnownJob(name, job.digest, job.to_json(), task, "", "", "0" * 64, time.time())
+    known = KnownJob(name, job.digest, job.to_json(), job.task.name, "", "", "0" * 64, time.time())
     KnownJobs(folder / "state").remember(known)
+
+
+def test_a_task_that_waits_for_a_jobs_values_is_not_tried_and_does_not_fail(silo: Path) -> None:
+    (check,) = tried(silo, sized="tasks.py:Sized")
+    assert check.state == "warn"
+    assert check.remedy == '`parameters = ["hidden", "depth"]` below [tasks.sized]'
+    file = write(silo)
+    table = '[tasks.sized]\nuse = "tasks.py:Sized"\nparameters = ["depth", "hidden"]\n'
+    file.write_text(file.read_text() + table)
+    (check,) = answers(trials(load_agent_config(file), skip=False))
+    assert (check.state, check.name) == ("ok", "rehearsal")
+    assert "sized: not tried: it needs a job's `[task]` values (hidden, depth)" in check.message
+    task = {"name": "sized", "hidden": 3, "depth": 2}
+    remember(silo, task, "b" * 12)
+    done, *_ = answers(trials(load_agent_config(file), skip=False))
+    assert done.message == "sized: a batch of 32 trained on, one evaluated"
 
 
 def test_nothing_is_spent_kept_or_moved(silo: Path) -> None:
