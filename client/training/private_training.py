@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from roundtable.client.training.batches import as_tensors, count_examples
 from roundtable.client.training.loaders import base_of, collate_of, drops_last, own_sampler
+from roundtable.client.training.sgd import RoundSchedule
 from roundtable.client.training.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import NoExamples, PrivacyError
@@ -81,7 +82,9 @@ def fit_privately(
     ) as training:
         protection.mode = training.mode
         protection.pay(config, training.charge(steps))
+        schedule = RoundSchedule(optimizer, job.algorithm, steps)
         for taken, indices in enumerate(training.batches(steps), 1):
+            schedule.before(taken)
             training.step(indices, correct)
             if watch is not None:
                 watch(taken, steps)

@@ -1,11 +1,15 @@
-"""Stochastic gradient descent as the job's `[algorithm]` table describes it, with little cost a step."""
+"""Stochastic gradient descent as the job's `[algorithm]` table describes it, and the rate of each step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.errors import ConfigError
 
 
 class SGD:
@@ -23,7 +27,7 @@ class SGD:
         weight_decay: float = 0.0,
     ) -> None:
         self._parameters = parameters
-        self._learning_rate = learning_rate
+        self.learning_rate = learning_rate
         self._momentum = momentum
         self._weight_decay = weight_decay
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -45,7 +49,7 @@ class SGD:
             torch._foreach_add_(gradients, parameters, alpha=self._weight_decay)
         if self._momentum:
             gradients = self._accelerated(pairs)
-        torch._foreach_add_(parameters, gradients, alpha=-self._learning_rate)
+        torch._foreach_add_(parameters, gradients, alpha=-self.learning_rate)
 
     def _accelerated(self, pairs: list[tuple[nn.Parameter, Tensor]]) -> list[Tensor]:
         for parameter, gradient in pairs:
@@ -55,3 +59,36 @@ class SGD:
         torch._foreach_mul_(velocities, self._momentum)
         torch._foreach_add_(velocities, [gradient for _, gradient in pairs])
         return velocities
+
+
+class RoundSchedule:
+    """Sets an optimizer's learning rate before each step; of one of torch's that of each of its groups.
+
+    The rates that the optimizer has when this is made are the round's full ones. Raises ConfigError where the
+    job has a schedule and nobody knows how many `steps` the round has.
+    """
+
+    def __init__(self, optimizer: Any, table: AlgorithmTable, steps: int | None) -> None:
+        self._table = table
+        self._optimizer = optimizer
+        self._steps = steps or 0
+        if not table.scheduled:
+            return
+        if steps is None:
+            raise ConfigError(
+                "algorithm.schedule needs to know how many steps a round has, and these training data can "
+                "only be iterated: set algorithm.steps"
+            )
+        own = isinstance(optimizer, SGD)
+        self._full = [optimizer.learning_rate] if own else [each["lr"] for each in optimizer.param_groups]
+
+    def before(self, step: int) -> None:
+        """Sets the rate of step `step`, from 1."""
+        if not self._table.scheduled:
+            return
+        share = self._table.rate_share(step, self._steps)
+        if isinstance(self._optimizer, SGD):
+            self._optimizer.learning_rate = self._full[0] * share
+            return
+        for group, full in zip(self._optimizer.param_groups, self._full, strict=True):
+            group["lr"] = full * share

@@ -15,7 +15,7 @@ from roundtable.client.training.corrections import Correction
 from roundtable.client.training.local_work import Execution, LocalWork, Progress, examples_to_see
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.micro_batches import backward_in_parts, check_splittable
-from roundtable.client.training.sgd import SGD
+from roundtable.client.training.sgd import SGD, RoundSchedule
 from roundtable.core.algorithms.contract import GradientWork
 from roundtable.core.errors import InvalidUpdate, TaskError
 from roundtable.core.task import Task
@@ -51,6 +51,7 @@ class TrainingLoop:
         self._place = f"round {work.round}"
         self._losses = _Losses(self._place)
         self.optimizer = make_optimizer(task, parameters, work, rules)
+        self._schedule = RoundSchedule(self.optimizer, work.job.algorithm, rules.round.context.steps)
         self.steps = 0
 
     def fit(self, batches: Iterator[Batch], correct: Correction | None, watch: Watch | None = None) -> None:
@@ -63,6 +64,7 @@ class TrainingLoop:
                 correct()
             if self._rules.step.max_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, self._rules.step.max_norm)
+            self._schedule.before(self.steps + 1)
             self.optimizer.step()
             self.steps += 1
             self._losses.add(loss.detach(), batch, watch)

@@ -19,6 +19,7 @@ from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.metrics import Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
+from roundtable.client.training.sgd import RoundSchedule
 from roundtable.client.worker.worker import Stopped
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, finite, local_of
@@ -171,7 +172,8 @@ class RankTrainer:
         the step is not taken then.
         """
         wishes = wishes or Wishes()
-        rate = self.begin(round)
+        self.begin(round)
+        schedule = RoundSchedule(self.optimizer, self.job.algorithm, batches.steps)
         correction = sharded_correction(make_algorithm(self.job.algorithm).step(), self.replica.parameters())
         self.replica.train()
         step = batches.position
@@ -188,6 +190,7 @@ class RankTrainer:
                 if save and times and times.before(loss, norm):
                     save(step - 1)
                 assert self.optimizer is not None
+                schedule.before(step)
                 self.optimizer.step()
             if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
                 self.outer.meet()
@@ -203,7 +206,7 @@ class RankTrainer:
                 examples=share.total,
                 loss=loss,
                 norm=norm,
-                learning_rate=rate,
+                learning_rate=self.optimizer.param_groups[0]["lr"],
                 seconds=now - ended,
                 waiting=arrived - ended,
                 memory=most_memory(self.device),

@@ -59,7 +59,8 @@ class Composition:
     levels: of privacy. weightings: of the mean. Local training: `momentum`, `weight_decay`, a task's own
     optimizer, gradient clipping by `max_gradient_norm`. At the server: sums that are `masked`, a
     `server_optimizer` other than plain averaging, `averaged_buffers` (running statistics in the flat vector).
-    `rules`: "mean", or any that gives one vector for many. The rest: `buffered` rounds, tasks without
+    `schedule`: a learning rate that changes within a
+    round. `rules`: "mean", or any that gives one vector for many. The rest: `buffered` rounds, tasks without
     gradients (ArrayTask). `one_by_one`: a round asks one client, in turn. `task_method`: what the task must
     have beside its own.
     """
@@ -70,6 +71,7 @@ class Composition:
     weight_decay: bool = True
     own_optimizers: bool = False
     gradient_clipping: bool = True
+    schedule: bool = False
     masked: bool = True
     server_optimizer: bool = True
     averaged_buffers: bool = True

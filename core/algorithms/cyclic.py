@@ -13,6 +13,7 @@ class Cyclic(ClientAlgorithm):
 
     composition = Composition(
         own_optimizers=True,
+        schedule=True,
         arrays=True,
         masked=False,
         server_optimizer=False,

@@ -12,4 +12,6 @@ WHOLE_UPDATE_LEVELS = ANY_LEVEL - {"example"}
 class FedAvg(ClientAlgorithm):
     """The job's table says all there is."""
 
-    composition = Composition(levels=ANY_LEVEL, own_optimizers=True, buffered=True, arrays=True)
+    composition = Composition(
+        levels=ANY_LEVEL, own_optimizers=True, schedule=True, buffered=True, arrays=True
+    )

@@ -34,7 +34,9 @@ class FedExp(ClientAlgorithm):
 
     Table = FedExpTable
     places = (AlgorithmPlace(_SQUARED, shape=(1,)),)
-    composition = Composition(own_optimizers=True, reason="the norms of updates are a second release")
+    composition = Composition(
+        own_optimizers=True, schedule=True, reason="the norms of updates are a second release"
+    )
 
     @override
     def server(self) -> ServerAlgorithm:

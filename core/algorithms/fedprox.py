@@ -22,7 +22,7 @@ class FedProx(ClientAlgorithm):
     """g ← g + μ (w − w_global), the gradient of μ/2·‖w − w_global‖²."""
 
     Table = FedProxTable
-    composition = Composition(levels=ANY_LEVEL, own_optimizers=True, buffered=True)
+    composition = Composition(levels=ANY_LEVEL, own_optimizers=True, schedule=True, buffered=True)
 
     @override
     def step(self) -> LocalStep:

@@ -39,7 +39,9 @@ class Moon(ClientAlgorithm):
     """
 
     Table = MoonTable
-    composition = Composition(levels=WHOLE_UPDATE_LEVELS, own_optimizers=True, task_method="features")
+    composition = Composition(
+        levels=WHOLE_UPDATE_LEVELS, own_optimizers=True, schedule=True, task_method="features"
+    )
 
     @override
     def after_gradient(self, work: GradientWork) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
@@ -34,6 +35,15 @@ class AlgorithmTable(Table):
     learning_rate_decay: Finite = Field(
         1.0, gt=0, le=1, description="the learning rate is multiplied by this each round"
     )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate over a round's steps, from its full value on"
+    )
+    schedule_warm_up: int = Field(
+        0, ge=0, description="steps of a round in which the rate rises to its full value"
+    )
+    schedule_floor: Finite = Field(
+        0.0, ge=0, le=1, description="share of the full rate that linear and cosine end at"
+    )
     max_gradient_norm: Finite | None = Field(None, gt=0, description="clip each step's gradient to this norm")
     optimizer_state: Literal["drop", "keep"] = Field(
         "drop", description="of a silo's optimizer between rounds: each starts afresh, or goes on with it"
@@ -48,10 +58,44 @@ class AlgorithmTable(Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rises_in_time(self) -> Self:
+        if self.steps is not None and self.schedule_warm_up >= self.steps:
+            raise ValueError(
+                f"schedule_warm_up = {self.schedule_warm_up} and steps = {self.steps}: the learning rate "
+                "would never have its full value; set fewer steps of warm-up"
+            )
+        if self.schedule_floor and self.schedule == "constant":
+            raise ValueError(
+                f"schedule_floor = {self.schedule_floor} would be ignored: set schedule to linear or cosine"
+            )
+        return self
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the learning rate changes within a round."""
+        return self.schedule != "constant" or self.schedule_warm_up > 0
+
     @property
     def passes(self) -> int:
         """Passes over the silo's data a round, where no steps are given."""
         return self.epochs or 1
+
+    def rate_share(self, step: int, steps: int) -> float:
+        """The share of the round's learning rate at step `step`, from 1, of `steps`.
+
+        Warm-up: step / warm-up. Then, t of T steps later: linear 1 − (1 − floor) t/T, cosine
+        floor + (1 − floor)(1 + cos πt/T)/2 (Loshchilov & Hutter 2017, equation 5). T are the steps behind the
+        warm-up, so the step after the last would be at the floor.
+        """
+        if step <= self.schedule_warm_up:
+            return step / self.schedule_warm_up
+        gone = (step - 1 - self.schedule_warm_up) / max(steps - self.schedule_warm_up, 1)
+        if self.schedule == "linear":
+            return 1 - (1 - self.schedule_floor) * gone
+        if self.schedule == "cosine":
+            return self.schedule_floor + (1 - self.schedule_floor) * (1 + math.cos(math.pi * gone)) / 2
+        return 1.0
 
     def rate(self, round: int) -> float:
         """The learning rate of round `round`, from 1."""

@@ -34,6 +34,11 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
         raise ConfigError(f"algorithm.weight_decay and {said}{why}; set weight_decay = 0")
     if job.algorithm.max_gradient_norm is not None and not composition.gradient_clipping:
         raise ConfigError(f"algorithm.max_gradient_norm and {said}{why}; leave it out")
+    if job.algorithm.scheduled and not composition.schedule:
+        raise ConfigError(
+            f"algorithm.schedule, schedule_warm_up and {said}: what it computes counts on one learning rate "
+            "for a round; leave them out"
+        )
     _check_round(job, algorithm, f"{said}{why}")
     if algorithm.places and algorithm.server() is None:
         raise ConfigError(f"{said} declares places and no server() that says what becomes of them")

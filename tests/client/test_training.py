@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,11 @@ from roundtable.core import (
     load_task,
     torch_generator,
 )
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.round_context import Context
-from roundtable.core.errors import InvalidUpdate, LayoutError, NoExamples, TaskError
+from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, NoExamples, TaskError
+from roundtable.engine.validation.algorithm_composition import check_algorithm
 
 
 class Linear(Task):
@@ -81,6 +85,7 @@ def plain_loop(task: Task, job: JobConfig, data: tuple[Tensor, Tensor], round: i
         momentum=table.momentum,
         weight_decay=table.weight_decay,
     )
+    schedule = torchs_schedule(optimizer, table, table.passes * -(-len(data[0]) // table.batch_size))
     order = torch_generator(job.seed, round, client, "batches")
     for _ in range(table.passes):
         permutation = torch.randperm(len(data[0]), generator=order)
@@ -94,7 +99,23 @@ def plain_loop(task: Task, job: JobConfig, data: tuple[Tensor, Tensor], round: i
             if table.max_gradient_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), table.max_gradient_norm)
             optimizer.step()
+            schedule.step()
     return model
+
+
+def torchs_schedule(optimizer: Any, table: AlgorithmTable, steps: int) -> Any:
+    """The same learning rates by torch's schedulers."""
+    schedulers, rate = torch.optim.lr_scheduler, optimizer.param_groups[0]["lr"]
+    warm_up, left = table.schedule_warm_up, steps - table.schedule_warm_up
+    behind: Any = schedulers.LambdaLR(optimizer, lambda step: 1.0)
+    if table.schedule == "cosine":
+        behind = schedulers.CosineAnnealingLR(optimizer, left, rate * table.schedule_floor)
+    elif table.schedule == "linear":
+        behind = schedulers.LinearLR(optimizer, 1.0, table.schedule_floor, left)
+    if not warm_up:
+        return behind
+    rising = schedulers.LinearLR(optimizer, 1 / warm_up, 1.0, max(warm_up - 1, 1))
+    return schedulers.SequentialLR(optimizer, [rising, behind], [warm_up])
 
 
 def test_a_rounds_number_seeds_its_training() -> None:
@@ -120,6 +141,11 @@ def test_a_rounds_number_seeds_its_training() -> None:
         {"epochs": 2, "weight_decay": 0.1, "momentum": 0.5},
         {"learning_rate_decay": 0.5},
         {"epochs": 2, "max_gradient_norm": 0.1},
+        {"epochs": 3, "schedule": "cosine", "schedule_floor": 0.1, "momentum": 0.9},
+        {"epochs": 3, "schedule": "linear", "learning_rate_decay": 0.5},
+        {"epochs": 3, "schedule": "cosine", "schedule_warm_up": 4},
+        {"epochs": 2, "schedule_warm_up": 3, "schedule": "linear", "schedule_floor": 0.25},
+        {"epochs": 2, "schedule_warm_up": 2},
         {"name": "fedprox", "mu": 0.7, "epochs": 3, "learning_rate": 0.3},
     ],
 )
@@ -128,12 +154,54 @@ def test_equals_a_plain_loop(algorithm: dict[str, object]) -> None:
     model, layout, vector = setting(task)
     update = train(task, model, toy_data(10), LocalWork(job, layout, vector, 3, "a"))
     expected = layout.flatten(plain_loop(task, job, toy_data(10), 3, "a")) - vector
-    if "mu" in algorithm:
+    if "mu" in algorithm or job.algorithm.scheduled:
         torch.testing.assert_close(update.delta, expected)
     else:
         assert torch.equal(update.delta, expected)
     assert update.examples == 10
     assert update.steps == 3 * job.algorithm.passes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"steps": 4, "schedule_warm_up": 4}, "would never have its full value"),
+        ({"schedule_floor": 0.1}, "would be ignored: set schedule to linear or cosine"),
+    ],
+)
+def test_a_schedule_that_nobody_can_mean_is_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        job_of(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("scaffold", {}), ("fednova", {}), ("feddyn", {"alpha": 0.1}), ("ditto", {"pull": 1.0})],
+)
+def test_an_algorithm_that_counts_on_one_rate_refuses_a_schedule(name: str, more: dict[str, float]) -> None:
+    table = {"name": name, "schedule": "cosine", **more}
+    job = JobConfig.model_validate(
+        {"task": "toy", "algorithm": table, "aggregation": {"weighting": "uniform"}}
+    )
+    with pytest.raises(
+        ConfigError, match=f"algorithm {name!r}: what it computes counts on one learning rate"
+    ):
+        check_algorithm(job, make_algorithm(job.algorithm))
+
+
+def test_an_optimizer_of_ones_own_follows_the_schedule_too() -> None:
+    class Own(Linear):
+        def optimizer(self, parameters: Any) -> Any:
+            rates.append(torch.optim.SGD(parameters, lr=0.4))
+            return rates[-1]
+
+    rates: list[Any] = []
+    own, job = Own(), job_of(epochs=3, schedule="cosine", schedule_floor=0.1, learning_rate=0.4)
+    model, layout, vector = setting(own)
+    update = train(own, model, toy_data(10), LocalWork(job, layout, vector, 1, "a"))
+    expected = layout.flatten(plain_loop(Linear(), job, toy_data(10), 1, "a")) - vector
+    torch.testing.assert_close(update.delta, expected)
+    assert rates[0].param_groups[0]["lr"] == pytest.approx(0.4 * job.algorithm.rate_share(9, 9))
 
 
 def test_the_proximal_term_has_its_closed_form() -> None:

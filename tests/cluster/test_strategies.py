@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 TWO = [
     case("ddp", plan("ddp", dp=2)),
-    case("zero1", plan("zero1", dp=2)),
+    case("zero1", plan("zero1", dp=2), {"schedule": "cosine", "schedule_warm_up": 1}),
     case("zero2", plan("zero2", fsdp=2)),
     case("zero3", plan("zero3", fsdp=2)),
     case("zero3 tied", plan("zero3", fsdp=2), tied=True),

@@ -16,7 +16,7 @@ from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
 from roundtable.core.algorithms.personal.heads import HeadTable, head_of
 from roundtable.core.errors import ConfigError
 
-_SHARED_PART = Composition(levels=WHOLE_UPDATE_LEVELS, own_optimizers=True, buffered=True)
+_SHARED_PART = Composition(levels=WHOLE_UPDATE_LEVELS, own_optimizers=True, schedule=True, buffered=True)
 
 
 class FedPer(ClientAlgorithm):

@@ -56,6 +56,8 @@ def why_not(world: World) -> str | None:
     if (hook := world.algorithm.hooked()) is not None:
         name = world.job.algorithm.name
         return f"algorithm {name!r} works on each client's module by its {hook}, one client at a time"
+    if world.job.algorithm.scheduled:
+        return "the learning rate changes within a round (algorithm.schedule), and recorded steps have one"
     if "loss" in told(task):
         return (
             f"{type(task).__name__}.loss() is told its context, so that it may differ from client to client"
