@@ -88,6 +88,22 @@ class Trace:
         return sum(call.name == "" for call in self.calls)
 
 
+class ShapesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors that may also go through products over experts in float32.
+
+    torch's rule for shapes knows these in bfloat16 alone, its kernels for CPUs in float32 as well.
+    """
+
+    @override
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As FakeTensorMode, one operation."""
+        if func is not _ATEN._grouped_mm.default or args[0].dtype != torch.float32:
+            return super().dispatch(func, types, args, kwargs)
+        halves = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
+        product: Any = super().dispatch(func, types, halves, kwargs)
+        return product.float()
+
+
 class NotTraceable(TaskError):
     """The task cannot run on fake tensors: it looks at values, or calls what they do not have."""
 
@@ -101,7 +117,7 @@ def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensor
     def kind(tensor: Tensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = ShapesMode(allow_non_fake_inputs=True)
     model = model_on_meta(task)
     share_batch_norms(model, None, MicroBatch())
     made: dict[int, nn.Parameter] = {}

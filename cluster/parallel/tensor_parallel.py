@@ -135,11 +135,22 @@ def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> T
         norms=norms,
         heads=tuple(heads),
         no_sequence=no_sequence,
-        whole=tuple(finder.whole),
+        whole=(*finder.whole, *_whole_here(model, styles)),
         draws=bool(traced.draws),
         packed=packed,
         entry=entry,
     )
+
+
+def _whole_here(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[str]:
+    """What the plan that comes with a model of transformers splits, and this one leaves whole."""
+    plans = (getattr(module, "_tp_plan", None) for module in model.modules())
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    for pattern, style in (next((plan for plan in plans if isinstance(plan, dict) and plan), {})).items():
+        form = re.compile(r"(.*\.)?" + re.escape(str(pattern)).replace(r"\*", r"\d+"))
+        found = next((name for name in names if form.fullmatch(name)), "")
+        if found and not any(name == found or name.startswith(f"{found}.") for name in styles):
+            yield f"{found} stays whole, which transformers' own plan splits ({style})"
 
 
 def _stream(traced: Trace, name: str) -> Stream:

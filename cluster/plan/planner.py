@@ -83,6 +83,8 @@ def make_plan(
             for peak, other in smallest.values():
                 reasons.append(f"{other} does not fit: it needs {format_bytes(peak)}")
             reasons.append(f"{strategy} fits: {format_bytes(needed.peak)} of {format_bytes(allowed)}")
+            if strategy.mesh.tp > 1:
+                reasons += [f"not shared out over tp: {each}" for each in probe.tensor_parallel.whole]
             return ClusterPlan(
                 strategy=strategy,
                 estimate=needed,

@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_matrix import STRATEGIES, PlannedCell, planned, probe_of, run_cells, tolerance
+from architecture_matrix import (
+    STRATEGIES,
+    PlannedCell,
+    planned,
+    probe_of,
+    run_cells,
+    table_of_page,
+    tolerance,
+    write_silo,
+)
 from architectures import ARCHITECTURES, Calling, GivenTable, HalvingGate, Looking, Mixing
 from attention_calls import CALLS, attention_gaps
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from roundtable.cli.main import run
 from roundtable.cluster.parallel.split_check import LayerSplit, wrong_split
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
@@ -59,6 +69,10 @@ def test_models_train_as_on_one_process_or_are_refused_with_a_reason() -> None:
     assert "sequence_parallel = true" in refused["tied rotary LM, tp sequence"]
     assert "are one parameter" in refused["tied rotary LM, 1f1b"]
     assert "does not skip parts" in refused["nn.TransformerEncoder, 1f1b"]
+    page = table_of_page()
+    for architecture, strategy in (name.split(", ") for name in (*found, *refused)):
+        no = f"{architecture}, {strategy}" in refused
+        assert page[architecture, strategy].startswith("no (") == no, (architecture, strategy)
 
 
 # Each for a way of its own to split or to checkpoint: Conv1D and fused projections over a sharded sequence,
@@ -88,6 +102,32 @@ def test_attention_over_ranks_gives_what_torch_gives() -> None:
     for gaps in run_ranks(attention_gaps, 2):
         assert gaps.keys() == set(CALLS)
         assert {name: gap for name, gap in gaps.items() if not gap < 1e-12} == {}
+
+
+@pytest.mark.parametrize(
+    ("architectures", "strategies"),
+    [
+        (["LSTM", "nn.TransformerEncoder"], ["tp sequence"]),
+        pytest.param(list(ARCHITECTURES), list(STRATEGIES), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_a_silo_reads_why_its_strategy_is_refused(
+    architectures: list[str], strategies: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = [
+        name for name in architectures if not ARCHITECTURES[name][1] or find_spec(ARCHITECTURES[name][1])
+    ]
+    _, refused = cells(there, strategies)
+    assert refused
+    for name, reason in refused.items():
+        architecture, strategy = name.split(", ")
+        agent, job = write_silo(tmp_path, architecture, strategy)
+        capfd.readouterr()
+        assert run(["client", "--config", str(agent), "plan", str(job)]) == 2, name
+        said = capfd.readouterr().err
+        assert reason in said, name
+        assert "Traceback" not in said, name
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,6 +94,42 @@ def planned(architecture: str, probe: ModelProbe, name: str) -> PlannedCell | st
         return str(error)
     split = probe.tensor_parallel if plan.strategy.mesh.tp > 1 else None
     return PlannedCell(architecture, name, plan.strategy, split)
+
+
+def table_of_page() -> dict[tuple[str, str], str]:
+    """What docs/silo-cluster.md says of each (architecture, strategy)."""
+    page = (Path(__file__).parents[2] / "docs/silo-cluster.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.partition("tools/architecture_table.py")[2].splitlines()
+        if line.startswith("|")
+    ]
+    return {
+        (architecture, row[0]): cell
+        for row in rows[2:]
+        for architecture, cell in zip(rows[0][1:], row[1:], strict=True)
+    }
+
+
+def write_silo(folder: Path, architecture: str, name: str) -> tuple[Path, Path]:
+    """(agent.toml, job file) of a silo that sets a strategy for an architecture."""
+    world, table = STRATEGIES[name]
+    # A process imports a file once.
+    task = folder / f"task{list(ARCHITECTURES).index(architecture)}.py"
+    task.write_text(
+        "from architectures import ARCHITECTURES\n\n\n"
+        f"def of_silo():\n    return ARCHITECTURES[{architecture!r}][0]\n"
+    )
+    strategy = "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+    agent = folder / "agent.toml"
+    agent.write_text(
+        f'coordinator = "localhost:1"\ncredentials = "c"\nstate = "s"\n[tasks]\nt = "{task.name}:of_silo"\n'
+        f'[cluster]\ndevices = {world}\nmemory = "1TiB"\nbackend = "gloo"\n[cluster.strategy]\n{strategy}'
+    )
+    job = job_of(architecture).algorithm
+    steps = f"steps = {job.steps}\nbatch_size = {job.batch_size}\n"
+    (folder / "job.toml").write_text(f'task = "t"\n[algorithm]\n{steps}')
+    return agent, folder / "job.toml"
 
 
 def tolerance(cell: PlannedCell) -> float:
