@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from roundtable.aggregation.registry import RuleResult
     from roundtable.client.join import join
     from roundtable.client.streams.tar_shards import TarShards
+    from roundtable.core import measures as metrics
     from roundtable.core.algorithms.contract import (
         AlgorithmPlace,
         ClientAlgorithm,
@@ -69,6 +70,7 @@ __all__ = [
     "load_job",
     "load_model",
     "load_task",
+    "metrics",
     "simulate",
 ]
 
@@ -107,6 +109,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("roundtable.core.evidence.release").release().version
+    if name == "metrics":
+        return import_module("roundtable.core.measures")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

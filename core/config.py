@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from blake3 import blake3
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from roundtable.core.algorithms.known_algorithms import AlgorithmField
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import DISCOUNTED_BY, Discount, make_discount
+from roundtable.core.job_tables.metrics_table import MetricsTable
 from roundtable.core.job_tables.model_table import ModelTable
 from roundtable.core.job_tables.simulation_table import SimulationTable
 from roundtable.core.job_tables.task_table import JobTaskTable, named_task
+from roundtable.core.measures.families import MOST_CELLS, expanded
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import NoPrivacy, Privacy
 from roundtable.core.toml import TomlDocument, read_toml, validate
@@ -197,6 +199,7 @@ class AggregationTable(Table):
 
 
 EVALUATION_SECONDS = 120.0
+EVALUATION_BATCHES = 8
 Bound = Annotated[Finite, Field(gt=0, le=1e12)]
 
 
@@ -217,11 +220,15 @@ class EvaluationTable(Table):
     deadline: Seconds = Field(
         EVALUATION_SECONDS, gt=0, description="time for an evaluation; who is late is left out"
     )
-    bounds: dict[Name, Bound] = Field(
+    batch_size: int | None = Field(
+        None, ge=1, description="examples at once; default: 8 times algorithm.batch_size"
+    )
+    bounds: Annotated[dict[Name, Bound], AfterValidator(expanded)] = Field(
         default_factory=dict,
-        max_length=16,
+        max_length=MOST_CELLS,
         description="secure aggregation: the metrics to sum inside it, each with the largest absolute value "
-        "that a silo's mean counts for, as { accuracy = 1.0, loss = 20.0 }",
+        "that a silo's mean counts for, as { accuracy = 1.0, loss = 20.0 }; of one with state all cells: "
+        '{ "risk..ranking_20" = 1.0 }',
     )
 
     @model_validator(mode="after")
@@ -258,7 +265,7 @@ class StopTable(Table):
     patience: int | None = Field(None, ge=1, description="stop after so many evaluations without improvement")
     minimum_improvement: Finite = Field(0.0, ge=0, description="what counts as an improvement")
     larger_is_better: bool | None = Field(
-        None, description="default: false for names with loss or error, else true"
+        None, description="default: false for names with loss, error, rmse, _mae or _ece, else true"
     )
     time: Seconds | None = Field(None, gt=0, description="stop after so much time")
 
@@ -305,10 +312,19 @@ class JobConfig(Table):
     aggregation: AggregationTable = Field(default_factory=AggregationTable)
     privacy: Privacy = Field(default_factory=NoPrivacy, description="who is protected, and how")
     evaluation: EvaluationTable = Field(default_factory=EvaluationTable)
+    metrics: MetricsTable = Field(
+        default_factory=dict,
+        description='figures from sums over all silos, by name: f1 = "2*tp/(2*tp+fp+fn)"',
+    )
     stop: StopTable = Field(default_factory=StopTable)
     transfer: TransferTable = Field(default_factory=TransferTable)
     tracking: TrackingTable = Field(default_factory=TrackingTable)
     simulation: SimulationTable = Field(default_factory=SimulationTable)
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Examples of test data at once."""
+        return self.evaluation.batch_size or EVALUATION_BATCHES * self.algorithm.batch_size
 
     @property
     def title(self) -> str:

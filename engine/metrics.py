@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from roundtable.core.job_tables.metrics_table import expressions_of
+from roundtable.core.measures.expressions import Undefined
+from roundtable.core.measures.families import families_in, is_cell
 from roundtable.engine.messages import RoundRecord
 
 Sums = Mapping[str, tuple[float, int]]
@@ -26,8 +29,31 @@ def mean(sums: Sums, name: str) -> float | None:
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """The mean of every metric that has one."""
-    return {name: value / count for name, (value, count) in sums.items() if count}
+    """The mean of every metric that has one and is not a part of another's state."""
+    return {name: value / count for name, (value, count) in sums.items() if count and not is_cell(name)}
+
+
+def worked_out(sums: Sums, metrics: Mapping[str, str]) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
+    """(`sums` and the figures that follow from them, each as (value, 1); why others are not defined).
+
+    Figures are those of metrics with state and, of the same sums, those of the job's `[metrics]`, which win.
+    """
+    if not sums:
+        return {}, {}
+    found, undefined = dict(sums), dict[str, str]()
+    for family in families_in(sums):
+        for name, value in family.figures(sums).items():
+            if value is None:
+                undefined[name] = "its examples do not define it"
+            else:
+                found[name] = (value, 1)
+    for name, expression in expressions_of(metrics).items():
+        try:
+            found[name] = (expression(sums), 1)
+        except Undefined as error:
+            found.pop(name, None)
+            undefined[name] = str(error)
+    return found, undefined
 
 
 def figures(record: RoundRecord) -> dict[str, int | float]:

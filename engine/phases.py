@@ -9,6 +9,7 @@ from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
+from roundtable.engine.metrics import means, worked_out
 from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp, TrainingPolicy
 from roundtable.engine.records import record_of, record_without_model, shown
 from roundtable.engine.state import Attempt
@@ -138,7 +139,7 @@ class Phases:
     def commit(self, now: float) -> None:
         """Writes the round's record and asks for it to be made durable."""
         private = not isinstance(self._job.privacy, NoPrivacy)
-        record = record_of(self._context.attempt(), now, private)
+        record = record_of(self._context.attempt(), now, private, self._job.metrics)
         for name in record.contributors:
             self._context.record(name).counted = self._context.counted(name)
         self._state.model, self._state.optimizer = record.model, record.optimizer
@@ -207,6 +208,7 @@ class Phases:
             self._stop_now("paused", reason)
             return
         self._warn_of_the_metric(attempt.record)
+        self._warn_of_the_undefined(attempt.record)
         where = " before the round" if self._job.evaluation.bounds else ""
         enough = stop_reason(self._job.stop, self._state.summary.trend, now - self._state.started, where)
         if enough is not None:
@@ -222,9 +224,15 @@ class Phases:
         table = self._job.evaluation
         if record.round != (1 if table.bounds else max(1, table.every)):
             return
-        measured = record.evaluation or record.before or ({} if table.every else record.training)
+        measured = means(record.evaluation or record.before or ({} if table.every else record.training))
         if warning := missing_metric(self._job.stop, self._state.summary.trend, measured):
             self._context.note("metric_missing", f"warning: {warning}")
+
+    def _warn_of_the_undefined(self, record: m.RoundRecord) -> None:
+        """Each figure that the job works out and that these sums do not give."""
+        for sums in (record.evaluation, record.before):
+            for name, why in worked_out(sums, self._job.metrics)[1].items():
+                self._context.note("metric_undefined", f"round {record.round}: {name} is not defined: {why}")
 
     def stop(self, status: m.JobStatus, reason: str, now: float) -> None:
         """Ends or pauses the job; a commit that is under way is completed first.

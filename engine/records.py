@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from roundtable.engine.messages import RoundRecord, Update
-from roundtable.engine.metrics import add_up, means
+from roundtable.engine.metrics import add_up, means, worked_out
 from roundtable.engine.state import Attempt
 
 
-def record_of(attempt: Attempt, now: float, private: bool) -> RoundRecord:
-    """Of a round that has made a model; `private` rounds tell no exact figures of training."""
+def record_of(attempt: Attempt, now: float, private: bool, metrics: Mapping[str, str]) -> RoundRecord:
+    """Of a round that has made a model; `private` rounds tell no exact figures of training. `metrics` are
+    those that the job works out."""
     aggregated = attempt.aggregated
     assert aggregated is not None
     contributors = tuple(n for n in sorted(attempt.updates) if n not in aggregated.excluded)
+    evaluated = add_up(attempt.evaluations[name] for name in sorted(attempt.evaluations))
     training = aggregated.training or add_up(_training_sums(attempt.updates[n]) for n in contributors)
     return RoundRecord(
         round=attempt.round,
@@ -27,13 +30,13 @@ def record_of(attempt: Attempt, now: float, private: bool) -> RoundRecord:
         weights=dict(aggregated.weights),
         # Exact figures about private data would pass by the noise.
         training={} if private else training,
-        evaluation=add_up(attempt.evaluations[name] for name in sorted(attempt.evaluations)),
+        evaluation=worked_out(evaluated, metrics)[0],
         client_metrics={name: attempt.evaluations[name] for name in sorted(attempt.evaluations)},
         diagnosis=dict(aggregated.diagnosis),
         charge=dict(aggregated.charge),
         started=attempt.started,
         ended=now,
-        before=dict(aggregated.before),
+        before=worked_out(aggregated.before, metrics)[0],
         staleness={n: u.staleness(attempt.round) for n, u in sorted(attempt.updates.items()) if u.asked},
         population=attempt.population,
     )

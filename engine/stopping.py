@@ -57,5 +57,10 @@ def missing_metric(stop: StopTable, trend: Trend, measured: Iterable[str]) -> st
 def _sign(stop: StopTable) -> float:
     larger = stop.larger_is_better
     if larger is None:
-        larger = not any(word in (stop.metric or "") for word in ("loss", "error"))
+        larger = larger_is_better(stop.metric or "")
     return 1.0 if larger else -1.0
+
+
+def larger_is_better(metric: str) -> bool:
+    """What a metric's name says of its direction."""
+    return not any(word in metric for word in ("loss", "error", "rmse", "_mae", "_ece"))

@@ -123,6 +123,8 @@ def simulate(
         trackers.close(finished=True)
         if run is not None:
             run.finish(history, model)
+            if result.clients.rows:
+                result.clients.to_csv(run.path / "clients.csv")
             _plot_if_possible(result, run.path / "curves.png")
         return result
 

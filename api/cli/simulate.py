@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -151,6 +152,8 @@ def _values(result: Result) -> dict[str, Any]:
         "history": [dict(row) for row in result.history],
         "secure_aggregation": result.secure_aggregation,
         "privacy": result.model.metadata.get("privacy"),
+        "clients": list(result.clients),
+        "fairness": {name: asdict(found) for name, found in result.clients.fairness.items()},
         "frozen": travel_note(result.job, result.model.layout),
         "run_dir": str(result.run_dir) if result.run_dir else None,
         "job": json.loads(result.job.to_json()),
@@ -168,5 +171,9 @@ def _report(result: Result) -> None:
         )
     if result.secure_aggregation:
         say(f"Secure aggregation: {result.secure_aggregation}.")
+    if len(result.clients.rows) > 1:
+        say(f"Clients, by the model of round {result.clients.round}:")
+        for line in result.clients.lines():
+            say(f"  {line}")
     if result.run_dir is not None:
         say(f"Results are in {result.run_dir}.")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from roundtable.client.training.arrays import arrays_of
 from roundtable.client.training.batches import ordered_batches
 from roundtable.client.training.local_training import local_of, module_of
-from roundtable.client.training.metrics import Metrics, add, checked
+from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.module_state import borrowed, isolated_randomness, seed_all
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.layout import Layout
@@ -95,11 +95,15 @@ def evaluation(
         def measure(data: Any) -> Metrics:
             seed_all(seed, device)
             sums: Metrics = {}
+            counts = Counts(task)
             for batch in islice(ordered_batches(data, batch_size, device), batches):
                 loss = told_task.loss(module, batch.data)
                 add(sums, {"loss": (float(loss) * batch.size, batch.size)})
                 if (own := getattr(told_task, "metrics", None)) is not None:
-                    add(sums, checked(own(module, batch.data), task, reserved="loss"))
+                    found = checked(own(module, batch.data), task, reserved="loss")
+                    counts.add(found, batch.size)
+                    add(sums, found)
+            counts.warn()
             return sums
 
         with borrowed(module, layout, vector, local):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from roundtable.core.errors import TaskError
+from roundtable.core.measures.families import is_cell
+
+log = logging.getLogger("roundtable.metrics")
 
 Metrics = dict[str, tuple[float, int]]
+_warned: set[tuple[str, str]] = set()
 
 
 def add(sums: Metrics, more: Mapping[str, tuple[float, int]]) -> None:
@@ -30,6 +35,34 @@ def checked(metrics: Any, task: object, reserved: str | None = None) -> Metrics:
     if reserved in numbers:
         raise TaskError(f"{type(task).__name__}.metrics() may not use the name {reserved!r}: it is the loss")
     return numbers
+
+
+class Counts:
+    """Notices means in the place of sums: a metric that counts 1 for each of several larger batches."""
+
+    def __init__(self, task: object) -> None:
+        self._task = type(task).__name__
+        self._batches = 0
+        self._ones: set[str] | None = None
+
+    def add(self, metrics: Metrics, size: int) -> None:
+        """The metrics of a batch of `size` examples."""
+        if size > 1:
+            ones = {name for name, (_, count) in metrics.items() if count == 1 and not is_cell(name)}
+            self._ones = ones if self._ones is None else self._ones & ones
+            self._batches += 1
+
+    def warn(self) -> None:
+        """Says it in the log, once for each task and metric of this process."""
+        for name in sorted(self._ones or ()):
+            if (self._task, name) not in _warned:
+                _warned.add((self._task, name))
+                log.warning(
+                    "%s.metrics(): %r counts 1 for each batch, whatever its size, as a mean would: every "
+                    "batch and every silo then weighs alike. Return (sum over the batch, number of examples)",
+                    self._task,
+                    name,
+                )
 
 
 def summable(metrics: Metrics, bounds: Mapping[str, float]) -> Metrics:

@@ -40,7 +40,6 @@ from roundtable.core.task import AnyTask, Site, initial_state, load_task
 log = logging.getLogger("roundtable.worker")
 
 Progress = Callable[[int, int, float], None]
-EVALUATION_BATCHES = 8
 _WEIGHTS = (
     ", and the same pretrained weights: what is frozen does not travel ([model] travel), and has to be the "
     "same at every silo"
@@ -236,7 +235,7 @@ def say_if_lost(order: Order) -> None:
 
 def part_of_batch(job: JobConfig, halvings: int, *, evaluation: bool = False) -> int:
     """The most examples in memory at once, after so many halvings."""
-    whole = job.algorithm.batch_size * (EVALUATION_BATCHES if evaluation else 1)
+    whole = job.evaluation_batch if evaluation else job.algorithm.batch_size
     return max(1, whole >> halvings)
 
 

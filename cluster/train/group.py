@@ -24,7 +24,7 @@ from roundtable.client.training.local_training import check_evaluation, check_pr
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
-from roundtable.client.worker.executor import EVALUATION_BATCHES, Settings, say_if_lost
+from roundtable.client.worker.executor import Settings, say_if_lost
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
@@ -58,7 +58,7 @@ from roundtable.cluster.train.round_reports import (
 )
 from roundtable.cluster.train.streams import why_shared
 from roundtable.core.algorithms.round_context import Context
-from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.config import EVALUATION_BATCHES, JobConfig, job_from_json
 from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, hides_figures
@@ -221,7 +221,7 @@ class GroupExecutor:
         trainer, start, _ = self._prepare(order, steps=0)
         check_evaluation(trainer.job)
         trainer.load(start.vector, self._others(order, start))
-        size = EVALUATION_BATCHES * self._micro(trainer)
+        size = trainer.job.evaluation.batch_size or EVALUATION_BATCHES * self._micro(trainer)
         return trainer.evaluate(self._data[1], size)
 
     def _micro(self, trainer: RankTrainer) -> int:

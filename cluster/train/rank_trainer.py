@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.training.batches import count_examples, ordered_batches
-from roundtable.client.training.metrics import Metrics, add, checked
+from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.sgd import RoundSchedule
 from roundtable.client.worker.worker import Stopped
@@ -263,6 +263,7 @@ class RankTrainer:
         equally many: who has none left runs another's again, and does not count it.
         """
         sums: Metrics = {}
+        counts = Counts(self.task)
         self.replica.train(False)
         ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
         batches = iter(ordered_batches(data, batch_size, self.device))
@@ -274,7 +275,9 @@ class RankTrainer:
                     continue
                 found = self._measure(model, batch.data, batch.size)
                 if rank < len(turn) and not self.meshes.place("tp"):
+                    counts.add(found, batch.size)
                     add(sums, found)
+        counts.warn()
         return self._summed(sums)
 
     def _measure(self, model: Any, data: Any, size: int) -> Metrics:

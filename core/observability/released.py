@@ -124,6 +124,9 @@ EVENTS: Mapping[str, EventKind] = {
         ),
         EventKind(),
     ),
+    "metric_undefined": EventKind(
+        (Tells.EVALUATION, Tells.TRAINING), "round {round}: a figure is not defined: " + IN_THE_LOG
+    ),
     "client_held": EventKind(detail=_of(Tells.PUBLIC, "silo held")),
     "round_started": EventKind(
         (Tells.COHORT,),

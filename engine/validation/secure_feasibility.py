@@ -5,6 +5,8 @@ from __future__ import annotations
 from roundtable.aggregation import AggregationConfig
 from roundtable.core.config import NORM_RATIO, WEIGHT_RATIO, JobConfig
 from roundtable.core.errors import PrivacyError
+from roundtable.core.job_tables.metrics_table import check_summed
+from roundtable.core.measures.families import families_in
 from roundtable.core.privacy_table import DistributedLevel, NoPrivacy, masking_of
 from roundtable.engine.selection import quorum
 from roundtable.privacy import SecureRound, fewest_survivors, shared_noise
@@ -71,7 +73,9 @@ def check_bounds(job: JobConfig) -> None:
             "evaluation.bounds with privacy.public_evaluation = true: metrics either travel inside the "
             "secure sum or leave each silo in the clear; leave one of the two out"
         )
-    if job.stop.metric is not None and job.stop.metric not in bounds:
+    check_summed(job.metrics, bounds)
+    figures = {name for family in families_in(bounds) for name in family.figures({})}
+    if job.stop.metric is not None and job.stop.metric not in {*bounds, *job.metrics, *figures}:
         raise PrivacyError(
             f"stop.metric = {job.stop.metric!r} is not among the metrics that are summed (evaluation.bounds: "
             f"{', '.join(sorted(bounds))}): it would never end the job; add its bound"

@@ -41,7 +41,7 @@ from roundtable.server.door.agent_messages import (
     UploadOffer,
 )
 
-MAX_METRICS = 200
+MAX_METRICS = 600
 MAX_SUM = 1e100
 """Of a metric. Such sums times 2^53, added up over any number of silos, are far from overflow."""
 _MAX_TEXT = 2000

@@ -119,6 +119,7 @@ class Sequential:
             local=first.local,
             prepare=prepare,
             context=work.evaluation_context(device),
+            batch_size=world.job.evaluation_batch,
         )
         answers: list[Measured | Failed] = []
         with ExitStack() as stack:

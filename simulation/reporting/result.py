@@ -11,6 +11,7 @@ from typing_extensions import override
 from roundtable.core.config import JobConfig
 from roundtable.core.models import Model
 from roundtable.core.paths import AnyPath
+from roundtable.simulation.reporting.client_table import ClientTable
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.plots import curves
 
@@ -35,6 +36,12 @@ class Result:
         """What was done of it, in words, so that nobody takes its sum alone for the protocol; "" for none."""
         records = self.history.records
         return str(records[-1].charge.get("secure_aggregation", "")) if records else ""
+
+    @property
+    def clients(self) -> ClientTable:
+        """What each client measured of the last model that was evaluated."""
+        told = [record for record in self.history.records if record.client_metrics]
+        return ClientTable.of(self.job, told[-1]) if told else ClientTable(0, {})
 
     def plot(self, path: AnyPath | None = None) -> Any:
         """Loss and metrics over rounds, as a matplotlib Figure; also written to `path` if one is given.

@@ -46,6 +46,7 @@ FACE = [
     "load_job",
     "load_model",
     "load_task",
+    "metrics",
     "simulate",
 ]
 

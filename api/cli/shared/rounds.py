@@ -66,4 +66,6 @@ def _epsilon(charge: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _means(sums: Mapping[str, Any]) -> dict[str, float]:
-    return {name: total / count for name, (total, count) in sums.items() if count}
+    from roundtable.engine import means
+
+    return means({name: (total, count) for name, (total, count) in sums.items()})

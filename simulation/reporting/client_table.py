@@ -1,0 +1,104 @@
+"""What each client of a simulation measured: a table, and how evenly the model serves them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import override
+
+from roundtable.core.config import JobConfig
+from roundtable.core.foreign_text import printable
+from roundtable.core.paths import AnyPath
+from roundtable.engine.messages import RoundRecord
+from roundtable.engine.metrics import means, worked_out
+from roundtable.engine.stopping import larger_is_better
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """A metric over clients, each weighing alike: its mean, its standard deviation, and the mean of the worst
+    tenth (at least one client)."""
+
+    clients: int
+    mean: float
+    spread: float
+    worst_tenth: float
+
+
+@dataclass(frozen=True)
+class ClientTable:
+    """Clients' figures in one round, by name; what a client has not measured or defined is missing."""
+
+    round: int
+    rows: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, job: JobConfig, record: RoundRecord) -> ClientTable:
+        """Of a committed round; without rows where no client told what it measured."""
+        told = record.client_metrics.items()
+        return cls(record.round, {name: means(worked_out(sums, job.metrics)[0]) for name, sums in told})
+
+    @property
+    def columns(self) -> list[str]:
+        """The metrics that any client has, in their first order."""
+        return list(dict.fromkeys(name for row in self.rows.values() for name in row))
+
+    @property
+    def fairness(self) -> dict[str, Fairness]:
+        """Of each metric that at least two clients have."""
+        found = {}
+        for metric in self.columns:
+            values = sorted(row[metric] for row in self.rows.values() if metric in row)
+            if len(values) < 2:
+                continue
+            mean = math.fsum(values) / len(values)
+            spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+            tenth = max(1, len(values) // 10)
+            worst = values[:tenth] if larger_is_better(metric) else values[-tenth:]
+            found[metric] = Fairness(len(values), mean, spread, math.fsum(worst) / tenth)
+        return found
+
+    def __iter__(self) -> Iterator[dict[str, str | int | float]]:
+        return ({"round": self.round, "client": name, **row} for name, row in self.rows.items())
+
+    def to_csv(self, path: AnyPath | None = None) -> str:
+        """The table as CSV text; also written to `path` if one is given."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ["round", "client", *self.columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self)
+        if path is not None:
+            Path(path).write_text(text.getvalue(), encoding="utf-8")
+        return text.getvalue()
+
+    def lines(self) -> list[str]:
+        """The table for a terminal: the first clients, then what is even and what is not."""
+        columns = self.columns
+        cells = [["client", *map(printable, columns)]]
+        cells += [[printable(name), *_texts(row, columns)] for name, row in [*self.rows.items()][:_SHOWN]]
+        fairness = self.fairness
+        for label in ("mean", "spread", "worst_tenth") if fairness else ():
+            figures = {metric: getattr(found, label) for metric, found in fairness.items()}
+            cells.append([label.replace("_", " "), *_texts(figures, columns)])
+        widths = [max(len(line[place]) for line in cells) for place in range(len(columns) + 1)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
+        ]
+        if (more := len(self.rows) - _SHOWN) > 0:
+            lines.insert(_SHOWN + 1, f"… {more} clients more")
+        return lines
+
+    @override
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def _texts(row: Mapping[str, float], columns: list[str]) -> list[str]:
+    return [f"{row[name]:.5g}" if name in row else "" for name in columns]
