@@ -18,14 +18,23 @@ from architecture_matrix import (
     tolerance,
     write_silo,
 )
-from architectures import ARCHITECTURES, Calling, GivenTable, HalvingGate, Looking, Mixing
+from architectures import (
+    ARCHITECTURES,
+    Calling,
+    GivenTable,
+    HalvingGate,
+    Looking,
+    Mixing,
+    Perceptron,
+    SharedScale,
+)
 from attention_calls import CALLS, attention_gaps
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from roundtable.cli.main import run
-from roundtable.cluster.parallel.split_check import LayerSplit, wrong_split
+from roundtable.cluster.parallel.split_check import LayerSplit, between, wrong_split
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
 from roundtable.core.errors import TaskError
@@ -108,9 +117,8 @@ def test_attention_over_ranks_gives_what_torch_gives() -> None:
     ("architectures", "strategies"),
     [
         (["LSTM", "nn.TransformerEncoder"], ["tp sequence"]),
-        pytest.param(list(ARCHITECTURES), list(STRATEGIES), marks=pytest.mark.slow),
+        *(pytest.param([name], list(STRATEGIES), marks=pytest.mark.slow, id=name) for name in ARCHITECTURES),
     ],
-    ids=["some", "all"],
 )
 def test_a_silo_reads_why_its_strategy_is_refused(
     architectures: list[str], strategies: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -131,11 +139,13 @@ def test_a_silo_reads_why_its_strategy_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_models_under_all_strategies(world: int) -> None:
-    there = [name for name, (_, needs) in ARCHITECTURES.items() if not needs or find_spec(needs)]
-    allowed, _ = cells(there, [name for name, (ranks, _) in STRATEGIES.items() if ranks == world])
-    found = differences(allowed, world)
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_all_models_under_all_strategies(architecture: str) -> None:
+    if needs := ARCHITECTURES[architecture][1]:
+        pytest.importorskip(needs, reason=f"{needs} is not installed")
+    allowed, _ = cells([architecture], list(STRATEGIES))
+    found = {**differences(allowed, 2), **differences(allowed, 4)}
+    assert len(found) == len(allowed)
     assert {name: gap for name, gap in found.items() if not gap < 1} == {}
 
 
@@ -148,6 +158,21 @@ def test_a_split_is_tried_on_numbers_before_it_is_offered(kind: type[nn.Module],
         assert "do not add up" in wrong_split(
             module, LayerSplit(("up",), "down"), ((torch.empty(2, 3, 32),), {})
         )
+
+
+def test_what_all_columns_share_is_found_between_the_layers() -> None:
+    arguments = ((torch.empty(2, 3, 32),), {})
+    split = LayerSplit(("up",), "down")
+    assert wrong_split(SharedScale(), split, arguments) == ""
+    assert between(SharedScale(), split, arguments) == ["scale"]
+
+
+def test_a_tasks_own_plan_names_layers_that_are_there() -> None:
+    task = GivenTable(Perceptron)
+    task.tensor_parallel = lambda model: {"0": "column", "9": "row"}
+    data, _ = task.data(Site("silo"))
+    with pytest.raises(TaskError, match="'9': 'row', and '9' is no layer of the model"):
+        probe_model(task, example_batch(data), device="cpu")
 
 
 def test_files_of_a_library_are_read_by_the_names_that_its_model_has(tmp_path: Path) -> None:

@@ -472,6 +472,19 @@ class Mixing(nn.Module):
         return self.down(self.up(x).softmax(-1))
 
 
+class SharedScale(nn.Module):
+    """A feed-forward part with one number for all columns of its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 32] → the same shape."""
+        return self.down(self.up(self.before(x)) * self.scale)
+
+
 class HalvingGate(nn.Module):
     """A feed-forward part with a gate and a value in one layer."""
 
