@@ -90,6 +90,17 @@ class OperatorClient:
         with self._translated():
             return self._stub.EnableClient(operator_pb2.EnableClientRequest(name=name), timeout=_CALL_SECONDS)
 
+    def ask_report(self, silo: str, reason: str) -> operator_pb2.Report:
+        """Asks a silo's people for a report of it; gives the request that is open already, where one is."""
+        request = operator_pb2.AskReportRequest(name=silo, reason=reason)
+        with self._translated():
+            return self._stub.AskReport(request, timeout=_CALL_SECONDS)
+
+    def report(self, silo: str) -> operator_pb2.Report:
+        """The last request to a silo, with the report once it is there."""
+        with self._translated():
+            return self._stub.ShowReport(operator_pb2.ShowReportRequest(name=silo), timeout=_CALL_SECONDS)
+
     def jobs(self) -> list[operator_pb2.Job]:
         """Every job, the newest first."""
         with self._translated():

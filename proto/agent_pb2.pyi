@@ -69,6 +69,7 @@ class FromAgent(google.protobuf.message.Message):
     PROOF_FIELD_NUMBER: builtins.int
     MAINTENANCE_FIELD_NUMBER: builtins.int
     LINES_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
     proof: builtins.bytes
     """The installation's signature over core.signing's statement of a challenge."""
     @property
@@ -115,6 +116,10 @@ class FromAgent(google.protobuf.message.Message):
     def lines(self) -> global___SharedLines:
         """Lines of the agent's log that the silo's policy shares."""
 
+    @property
+    def report(self) -> global___SiloReport:
+        """What the silo's people say to a ReportWish."""
+
     def __init__(
         self,
         *,
@@ -130,10 +135,11 @@ class FromAgent(google.protobuf.message.Message):
         proof: builtins.bytes = ...,
         maintenance: global___Maintenance | None = ...,
         lines: global___SharedLines | None = ...,
+        report: global___SiloReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "lines", b"lines", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "lines", b"lines", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "trouble", b"trouble"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble", "proof", "maintenance", "lines"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "lines", b"lines", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "report", b"report", "trouble", b"trouble"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "evaluated", b"evaluated", "failure", b"failure", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "lines", b"lines", "maintenance", b"maintenance", "message", b"message", "progress", b"progress", "proof", b"proof", "reply", b"reply", "report", b"report", "trouble", b"trouble"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "heartbeat", "accepted", "progress", "failure", "evaluated", "reply", "goodbye", "trouble", "proof", "maintenance", "lines", "report"] | None: ...
 
 global___FromAgent = FromAgent
 
@@ -153,12 +159,18 @@ class ToAgent(google.protobuf.message.Message):
     STANDING_FIELD_NUMBER: builtins.int
     CLONE_FIELD_NUMBER: builtins.int
     LINES_TAKEN_FIELD_NUMBER: builtins.int
+    REPORT_WISH_FIELD_NUMBER: builtins.int
+    REPORT_TAKEN_FIELD_NUMBER: builtins.int
     revocations: builtins.bytes
     """The list of the Welcome, once there is another one."""
     challenge: builtins.bytes
     """Before the welcome, to an agent that names its installation: sign this."""
     lines_taken: builtins.int
-    """The lines up to this number are stored, or will never be: the agent sends them no more."""
+    """The lines that came together, of which this was the last one's number, are stored or never will be: the
+    agent sends them no more.
+    """
+    report_taken: builtins.str
+    """The answer to this request is stored, or will never be: the agent sends it no more."""
     @property
     def welcome(self) -> global___Welcome:
         """First message on the stream."""
@@ -187,6 +199,10 @@ class ToAgent(google.protobuf.message.Message):
     def clone(self) -> global___CloneSeen:
         """What the Welcome says of clones, once there is news."""
 
+    @property
+    def report_wish(self) -> global___ReportWish:
+        """Operators ask for a report of the silo. Said again whenever the silo comes, until it has answered."""
+
     def __init__(
         self,
         *,
@@ -200,10 +216,12 @@ class ToAgent(google.protobuf.message.Message):
         standing: global___Standing | None = ...,
         clone: global___CloneSeen | None = ...,
         lines_taken: builtins.int = ...,
+        report_wish: global___ReportWish | None = ...,
+        report_taken: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "lines_taken", b"lines_taken", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "lines_taken", b"lines_taken", "message", b"message", "refused", b"refused", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge", "standing", "clone", "lines_taken"] | None: ...
+    def HasField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "lines_taken", b"lines_taken", "message", b"message", "refused", b"refused", "report_taken", b"report_taken", "report_wish", b"report_wish", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "clone", b"clone", "heartbeat", b"heartbeat", "instruction", b"instruction", "lines_taken", b"lines_taken", "message", b"message", "refused", b"refused", "report_taken", b"report_taken", "report_wish", b"report_wish", "revocations", b"revocations", "standing", b"standing", "welcome", b"welcome", "withdraw", b"withdraw"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "instruction", "withdraw", "refused", "heartbeat", "revocations", "challenge", "standing", "clone", "lines_taken", "report_wish", "report_taken"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -476,6 +494,62 @@ class SharedLine(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["kind", b"kind", "level", b"level", "number", b"number", "step", b"step", "text", b"text", "time", b"time"]) -> None: ...
 
 global___SharedLine = SharedLine
+
+@typing.final
+class ReportWish(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    CREATED_FIELD_NUMBER: builtins.int
+    EXPIRES_FIELD_NUMBER: builtins.int
+    request: builtins.str
+    author: builtins.str
+    """Role and name of who asks, as in the audit log, and why."""
+    reason: builtins.str
+    created: builtins.float
+    """Unix times at the coordinator."""
+    expires: builtins.float
+    def __init__(
+        self,
+        *,
+        request: builtins.str = ...,
+        author: builtins.str = ...,
+        reason: builtins.str = ...,
+        created: builtins.float = ...,
+        expires: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "created", b"created", "expires", b"expires", "reason", b"reason", "request", b"request"]) -> None: ...
+
+global___ReportWish = ReportWish
+
+@typing.final
+class SiloReport(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    request: builtins.str
+    status: builtins.str
+    """"shown" to the silo's people, "denied", or "sent"."""
+    reason: builtins.str
+    """Why it was denied: one sentence for people."""
+    report: builtins.bytes
+    """A JSON object of at most 256 KiB, which the silo's people have seen."""
+    def __init__(
+        self,
+        *,
+        request: builtins.str = ...,
+        status: builtins.str = ...,
+        reason: builtins.str = ...,
+        report: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "report", b"report", "request", b"request", "status", b"status"]) -> None: ...
+
+global___SiloReport = SiloReport
 
 @typing.final
 class Accepted(google.protobuf.message.Message):

@@ -626,6 +626,85 @@ class EnableClientRequest(google.protobuf.message.Message):
 global___EnableClientRequest = EnableClientRequest
 
 @typing.final
+class AskReportRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    reason: builtins.str
+    """For the silo's people and for the audit log."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason"]) -> None: ...
+
+global___AskReportRequest = AskReportRequest
+
+@typing.final
+class ShowReportRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___ShowReportRequest = ShowReportRequest
+
+@typing.final
+class Report(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    SILO_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    CREATED_FIELD_NUMBER: builtins.int
+    EXPIRES_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    ANSWERED_FIELD_NUMBER: builtins.int
+    SAID_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    request: builtins.str
+    silo: builtins.str
+    author: builtins.str
+    reason: builtins.str
+    created: builtins.float
+    expires: builtins.float
+    status: builtins.str
+    """"waiting" for the silo, "shown" to its people, "denied", "answered", "expired"."""
+    answered: builtins.float
+    said: builtins.str
+    """Why it was denied."""
+    report: builtins.bytes
+    """JSON, as the silo sent it."""
+    def __init__(
+        self,
+        *,
+        request: builtins.str = ...,
+        silo: builtins.str = ...,
+        author: builtins.str = ...,
+        reason: builtins.str = ...,
+        created: builtins.float = ...,
+        expires: builtins.float = ...,
+        status: builtins.str = ...,
+        answered: builtins.float = ...,
+        said: builtins.str = ...,
+        report: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answered", b"answered", "author", b"author", "created", b"created", "expires", b"expires", "reason", b"reason", "report", b"report", "request", b"request", "said", b"said", "silo", b"silo", "status", b"status"]) -> None: ...
+
+global___Report = Report
+
+@typing.final
 class ListClientsReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

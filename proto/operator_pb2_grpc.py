@@ -91,6 +91,16 @@ class OperatorsStub(object):
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.EnableClientRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.Client.FromString,
                 )
+        self.AskReport = channel.unary_unary(
+                '/roundtable.v1.Operators/AskReport',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.AskReportRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.Report.FromString,
+                )
+        self.ShowReport = channel.unary_unary(
+                '/roundtable.v1.Operators/ShowReport',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.ShowReportRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.Report.FromString,
+                )
         self.ShowPrivacy = channel.unary_unary(
                 '/roundtable.v1.Operators/ShowPrivacy',
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.PrivacyRequest.SerializeToString,
@@ -223,6 +233,20 @@ class OperatorsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AskReport(self, request, context):
+        """Asks a silo's people for a report of it; gives the request that is open already, where one is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowReport(self, request, context):
+        """The last request to a silo, with the report once it is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ShowPrivacy(self, request, context):
         """What has been spent on the privacy of populations and of their silos, over all jobs.
         """
@@ -335,6 +359,16 @@ def add_OperatorsServicer_to_server(servicer, server):
                     servicer.EnableClient,
                     request_deserializer=roundtable_dot_proto_dot_operator__pb2.EnableClientRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.Client.SerializeToString,
+            ),
+            'AskReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.AskReport,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.AskReportRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.Report.SerializeToString,
+            ),
+            'ShowReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowReport,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.ShowReportRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.Report.SerializeToString,
             ),
             'ShowPrivacy': grpc.unary_unary_rpc_method_handler(
                     servicer.ShowPrivacy,
@@ -624,6 +658,40 @@ class Operators(object):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/EnableClient',
             roundtable_dot_proto_dot_operator__pb2.EnableClientRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.Client.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def AskReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/AskReport',
+            roundtable_dot_proto_dot_operator__pb2.AskReportRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.Report.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ShowReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ShowReport',
+            roundtable_dot_proto_dot_operator__pb2.ShowReportRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.Report.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -109,6 +109,18 @@ class OperatorsStub:
     ]
     """Jobs may ask it again."""
 
+    AskReport: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.AskReportRequest,
+        roundtable.proto.operator_pb2.Report,
+    ]
+    """Asks a silo's people for a report of it; gives the request that is open already, where one is."""
+
+    ShowReport: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.ShowReportRequest,
+        roundtable.proto.operator_pb2.Report,
+    ]
+    """The last request to a silo, with the report once it is there."""
+
     ShowPrivacy: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.PrivacyRequest,
         roundtable.proto.operator_pb2.PrivacyReply,
@@ -228,6 +240,18 @@ class OperatorsAsyncStub:
         roundtable.proto.operator_pb2.Client,
     ]
     """Jobs may ask it again."""
+
+    AskReport: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.AskReportRequest,
+        roundtable.proto.operator_pb2.Report,
+    ]
+    """Asks a silo's people for a report of it; gives the request that is open already, where one is."""
+
+    ShowReport: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.ShowReportRequest,
+        roundtable.proto.operator_pb2.Report,
+    ]
+    """The last request to a silo, with the report once it is there."""
 
     ShowPrivacy: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.PrivacyRequest,
@@ -378,6 +402,22 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.operator_pb2.Client, collections.abc.Awaitable[roundtable.proto.operator_pb2.Client]]:
         """Jobs may ask it again."""
+
+    @abc.abstractmethod
+    def AskReport(
+        self,
+        request: roundtable.proto.operator_pb2.AskReportRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.Report, collections.abc.Awaitable[roundtable.proto.operator_pb2.Report]]:
+        """Asks a silo's people for a report of it; gives the request that is open already, where one is."""
+
+    @abc.abstractmethod
+    def ShowReport(
+        self,
+        request: roundtable.proto.operator_pb2.ShowReportRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.Report, collections.abc.Awaitable[roundtable.proto.operator_pb2.Report]]:
+        """The last request to a silo, with the report once it is there."""
 
     @abc.abstractmethod
     def ShowPrivacy(

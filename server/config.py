@@ -44,7 +44,9 @@ class RetentionTable(Table):
         description="days that entries of the audit log stay in the database before they are archived, with "
         "their seals and a signature; 0: for good",
     )
-    logs: float = Field(90.0, ge=0, description="days that lines of the logs of jobs stay; 0: for good")
+    logs: float = Field(
+        90.0, ge=0, description="days that lines of the logs of jobs, and reports of silos, stay; 0: for good"
+    )
 
 
 class ServerConfig(Table):

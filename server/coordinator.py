@@ -42,6 +42,7 @@ from roundtable.server.services.agents import AgentService
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.operators import OperatorService
 from roundtable.server.services.security import Security
+from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.storing import Storing
 from roundtable.server.services.upload_receipts import Receipts
 from roundtable.server.services.uploads import Uploads
@@ -234,11 +235,12 @@ class Coordinator:
         security = self.security
         most = (("grpc.max_allowed_incoming_connections", self.config.quotas.connections),)
         server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS + most)
+        reports = SiloReports(services)
         receipts = Receipts(security.identity, lambda: security.audit.sealed, services.clock)
         uploads = Uploads(self.jobs, services, self._transfer, credentials.ca, receipts)
         version = release().version
         agents = AgentService(
-            self.jobs, uploads, services, self._transfer, version, credentials.ca, security, logs
+            self.jobs, uploads, services, self._transfer, version, credentials.ca, security, logs, reports
         )
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
         operators = OperatorService(
@@ -251,6 +253,7 @@ class Coordinator:
             credentials.ca,
             security.identity,
             logs,
+            reports,
         )
         server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)

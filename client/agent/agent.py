@@ -7,6 +7,8 @@ import itertools
 import logging
 import signal
 import time
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -32,6 +34,8 @@ from roundtable.client.agent.step_handler import StepHandler
 from roundtable.client.door import incoming, outgoing
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.maintenance import Drained, Maintenance
+from roundtable.client.sharing.report_desk import ReportDesk
+from roundtable.client.sharing.silo_report import Examine, ReportSources, make_report
 from roundtable.client.trainer import Trainer
 from roundtable.client.worker.executor import choose_device, list_devices
 from roundtable.client.worker.rehearsals import rehearsing
@@ -62,9 +66,15 @@ class Agent:
     """One silo's agent. `run` returns after `stop`, and raises what a person has to mend."""
 
     def __init__(
-        self, config: AgentConfig, trainer: Trainer | None = None, tracer: Tracer | None = None
+        self,
+        config: AgentConfig,
+        trainer: Trainer | None = None,
+        tracer: Tracer | None = None,
+        examine: Examine = tuple,
     ) -> None:
         """`trainer` does the work; without one a training process is started (`WorkerTrainer`).
+
+        `examine` gives the doctor's findings, for reports that operators ask for.
 
         Raises ConfigError for a silo without tasks, and for `[cluster]` without a trainer.
         """
@@ -81,6 +91,7 @@ class Agent:
         self._config = config
         self._trainer = trainer
         self._tracer = tracer
+        self._examine = examine
         self.metrics_port = 0
         self._stopping = asyncio.Event()
         self._deliver = False
@@ -128,6 +139,7 @@ class Agent:
             self._installation = Installation(self._config.state, identity.name)
             handler = StepHandler(self._config, observer, link, trainer, models, spool)
             self._observer = observer
+            self._desk = self._open_desk(handler, link, identity.name)
             page = AgentPage(
                 self._config.state,
                 Lifetimes(self._config.credentials),
@@ -146,6 +158,7 @@ class Agent:
                             self._stay_connected(handler, link, identity.name),
                             observer.tally.measure_lag(),
                             handler.gate.sharing.run(link.send),
+                            self._desk.run(link.send),
                         )
             finally:
                 if self._idle is not None:
@@ -217,6 +230,8 @@ class Agent:
                         self._clones.hear(message)
                     if isinstance(message, incoming.LinesTaken):
                         handler.gate.sharing.taken(message.number)
+                    if isinstance(message, incoming.ReportWish | incoming.ReportTaken):
+                        self._desk.hear(message)
                     handler.handle(message)
 
                 link.attach(stub, session.outbox)
@@ -233,6 +248,22 @@ class Agent:
                     link.detach()
         except grpc.aio.AioRpcError as error:
             raise await explain(error, self._address, config.credentials) from error
+
+    def _open_desk(self, handler: StepHandler, link: Link, name: str) -> ReportDesk:
+        config, gate = self._config, handler.gate
+
+        def connection() -> dict[str, Any]:
+            return {
+                "address": self._address,
+                "connected": link.stands,
+                "state": handler.state,
+                "updates_waiting": len(handler.spooled),
+                "drained": self._drained.reason if self._drained else None,
+            }
+
+        sources = ReportSources(config, name, gate.recent, connection, self._examine)
+        make = partial(make_report, sources=sources)
+        return ReportDesk(config.state, config.diagnostics, gate.recent, gate.silo_log.note, make)
 
     def _maintain(self, drained: Drained | None, handler: StepHandler, link: Link) -> None:
         """Somebody has drained the silo, or it takes part again: that is noted, and told."""
@@ -307,18 +338,23 @@ class Agent:
         await asyncio.gather(session, return_exceptions=True)
 
 
-def run_agent(config: AgentConfig, trainer: Trainer | None = None, verbosity: Verbosity | None = None) -> int:
+def run_agent(
+    config: AgentConfig,
+    trainer: Trainer | None = None,
+    verbosity: Verbosity | None = None,
+    examine: Examine = tuple,
+) -> int:
     """Runs an agent until SIGINT or SIGTERM; a second one ends it at once. Returns the exit status.
 
-    `trainer` as for `Agent`; `verbosity` is read anew at SIGHUP.
+    `trainer` and `examine` as for `Agent`; `verbosity` is read anew at SIGHUP.
 
     Raises RoundtableError for what a person has to mend.
     """
-    return asyncio.run(_run(config, trainer, verbosity or Verbosity(config.log_levels)))
+    agent = Agent(config, trainer, examine=examine)
+    return asyncio.run(_run(config, agent, verbosity or Verbosity(config.log_levels)))
 
 
-async def _run(config: AgentConfig, trainer: Trainer | None, verbosity: Verbosity) -> int:
-    agent = Agent(config, trainer)
+async def _run(config: AgentConfig, agent: Agent, verbosity: Verbosity) -> int:
     loop = asyncio.get_running_loop()
     received: list[signal.Signals] = []
 

@@ -24,6 +24,7 @@ from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
 from roundtable.client.policy.privacy_rules import objections_to_sum
 from roundtable.client.policy.rules import Metrics
 from roundtable.client.sharing.line_sharing import LineSharing
+from roundtable.client.sharing.silo_report import RecentLines
 from roundtable.client.step_key import StepKey
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import IdentityError, RoundtableError
@@ -48,6 +49,7 @@ class Gatekeeper:
         self._jobs = KnownJobs(config.state)
         self.silo_log = SiloLog(config.state / NAME, config.credentials, config.archive_days)
         self.sharing = LineSharing(config.log_sharing, name, self.silo_log.note)
+        self.recent = RecentLines(name, config.diagnostics.log_lines)
         self.revocations = Revocations(config.credentials, config.state)
         self._coordinator = b""
 
@@ -85,6 +87,7 @@ class Gatekeeper:
         )
         task = self.rules.task_name(job.task.name)
         self.sharing.admit(known.id, job, task)
+        self.recent.admit(known.id, job)
         return self.rules.references[task]
 
     def seconds(self, deadline: float) -> float:

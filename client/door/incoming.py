@@ -24,6 +24,7 @@ _NAME_CHARACTERS = 500
 _CONFIG_CHARACTERS = 1 << 20
 _NONCE_BYTES = 64
 _REASON = 200
+_REQUEST_CHARACTERS = 32
 _ADDRESS_CHARACTERS = 100
 _MOST_IDENTITIES = 100_000
 _SHOWN_STEP = 128
@@ -161,6 +162,24 @@ class LinesTaken:
 
 
 @dataclass(frozen=True)
+class ReportWish:
+    """Operators ask for a report of this silo: who and why, fit to be shown; Unix times there."""
+
+    request: str
+    author: str
+    reason: str
+    created: float
+    expires: float
+
+
+@dataclass(frozen=True)
+class ReportTaken:
+    """The coordinator has the answer to this request."""
+
+    request: str
+
+
+@dataclass(frozen=True)
 class Alive:
     """The answer to a heartbeat."""
 
@@ -184,6 +203,8 @@ Message = (
     | StandingNews
     | CloneNews
     | LinesTaken
+    | ReportWish
+    | ReportTaken
     | Alive
     | BadMessage
 )
@@ -343,8 +364,20 @@ _DECODERS: dict[str, Callable[[agent_pb2.ToAgent], Message]] = {
         bounds.bounded(message.revocations, MAX_MESSAGE_BYTES, "the revocation list")
     ),
     "clone": lambda message: _clone(message.clone),
+    "report_wish": lambda message: _wish(message.report_wish),
+    "report_taken": lambda message: ReportTaken(bounds.word(message.report_taken, "a request")),
     "lines_taken": lambda message: LinesTaken(message.lines_taken),
 }
+
+
+def _wish(message: agent_pb2.ReportWish) -> ReportWish:
+    return ReportWish(
+        bounds.word(bounds.text(message.request, _REQUEST_CHARACTERS, "a request"), "a request"),
+        bounds.one_line(message.author, _REASON),
+        bounds.one_line(message.reason, _REASON),
+        bounds.within(message.created, 0.0, bounds.LATEST, "the time of a request"),
+        bounds.within(message.expires, 0.0, bounds.LATEST, "the end of a request"),
+    )
 
 
 def _disabled(standing: agent_pb2.Standing) -> str:

@@ -121,6 +121,13 @@ def shared_lines(told: Told[Sequence[LogLine]]) -> FromAgent:
     return FromAgent(lines=agent_pb2.SharedLines(lines=map(_line, told.value)))
 
 
+def report(request: str, status: str, reason: str = "", content: bytes = b"") -> FromAgent:
+    """What the silo's people say to a request for a report: shown to them, denied, or sent."""
+    return FromAgent(
+        report=agent_pb2.SiloReport(request=request, status=status, reason=reason, report=content)
+    )
+
+
 def goodbye(reason: str) -> FromAgent:
     """The agent leaves on purpose."""
     return FromAgent(goodbye=agent_pb2.Goodbye(reason=reason))

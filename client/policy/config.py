@@ -39,7 +39,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable
 from roundtable.client.policy.rules import Rules
-from roundtable.client.policy.sharing_tables import LogSharingTable
+from roundtable.client.policy.sharing_tables import DiagnosticsTable, LogSharingTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.identity.handshake import split_address
 from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel, LogLevels
@@ -106,6 +106,10 @@ class AgentTable(Table):
         default_factory=LogSharingTable, description="what operators may read of the agent's log"
     )
 
+    diagnostics: DiagnosticsTable = Field(
+        default_factory=DiagnosticsTable, description="reports of this silo that operators ask for"
+    )
+
     @field_validator("log_sharing")
     @classmethod
     def _of_known_tasks(cls, value: LogSharingTable, info: ValidationInfo) -> LogSharingTable:
@@ -170,6 +174,7 @@ class AgentConfig:
     traces: str = ""
     archive_days: float = 0.0
     log_sharing: LogSharingTable = field(default_factory=LogSharingTable)
+    diagnostics: DiagnosticsTable = field(default_factory=DiagnosticsTable)
 
     def rules(self) -> Rules:
         """The silo's rules, with its tasks and folder."""
@@ -219,6 +224,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         traces=table.traces,
         archive_days=table.retention.audit,
         log_sharing=table.log_sharing,
+        diagnostics=table.diagnostics,
     )
 
 

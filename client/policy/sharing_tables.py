@@ -1,6 +1,11 @@
-"""The table `[log_sharing]` of agent.toml: what operators may read of the agent's log; by default nothing."""
+"""The tables `[log_sharing]` and `[diagnostics]` of agent.toml: what operators may know of the agent.
+
+By default nothing, and a person at the silo answers requests.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -52,3 +57,14 @@ class LogSharingTable(Table):
             return frozenset(self.kinds)
         own: frozenset[LineKind] = frozenset(["agent"] if is_told(config.privacy, Tells.UPDATE) else [])
         return own & frozenset(self.kinds)
+
+
+class DiagnosticsTable(Table):
+    """`[diagnostics]`: reports of this silo that operators ask for, with `roundtable clients diagnose`."""
+
+    reports: Literal["ask", "always", "never"] = Field(
+        "ask",
+        description="ask: a person looks and approves (`roundtable client requests`); always: sent unseen; "
+        "never: denied",
+    )
+    log_lines: int = Field(200, ge=0, le=2000, description="most lines of the agent's log in a report")

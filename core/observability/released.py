@@ -250,6 +250,8 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # Of a silo's lines its own policy decides, and of the coordinator's the row of the event.
     "JobLogLine": _of(Tells.PUBLIC, "sequence time silo level round attempt phase kind text"),
     "JobLogLines": _of(Tells.PUBLIC, "lines"),
+    # The silo's people have seen and approved each byte of it.
+    "Report": _of(Tells.PUBLIC, "request silo author reason created expires status answered said report"),
     "JobUpdate": _of(Tells.PUBLIC, "events detail"),
     "ClientActivity": {
         **_of(Tells.COHORT, "client state since"),
@@ -288,6 +290,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # Of the silo's own credentials, to the holder of its installation's key.
     "CloneSeen": _of(Tells.PUBLIC, "time address"),
     "Refused": _of(Tells.PUBLIC, "reason"),
+    "ReportWish": _of(Tells.PUBLIC, "request author reason created expires"),
     "Standing": _of(Tells.PUBLIC, "disabled reason"),
     # A silo to the coordinator.
     "Hello": _of(
@@ -300,6 +303,8 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # Where the level hides a silo's training, lines with figures of it leave if its own file says so.
     "SharedLines": {"lines": Tells.SILO},
     "SharedLine": _of(Tells.PUBLIC, "number time step level kind text"),
+    # A person at the silo has seen each byte, or its file says that nobody need.
+    "SiloReport": _of(Tells.PUBLIC, "request status reason report"),
     "Heartbeat": {"state": Tells.PUBLIC},
     "Accepted": {"step": Tells.PUBLIC},
     "Progress": {**_of(Tells.PUBLIC, "step activity"), **_of(Tells.SILO, "done total loss figures")},

@@ -50,6 +50,8 @@ PERMISSIONS: dict[str, Permission] = {
     "Operators/ListClients": _from("viewer", cost=2.0),
     "Operators/DisableClient": _from("operator", noted=True),
     "Operators/EnableClient": _from("operator", noted=True),
+    "Operators/AskReport": _from("operator", noted=True),
+    "Operators/ShowReport": _from("operator"),
     "Operators/GetArtifact": _from("data-scientist"),
     "Operators/PutArtifact": _from("data-scientist"),
     # Of a data scientist: of jobs of their own.

@@ -164,6 +164,16 @@ class LinesShared:
 
 
 @dataclass(frozen=True)
+class ReportSaid:
+    """What a silo's people say to a request for a report; `report` is JSON, unread."""
+
+    request: str
+    status: str
+    reason: str
+    report: str
+
+
+@dataclass(frozen=True)
 class InstallationProof:
     """An installation's signature over a challenge."""
 
@@ -191,6 +201,7 @@ AgentMessage = (
     | Farewell
     | MaintenanceNews
     | LinesShared
+    | ReportSaid
     | InstallationProof
     | RefusedMessage
 )

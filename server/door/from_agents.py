@@ -6,6 +6,7 @@ words of steps can be names of files, sums of numbers cannot overflow, and texts
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
@@ -35,6 +36,7 @@ from roundtable.server.door.agent_messages import (
     ProtocolReply,
     RefusedMessage,
     RenewalRequest,
+    ReportSaid,
     SelfHelp,
     SiloLine,
     StepProgress,
@@ -53,6 +55,8 @@ _REQUEST_BYTES = 8192
 MOST_LINES = 500
 """Lines that a silo shares in one message."""
 _LINE = 1100
+_REPORT_BYTES = 256 << 10
+_REPORT_STATES = ("shown", "denied", "sent")
 _KINDS = get_args(LineKind)
 
 
@@ -234,6 +238,25 @@ def _line(said: agent_pb2.SharedLine) -> SiloLine:
     )
 
 
+def _report(message: agent_pb2.FromAgent) -> ReportSaid:
+    said = message.report
+    if said.status not in _REPORT_STATES:
+        raise ProtocolError(f"a report is {printable(said.status, 40)!r}: of no state that there is")
+    data = bounds.bounded(said.report, _REPORT_BYTES, "a report")
+    try:
+        text = data.decode()
+        if said.status == "sent" and not isinstance(json.loads(text), dict):
+            raise ValueError("it is no object")
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a report is no JSON: {printable(error, 200)}") from error
+    return ReportSaid(
+        bounds.word(said.request, "a request"),
+        said.status,
+        bounds.one_line(said.reason, MAX_REASON),
+        text if said.status == "sent" else "",
+    )
+
+
 def _reply(message: agent_pb2.FromAgent) -> ProtocolReply:
     payload = bounds.bounded(message.reply.payload, MAX_MESSAGE_BYTES, "a message of secure aggregation")
     return ProtocolReply(step_of(message.reply.step), payload)
@@ -249,6 +272,7 @@ _DECODERS: dict[str, Callable[[agent_pb2.FromAgent], AgentMessage]] = {
         _given_up(message.trouble), bounds.one_line(message.trouble.action, _MAX_TEXT)
     ),
     "lines": _shared,
+    "report": _report,
     "evaluated": lambda message: Evaluation(
         step_of(message.evaluated.step), metrics_of(message.evaluated.metrics)
     ),

@@ -197,14 +197,16 @@ def revocation_of(request: pb.RevokeRequest) -> RevocationWish:
     return RevocationWish(request.name, bounds.text(request.role, _SILO, "a role"), reason)
 
 
-def disabling_of(request: operator_pb2.DisableClientRequest) -> tuple[str, str]:
-    """A client to disable, and why; IdentityError for what cannot name one."""
+def asking_of(
+    request: operator_pb2.DisableClientRequest | operator_pb2.AskReportRequest,
+) -> tuple[str, str]:
+    """A client that something is wanted of, and why; IdentityError for what cannot name one."""
     check_name(request.name)
     return request.name, bounds.one_line(request.reason, MAX_REASON) or "no reason given"
 
 
-def enabling_of(request: operator_pb2.EnableClientRequest) -> str:
-    """A client to enable; IdentityError for what cannot name one."""
+def named_of(request: operator_pb2.EnableClientRequest | operator_pb2.ShowReportRequest) -> str:
+    """A client; IdentityError for what cannot name one."""
     check_name(request.name)
     return request.name
 

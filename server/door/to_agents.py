@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, common_pb2
+from roundtable.server.store.report_rows import ReportRow
 
 SECURE = "secure"
 ToAgent = agent_pb2.ToAgent
@@ -118,6 +119,24 @@ def standing(reason: str) -> ToAgent:
 def lines_taken(number: int) -> ToAgent:
     """The shared lines that came together and ended with this number are not wanted again."""
     return ToAgent(lines_taken=number)
+
+
+def report_wish(row: ReportRow) -> ToAgent:
+    """That operators ask for a report of the silo."""
+    return ToAgent(
+        report_wish=agent_pb2.ReportWish(
+            request=row.request,
+            author=row.author,
+            reason=row.reason,
+            created=row.created,
+            expires=row.expires,
+        )
+    )
+
+
+def report_taken(request: str) -> ToAgent:
+    """The answer to this request is not wanted again."""
+    return ToAgent(report_taken=request)
 
 
 def challenge(nonce: bytes) -> ToAgent:

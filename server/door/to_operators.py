@@ -13,6 +13,7 @@ from roundtable.server.door.agent_messages import StepProgress
 from roundtable.server.store import AgentRow, EventRow, JobRow, LedgerRow
 from roundtable.server.store.job_lines import LineRow
 from roundtable.server.store.ledger import Limit
+from roundtable.server.store.report_rows import ReportRow
 
 Job = operator_pb2.Job
 JobUpdate = operator_pb2.JobUpdate
@@ -93,6 +94,11 @@ def event_to(event: EventRow) -> common_pb2.Event:
 def log_page(lines: Iterable[LineRow]) -> operator_pb2.JobLogLines:
     """Lines of a job's log as operators see them."""
     return operator_pb2.JobLogLines(lines=[operator_pb2.JobLogLine(**asdict(line)) for line in lines])
+
+
+def report_to(row: ReportRow) -> operator_pb2.Report:
+    """A request for a report as operators see it."""
+    return operator_pb2.Report(**{**asdict(row), "report": row.report.encode()})
 
 
 def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:

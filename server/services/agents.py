@@ -34,6 +34,7 @@ from roundtable.server.services import transfer
 from roundtable.server.services.installations import Installations, shown_by
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.security import Security
+from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
 from roundtable.server.storage.artifact_store import DamagedArtifact
@@ -69,6 +70,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         authority: bytes,
         security: Security,
         logs: JobLogs,
+        reports: SiloReports,
     ) -> None:
         self._jobs = jobs
         self._uploads = uploads
@@ -78,6 +80,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self._authority = authority
         self._security = security
         self._logs = logs
+        self._reports = reports
         self._installations = Installations(
             services.database, security.audit, services.alerts, services.clock
         )
@@ -114,6 +117,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 # A line that breaks is noticed late.
                 since = before - BREAKS_NOTICED * self._services.sessions.heartbeat
                 await self._jobs.tell_what_ended(client, since)
+            await self._reports.greet(client.name)
             while (message := await session.outbox.get()) is not None:
                 await context.write(message)
         finally:
@@ -232,6 +236,8 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                         return
                     case said.LinesShared() as shared:
                         await self._keep_lines(session, shared)
+                    case said.ReportSaid() as report:
+                        await self._keep_report(session, report)
                     case heard:
                         self._hear(session, heard)
         except grpc.aio.UsageError:
@@ -286,6 +292,18 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         session.send(to_agents.lines_taken(shared.lines[-1].number))
         if problem:
             self._warn(session.name, problem)
+
+    async def _keep_report(self, session: AgentSession, report: said.ReportSaid) -> None:
+        """Keeps what a silo says to a request of operators; it says it again where that cannot be stored."""
+        try:
+            asked = await self._reports.heard(session.name, report)
+        except StorageError as error:
+            self._warn(session.name, f"a report of {session.name} is not kept for now: {error}")
+            return
+        if not asked:
+            self._warn(session.name, f"{session.name} sends a report that nobody has asked for")
+        if report.status != "shown":
+            session.send(to_agents.report_taken(report.request))
 
     def _warn(self, name: str, problem: str) -> None:
         """Logs what is wrong with a silo's message, so many times that it cannot fill the log."""

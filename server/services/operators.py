@@ -31,6 +31,7 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
 from roundtable.server.services.job_logs import JobLogs
+from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.storing import Storing
 from roundtable.server.services.watching import detail_of, updates
 from roundtable.server.store import FINAL, AgentRow, JobRow, tables
@@ -65,6 +66,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         authority: bytes,
         identity: SiloIdentity | None,
         logs: JobLogs,
+        reports: SiloReports,
     ) -> None:
         self._jobs = jobs
         self._services = services
@@ -75,6 +77,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self._authority = authority
         self._identity = identity
         self._logs = logs
+        self._reports = reports
         self._name = identity_of(identity.certificate)[0] if identity else services.database.identity
         self._started = time.monotonic()
 
@@ -197,14 +200,27 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def DisableClient(
         self, request: operator_pb2.DisableClientRequest, context: Context
     ) -> operator_pb2.Client:
-        name, reason = door.disabling_of(request)
+        name, reason = door.asking_of(request)
         return await self._hold(name, reason, "client_disabled")
 
     @override
     async def EnableClient(
         self, request: operator_pb2.EnableClientRequest, context: Context
     ) -> operator_pb2.Client:
-        return await self._hold(door.enabling_of(request), "", "client_enabled")
+        return await self._hold(door.named_of(request), "", "client_enabled")
+
+    @override
+    async def AskReport(
+        self, request: operator_pb2.AskReportRequest, context: Context
+    ) -> operator_pb2.Report:
+        silo, reason = door.asking_of(request)
+        return to_operators.report_to(await self._reports.ask(silo, reason, principal().label))
+
+    @override
+    async def ShowReport(
+        self, request: operator_pb2.ShowReportRequest, context: Context
+    ) -> operator_pb2.Report:
+        return to_operators.report_to(await self._reports.newest(door.named_of(request)))
 
     @override
     async def ShowPrivacy(

@@ -31,6 +31,7 @@ from roundtable.server.store.audit_archives import archives
 from roundtable.server.store.ended_jobs import delete_job, retire_artifacts, retire_events
 from roundtable.server.store.job_lines import retire_lines
 from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
+from roundtable.server.store.report_rows import retire_reports
 
 log = logging.getLogger("roundtable.server.storage.retention")
 
@@ -124,6 +125,7 @@ class Retention:
                 retire_events(connection, now - self._stay.events, now)
             if self._stay.lines:
                 retire_lines(connection, now - self._stay.lines, now)
+                retire_reports(connection, now - self._stay.lines)
             if self._stay.artifacts:
                 keep = replace(self._keep, ended_before=now - self._stay.artifacts)
                 unused += retire_artifacts(connection, keep, now)

@@ -255,6 +255,23 @@ installations = Table(
     Column("clone_address", Text, nullable=False, server_default=""),
 )
 
+reports = Table(
+    "reports",
+    metadata,
+    # What operators have asked silos to report of themselves, and the JSON that a silo sent.
+    Column("request", String(32), primary_key=True),
+    Column("silo", NAME, nullable=False, index=True),
+    Column("author", String(200), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("expires", Double, nullable=False),
+    # waiting, shown, denied, answered.
+    Column("status", String(10), nullable=False),
+    Column("answered", Double, nullable=False),
+    Column("said", Text, nullable=False),
+    Column("report", Text, nullable=False),
+)
+
 revoked = Table(
     "revoked",
     metadata,

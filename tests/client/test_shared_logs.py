@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -12,9 +14,13 @@ from pathlib import Path
 import pytest
 from federation import NAMES, Federation, agents, federation_of, run_job, silo
 
+from roundtable.cli.main import run as run_command
+from roundtable.client.agent import silo_log
+from roundtable.client.agent.silo_log import SiloLog
 from roundtable.client.policy.sharing_tables import LogSharingTable
 from roundtable.core import JobConfig, load_task
 from roundtable.core.initial_model import initial_model
+from roundtable.job_archive import download
 from roundtable.operator import OperatorClient
 
 TASK = """
@@ -56,10 +62,40 @@ def lines_of(federation: Federation, job: str) -> list[tuple[str, str, str]]:
         return [(line.silo, line.kind, line.text) for line in operator.job_log(job, follow=True)]
 
 
+def archived_lines(federation: Federation, job: str) -> list[tuple[str, str, str]]:
+    """The same from a folder that `job download` fills."""
+    address, folder = federation
+    with OperatorClient(address, folder / "operator") as operator:
+        download(operator, job, folder / "kept")
+    lines = [json.loads(line) for line in (folder / "kept/log.jsonl").read_text().splitlines()]
+    return [(line["silo"], line["kind"], line["text"]) for line in lines]
+
+
 def jobs_of(federation: Federation) -> list[str]:
     address, folder = federation
     with OperatorClient(address, folder / "operator") as operator:
         return [job.id for job in operator.jobs()]
+
+
+async def shown_over_archives(federation: Federation, job: str, texts: list[str]) -> None:
+    """`roundtable client shared` prints the same before and after the silo's log was archived."""
+    address, folder = federation
+    state = folder / "state/alder"
+    (folder / "agent.toml").write_text(
+        f'coordinator = "{address}"\nstate = "{state}"\ncredentials = "{folder / "alder"}"\n'
+    )
+    command = ["client", "--config", str(folder / "agent.toml"), "shared", job[:8], "--json"]
+    for _ in range(2):
+        told = io.StringIO()
+        with contextlib.redirect_stdout(told):
+            assert await asyncio.to_thread(run_command, command) == 0
+        assert [line["text"] for line in json.loads(told.getvalue())] == texts
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(silo_log, "_GATHERED_DAYS", 0.0)
+            log = SiloLog(state / "audit.jsonl", folder / "alder", 1e-9)
+            log.note("alder", "drained")
+            log.seal()
+    assert "log_shared" not in (state / "audit.jsonl").read_text()
 
 
 async def test_each_silo_shares_what_its_file_says_and_masks_keep_figures_and_output_at_home(
@@ -75,6 +111,7 @@ async def test_each_silo_shares_what_its_file_says_and_masks_keep_figures_and_ou
             assert status == "finished"
     masked, plain = await asyncio.to_thread(jobs_of, federation)
     logs = {job: await asyncio.to_thread(lines_of, federation, job) for job in (masked, plain)}
+    assert await asyncio.to_thread(archived_lines, federation, plain) == logs[plain]
     kinds = {(silo, kind) for silo, kind, _ in logs[plain]}
     every = {"agent", "figures", "output"}
     assert kinds == {("", ""), *((name, kind) for name in ("alder", "birch") for kind in every)}
@@ -95,4 +132,5 @@ async def test_each_silo_shares_what_its_file_says_and_masks_keep_figures_and_ou
         for line in entry["entry"]["detail"]["lines"]
     ]
     assert shared == [text for silo, _, text in logs[plain] if silo == "alder"]
+    await shown_over_archives(federation, plain, shared)
     assert "log_shared" not in (folder / "state/cedar/audit.jsonl").read_text()

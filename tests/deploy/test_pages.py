@@ -34,6 +34,8 @@ STEPS = [
     (OPERATOR, "Upgrade"),
     (SILO, "Maintenance"),
     (OPERATOR, "Take a silo out, and back"),
+    (OPERATOR, "Ask a silo for a report"),
+    (SILO, "When operators ask for a report"),
     (OPERATOR, "Certificates"),
     (SILO, "Stop it at once"),
     (OPERATOR, "Incidents"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from roundtable.cli.jobs.client_report import diagnose_client
 from roundtable.cli.shared.options import connect, connection_options, json_option
 from roundtable.cli.shared.output import ago, as_dict, print_json, print_table, say
 from roundtable.proto.operator_pb2 import Client
@@ -13,7 +14,7 @@ from roundtable.proto.operator_pb2 import Client
 
 @click.group()
 def clients() -> None:
-    """List the agents that the coordinator knows; disable and enable them."""
+    """List the agents that the coordinator knows; disable and enable them; ask for a report of one."""
 
 
 @clients.command("list")
@@ -74,6 +75,9 @@ def enable(name: str, coordinator: str | None, credentials: Path | None, as_json
         return
     still = f"; its silo has drained it: {client.drained}" if client.drained else ""
     say(f"Enabled {client.name}{still}.")
+
+
+clients.add_command(diagnose_client)
 
 
 def _held(client: Client) -> str:

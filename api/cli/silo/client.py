@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from roundtable.cli.shared.install import install
 from roundtable.cli.shared.service_process import service_process
 from roundtable.cli.silo.cluster import plan, profile, report, verify_cluster
 from roundtable.cli.silo.maintenance import drain, resume
+from roundtable.cli.silo.requests import requests
 from roundtable.cli.silo.shared_log import shared
 from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
 from roundtable.cli.silo.silo_model import silo_model
@@ -48,7 +50,15 @@ def client(context: click.Context, config: Path) -> int | None:
     # What it brings along may warn: in the form of the log.
     from roundtable.client.agent.agent import run_agent
 
-    return run_agent(settings, _cluster_trainer(settings), verbosity)
+    return run_agent(settings, _cluster_trainer(settings), verbosity, lambda: _examined(config))
+
+
+def _examined(file: Path) -> list[dict[str, str]]:
+    """The doctor's findings beside the running agent: no task is tried."""
+    from roundtable.doctor.doctor_agent import examine_agent
+    from roundtable.doctor.inquiries import answers
+
+    return [asdict(check) for check in answers(examine_agent(file, skip_tasks=True))]
 
 
 def _cluster_trainer(settings: AgentConfig) -> Trainer | None:
@@ -72,6 +82,7 @@ for command in (
     jobs,
     plan,
     profile,
+    requests,
     report,
     resume,
     shared,

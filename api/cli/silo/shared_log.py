@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from roundtable.cli.silo.silo import silo_of
 def shared(context: click.Context, job: str | None, as_json: bool) -> None:
     """Show the lines of this silo's log that were shared with operators, of all jobs or of JOB.
 
-    They are read from the silo's own signed log, audit.jsonl in the state folder; JOB may be the beginning of
-    an identifier.
+    They are read from the silo's own signed log, audit.jsonl in the state folder, and its archives; JOB may
+    be the beginning of an identifier.
     """
     from roundtable.client.agent.silo_log import NAME
 
@@ -41,17 +42,26 @@ def shared(context: click.Context, job: str | None, as_json: bool) -> None:
         say(f"Nothing was shared; [log_sharing] shares {kinds or 'nothing'}.")
 
 
-def _shared(path: Path) -> Iterator[dict[str, Any]]:
+def _shared(path: Path) -> list[dict[str, Any]]:
+    """What the silo's log and its archives say was shared; AuditError or ResourceError for damaged ones."""
+    from roundtable.client.agent.silo_log import ARCHIVES
     from roundtable.client.sharing.line_sharing import SHARED
     from roundtable.core.errors import ResourceError
+    from roundtable.core.evidence.audit_archive import named_archive, unpack
 
-    if not path.exists():
-        return
-    for text in path.read_text(encoding="utf-8").splitlines():
+    archives = [file for file in (path.parent / ARCHIVES).glob("*") if named_archive(file.name)]
+    sources: list[Iterable[str]] = [unpack(file) for file in archives]
+    if path.exists():
+        sources.append(path.read_text(encoding="utf-8").splitlines())
+    found: dict[int, list[dict[str, Any]]] = {}
+    for text in chain.from_iterable(sources):
         try:
             entry = json.loads(text).get("entry", {})
-            lines = entry["detail"]["lines"] if entry.get("action") == SHARED else ()
-            yield from ({"job": entry["object"], **line} for line in lines)
+            if entry.get("action") == SHARED:
+                found[entry["sequence"]] = [
+                    {"job": entry["object"], **line} for line in entry["detail"]["lines"]
+                ]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             how = f"`roundtable audit verify {path} --silo` shows where"
             raise ResourceError(f"{path} is damaged; {how}") from error
+    return [line for sequence in sorted(found) for line in found[sequence]]

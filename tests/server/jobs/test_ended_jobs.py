@@ -189,6 +189,7 @@ async def test_a_job_is_downloaded_once_and_a_clone_begins_where_it_began(
             path.name: blake3(path.read_bytes()).hexdigest() for path in folder.iterdir()
         }
         assert len((folder / "events.jsonl").read_text().splitlines()) > 3
+        assert "log.jsonl" in found["files"]
         model = folder / "model.safetensors"
         kept = model.stat().st_mtime_ns
         second = folder / "model-round-000002.safetensors"

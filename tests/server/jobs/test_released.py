@@ -124,6 +124,9 @@ async def test_operators_are_told_what_the_table_says_and_no_more(
             await agent.connect()
             tasks.append(asyncio.create_task(take_part(agent, update, agent is agents[2])))
         job = await operator.submit(text, rounds=8)
+        # A line that nobody has classified.
+        ours = logging.getLogger("roundtable.server.jobs")
+        ours.warning("%s: %s", AGENTS[0], WORDS, extra={"job": job.id})
         told = await told_of(operator, job.id)
         page = await page_of(coordinator.metrics_port)
         records = [json.loads(each) for each in (await operator.job(job.id)).history]
