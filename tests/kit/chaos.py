@@ -31,6 +31,7 @@ class Report:
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     recovery: dict[str, list[float]] = field(default_factory=dict)
+    takeovers: list[float] = field(default_factory=list)
     pauses: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     verdict: Verdict = field(default_factory=Verdict)
@@ -55,6 +56,11 @@ class Report:
             f"{found.attempts_failed}; changes of the active coordinator {found.takeovers}; "
             f"pauses {len(self.pauses)}"
         )
+        if self.takeovers:
+            yield (
+                f"from the end of the active coordinator to the next lease, {len(self.takeovers)} times: "
+                f"median {statistics.median(self.takeovers):.1f} s, longest {max(self.takeovers):.1f} s"
+            )
         yield (
             f"updates acknowledged {found.acknowledged}; of single ones counted {found.counted}, of attempts "
             f"that were given up {found.superseded}; charges {found.charged}, in vain {found.charged_in_vain}"
@@ -96,6 +102,7 @@ class Chaos:
                 self._world.heal()
                 enough.set()
                 jobs.result()
+            self.report.takeovers = self._world.takeovers
             self.report.pauses, self.report.ended = self._jobs.pauses, self._jobs.ended
             self.report.verdict = Judge(self._world, self._jobs).judge()
         except Stuck as error:

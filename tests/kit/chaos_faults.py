@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from signal import SIGCONT, SIGSTOP
 
 from bit_rot import flip
-from chaos_world import HUBS, LEASE, World
+from chaos_world import HUBS, World
 from small_disk import fill
 from wires import Wire
 
@@ -156,8 +156,9 @@ class CentreFaults:
         return Fault(target, heal, more(self._world.rounds), detail)
 
     def _kill_active(self, chance: random.Random) -> Fault:
-        name = self._world.active()
+        name, lease = self._world.active(), self._world.lease()
         self._world.kill(name)
+        self._world.taken_over(name, lease)
         return self._fault(name, lambda: self._world.start_hub(name))
 
     def _kill_standby(self, chance: random.Random) -> Fault:
@@ -190,19 +191,19 @@ class CentreFaults:
         return self._fault(name, *stopped_and_spoilt(self._world, name, chance, place))
 
     def _stop_active(self, chance: random.Random) -> Fault:
-        name = self._world.active()
+        name, lease = self._world.active(), self._world.lease()
         self._world.signal(name, SIGSTOP)
-        time.sleep(1.5 * LEASE)
+        self._world.taken_over(name, lease)
         return self._fault(name, lambda: self._world.signal(name, SIGCONT))
 
     def _part(self, chance: random.Random) -> Fault:
-        name = self._world.active()
+        name, lease = self._world.active(), self._world.lease()
         wire, how = self._world.base[name], chance.choice(("cut", "half open"))
         if how == "cut":
             self._world.wires.cut(wire)
         else:
             wire.silent = True
-        time.sleep(1.5 * LEASE)
+        self._world.taken_over(name, lease)
         return self._fault(name, lambda: self._world.wires.reset(wire), how)
 
     def _crash_database(self, chance: random.Random) -> Fault:

@@ -64,6 +64,7 @@ class World:
         self.folder = folder
         self.silos = tuple(f"silo{number}" for number in range(silos))
         self.ending = False
+        self.takeovers: list[float] = []
         self._stack = ExitStack()
         self._seen: dict[str, int] = defaultdict(int)
         self._deliveries: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
@@ -210,6 +211,22 @@ class World:
 
         self.until(somebody)
         return found[0]
+
+    def lease(self) -> int:
+        """The number of the lease, which grows with each takeover."""
+        return int(self.ask("SELECT token FROM lease")[0][0])
+
+    def taken_over(self, former: str, lease: int) -> None:
+        """Waits until there is a later lease than the former's, and notes how many seconds that took."""
+        began = time.monotonic()
+        other = next(name for name in HUBS if name != former)
+
+        def settled() -> bool:
+            return self.lease() > lease or self.condition(other) == "dead"
+
+        self.until(settled)
+        if self.condition(other) != "dead":
+            self.takeovers.append(time.monotonic() - began)
 
     def standby(self) -> str:
         """The other one."""
