@@ -86,13 +86,13 @@ class Jobs:
         self._over: set[str] = set()
 
     def run_undisturbed(self) -> None:
-        """One of each case, while nothing happens."""
+        """One of each case whose models are compared with it, while nothing happens."""
 
         def all_submitted() -> bool:
             with suppress(UnavailableError):
-                for case in CASES:
+                for case in SAME:
                     self.undisturbed[case] = self._submit(case, f"undisturbed {case}")
-            return len(self.undisturbed) == len(CASES)
+            return len(self.undisturbed) == len(SAME)
 
         # A job's noise may depend on how many silos there are when it is submitted.
         silos = len(self._world.silos)
