@@ -48,7 +48,7 @@ class Toy(Task):
 """
 HUBS = ("hub", "second")
 LEASE = 4.0
-SILENCE = 240.0
+SILENCE = 480.0
 HUB_DISK, SILO_DISK = "256m", "32m"
 _DELIVERED = re.compile(r"(\w+) round (\d+)(?:, attempt (\d+))?, train: delivered$")
 
