@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.client.worker.executor import choose_device
+from roundtable.client.worker.own_budgets import STATED, OwnBudgets
 from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.identity.handshake import check_connection
 from roundtable.doctor.inquiries import Check, Inquiry, known
@@ -50,6 +52,7 @@ def examine_agent(file: Path, *, skip_tasks: bool = False) -> Iterator[Inquiry]:
     yield Inquiry("device", lambda: _device(config), remedy='install the driver, or [limits] device = "auto"')
     yield Inquiry("tasks", lambda: _tasks(config), about="reading the tasks' code")
     yield Inquiry("policy", lambda: _policy(config))
+    yield Inquiry("budget", lambda: _budgets(config), remedy="restore the state folder from a backup")
     yield Inquiry("user", lambda: _user(config, file))
     yield Inquiry("state", lambda: [folder_writable("state", config.state, "state in agent.toml")])
     yield Inquiry("disk", lambda: [disk(config.state)])
@@ -116,6 +119,20 @@ def _policy(config: AgentConfig) -> Iterator[Check]:
             yield Check("policy", "warn", f"{rule.key}: {rule.sentence}", rule.gap)
         else:
             yield Check("policy", "ok", f"{rule.key}: {rule.sentence}")
+
+
+def _budgets(config: AgentConfig) -> Iterator[Check]:
+    """What is left of the epsilon that the silo's policy sets over all jobs."""
+    for budget in OwnBudgets(config).now():
+        if not math.isfinite(budget.epsilon):
+            continue
+        whose = "of what jobs state" if budget.account == STATED else f"of the account by {budget.account}"
+        message = f"{budget.left:.4g} of epsilon = {budget.epsilon:g} {whose} is left ([policy] {budget.key})"
+        if budget.is_nearly_spent:
+            remedy = f"jobs that need more are refused; [policy] {budget.key} is the data's owner's to raise"
+            yield Check("budget", "warn", message, remedy)
+        else:
+            yield Check("budget", "ok", message)
 
 
 def _metrics(config: AgentConfig) -> Iterator[Check]:

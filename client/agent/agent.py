@@ -38,6 +38,7 @@ from roundtable.client.sharing.report_desk import ReportDesk
 from roundtable.client.sharing.silo_report import Examine, ReportSources, make_report
 from roundtable.client.trainer import Trainer
 from roundtable.client.worker.executor import choose_device, list_devices
+from roundtable.client.worker.own_budgets import OwnBudgets
 from roundtable.client.worker.rehearsals import rehearsing
 from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.allocator import tune_for_transfers
@@ -147,6 +148,7 @@ class Agent:
                 lambda: link.stands,
                 lambda: len(handler.spooled),
                 self._clones,
+                OwnBudgets(self._config),
             )
             try:
                 async with monitored(self._config.metrics, page) as self.metrics_port:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Callable, Coroutine
@@ -17,6 +18,8 @@ from roundtable.client.agent.installation import CloneMemory
 from roundtable.client.door.incoming import Receipt
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
+from roundtable.client.worker.own_budgets import OwnBudgets
+from roundtable.core.errors import RoundtableError
 from roundtable.core.identity.lifetimes import Lifetimes
 from roundtable.core.observability.histograms import ProcessMetrics
 from roundtable.core.observability.logs import belongs_to
@@ -24,6 +27,7 @@ from roundtable.core.observability.monitoring import STEP_GAUGES, Families, Inte
 from roundtable.core.observability.tracing import Span, Tracer
 from roundtable.proto.pieces import traffic
 
+_log = logging.getLogger("roundtable.agent")
 _STEPS_KEPT = 256
 _GPU_SECONDS = 10.0
 _GPU_QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu")
@@ -103,6 +107,7 @@ class AgentPage:
         connected: Callable[[], bool],
         spooled: Callable[[], int],
         clones: CloneMemory,
+        budgets: OwnBudgets,
     ) -> None:
         self._state = state
         self._certificates = certificates
@@ -110,6 +115,7 @@ class AgentPage:
         self._connected = connected
         self._spooled = spooled
         self._clones = clones
+        self._budgets = budgets
         self._interval = Interval(_GPU_SECONDS)
         self._gpus: list[tuple[str, list[float]]] = []
 
@@ -132,6 +138,7 @@ class AgentPage:
         text = "when somebody else came last with this silo's certificate; 0 for never with its present keys"
         seen = {(): clone.time if clone else 0.0}
         page.gauge("roundtable_agent_clone_seen_timestamp_seconds", text, seen)
+        await self._privacy(page)
         queue = {("updates",): float(self._spooled())}
         page.gauge("roundtable_queue_length", "finished updates that wait for delivery", queue, ("queue",))
         for name, text, labels in (
@@ -149,6 +156,20 @@ class AgentPage:
             page.gauge(f"roundtable_agent_step_{name}", text, {(): newest[name]} if name in newest else {})
         await self._gpu(page)
         return page.made
+
+    async def _privacy(self, page: Families) -> None:
+        """Absent where the silo's files cannot be read, as the log says: then nothing can be charged."""
+        try:
+            budgets = await asyncio.to_thread(self._budgets.now)
+        except RoundtableError as error:
+            _log.error("what is left of the silo's own epsilon cannot be shown: %s", error)
+            return
+        for name, text in (
+            ("budget", "the most that the silo's policy allows over all jobs; infinite where it sets none"),
+            ("left", "what of it is not spent, by the silo's own account, or by what jobs state"),
+        ):
+            values = {(b.account,): b.epsilon if name == "budget" else b.left for b in budgets}
+            page.gauge(f"roundtable_agent_privacy_epsilon_{name}", text, values, ("account",))
 
     async def _gpu(self, page: Families) -> None:
         if self._interval.due():

@@ -85,6 +85,15 @@ def affordable(folder: Path, epsilon: float | None, delta: float | None) -> Paym
     return check
 
 
+def kept_accounts(folder: Path) -> dict[str, SiloAccount]:
+    """The silo's accounts by unit, under the budget of the newest job. PrivacyError where one is damaged."""
+    try:
+        texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))}
+    except OSError as error:
+        raise PrivacyError(f"this silo's privacy account cannot be read ({error.strerror})") from error
+    return {unit: SiloAccount.from_json(text) for unit, text in texts.items()}
+
+
 def _within(
     path: Path, privacy: Private, charge: Charge, epsilon: float | None, delta: float | None
 ) -> SiloAccount:
