@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from click.testing import CliRunner, Result
-from service import running
+from service import Operator, running
 
 from roundtable.cli.coordinator.audit import UNPROVEN
 from roundtable.cli.main import cli
@@ -21,12 +21,14 @@ from roundtable.core.errors import AuditError, ConfigError
 from roundtable.core.evidence.archive_shelf import ArchiveShelf, keep_archive
 from roundtable.core.evidence.audit_archive import pack, unpack
 from roundtable.core.evidence.audit_log import check_signed, compare, entry, read_log
+from roundtable.engine.verification.bundle import LOG
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.storage import audit_archiving
 from roundtable.server.storage.audit_archiving import GATHERED_SECONDS, AuditArchiving
 from roundtable.server.storage.backup import back_up
 from roundtable.server.storage.backup_drill import rehearse
 from roundtable.server.storage.backup_restore import restore
+from roundtable.server.storage.round_bundle import write_bundle
 from roundtable.server.store import audit as store
 from roundtable.server.store import tables
 from roundtable.server.store.audit_archives import archives, take_out
@@ -88,6 +90,10 @@ async def two_archives(coordinator: Coordinator) -> list[str]:
         assert await archiving(coordinator).run(ahead(times)) > 0
     assert len(await coordinator._database.read(archives)) == 2
     return before
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
 
 
 def verified(*words: str | Path) -> Result:
@@ -302,14 +308,22 @@ async def test_one_who_is_stopped_between_file_and_rows_has_lost_and_doubled_not
         assert (len(log.entries), len(services.artifacts.digests())) == (log.end, 1)
 
 
-async def test_archives_stay_and_are_in_backups(settings: Settings, root: bytes, tmp_path: Path) -> None:
+async def test_archives_stay_and_are_in_backups_and_bundles(
+    settings: Settings, certificates: Path, root: bytes, tmp_path: Path
+) -> None:
     config = settings(state=str(tmp_path / "old"))
     async with running(config) as coordinator:
+        async with Operator(coordinator.port, certificates / "olga") as operator:
+            job = await operator.submit()
         before = await two_archives(coordinator)
+        await asyncio.to_thread(write_bundle, config, job.id, tmp_path / "bundle")
         services, rows = coordinator.jobs._services, await coordinator._database.read(archives)
         await services.retention.sweep(time.time() + 1000 * DAY)
         assert {row.artifact for row in rows} <= set(await asyncio.to_thread(services.artifacts.digests))
         await asyncio.to_thread(back_up, config, tmp_path / "backup")
+    bundled = read_log(await asyncio.to_thread(read_lines, tmp_path / "bundle" / LOG), root)
+    assert len(bundled.entries) == bundled.end == bundled.sealed
+    assert "Operators/SubmitJob" in {item.action for item in bundled.entries}
     drill = await asyncio.to_thread(rehearse, config, tmp_path / "backup")
     assert drill.audit_signed == drill.audit_entries > rows[-1].last
     new = settings(state=str(tmp_path / "new"))
