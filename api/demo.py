@@ -209,7 +209,7 @@ def _digits() -> Any:
         datasets = import_module("sklearn.datasets")
     except ImportError as error:
         raise ConfigError(
-            "the demonstration needs scikit-learn for its data; pip install 'roundtable[examples]'"
+            "the demonstration needs scikit-learn for its data; pip install 'roundtable-fl[examples]'"
         ) from error
     images, labels = datasets.load_digits(return_X_y=True)
     return images.astype("uint8"), labels.astype("uint8")

@@ -9,6 +9,9 @@ from typing import Any
 
 from roundtable.core.errors import ConfigError
 
+DISTRIBUTION = "roundtable-fl"
+"""Under which pip knows this software: `roundtable` on the public index is somebody else's."""
+
 EXTRAS = {
     "adlfs": "azure",
     "alembic": "server",
@@ -35,7 +38,7 @@ def missing(error: ImportError, purpose: str) -> ConfigError | None:
     name = (cause.name or "").split(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
     if name not in EXTRAS:
         return None
-    pip = f"{Path(sys.executable).name} -m pip install 'roundtable[{EXTRAS[name]}]'"
+    pip = f"{Path(sys.executable).name} -m pip install '{DISTRIBUTION}[{EXTRAS[name]}]'"
     return ConfigError(f"{purpose} needs the library {name!r}, which is not installed: {pip}")
 
 

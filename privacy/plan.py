@@ -273,7 +273,7 @@ def plot(plan: PrivacyPlan, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PrivacyError("a plot needs matplotlib: pip install 'roundtable[plot]'") from error
+        raise PrivacyError("a plot needs matplotlib: pip install 'roundtable-fl[plot]'") from error
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     left = figure.subplots()
     rounds = [row.round for row in plan.rows]

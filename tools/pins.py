@@ -32,12 +32,12 @@ def closure(requirement: str) -> dict[str, str]:
                 inner = Requirement(line)
                 if inner.marker is None or inner.marker.evaluate({"extra": extra}):
                     waiting.append(inner)
-    found.pop("roundtable", None)
+    found.pop("roundtable-fl", None)
     return found
 
 
 if __name__ == "__main__":
     before = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
-    found = closure("roundtable[all,dev,mlflow,wandb]") | {name: before[name] for name in BY_HAND}
+    found = closure("roundtable-fl[all,dev,mlflow,wandb]") | {name: before[name] for name in BY_HAND}
     rows = (f"{name}=={version}\n" for name, version in sorted(found.items()))
     (ROOT / "constraints.txt").write_text(HEAD + "".join(rows))

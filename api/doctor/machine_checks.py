@@ -10,13 +10,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.metadata import version as installed
 from pathlib import Path
 from shlex import quote
 
 from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.evidence.release import release
+from roundtable.core.extras import DISTRIBUTION
 from roundtable.core.identity.certificates import certificates_in
 from roundtable.core.identity.credentials import (
     CA_CERTIFICATE,
@@ -62,7 +63,7 @@ def _versions() -> Iterator[Check]:
 
     yield Check("python", "ok", sys.version.split()[0])
     try:
-        wanted = [Requirement(line) for line in requires("roundtable") or ()]
+        wanted = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
         yield Check(
             "versions", "warn", "roundtable is not installed as a package", "pip install -e . in its folder"
@@ -79,8 +80,11 @@ def _versions() -> Iterator[Check]:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} is {version}, needed {requirement.specifier}")
+    if strangers := sorted(set(packages_distributions().get("roundtable", ())) - {DISTRIBUTION}):
+        remedy = f"pip uninstall {' '.join(strangers)}, then pip install --force-reinstall {DISTRIBUTION}"
+        yield Check("versions", "fail", f"{', '.join(strangers)} brings another package 'roundtable'", remedy)
     if wrong:
-        yield Check("versions", "fail", "; ".join(wrong), "pip install --upgrade roundtable")
+        yield Check("versions", "fail", "; ".join(wrong), f"pip install --upgrade {DISTRIBUTION}")
     else:
         yield Check("versions", "ok", f"roundtable {release().version} and all that it needs")
 

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from roundtable.client.durable_files import write_file
 from roundtable.cluster.parallel.strategy import Reduction
 from roundtable.cluster.parallel.text_collectives import gather_text
+from roundtable.core.evidence.release import release
 
 FILE = "links.json"
 _SIZES = (1 << 16, 1 << 20, 1 << 24)
@@ -84,7 +84,7 @@ def links_key(device: torch.device, control: dist.ProcessGroup) -> str:
     """A digest of hosts, devices, backend and versions. Collective."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     backend = dist.get_backend()
-    here = f"{os.uname().nodename} {name} {backend} {torch.__version__} {version('roundtable')}"
+    here = f"{os.uname().nodename} {name} {backend} {torch.__version__} {release().version}"
     return hashlib.blake2b("\n".join(gather_text(here, control)).encode(), digest_size=16).hexdigest()
 
 

@@ -14,7 +14,6 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from roundtable.cluster.train.orders import SOCKET, AgentConnection, leave_repor
 from roundtable.cluster.train.round_reports import StepReport
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError
+from roundtable.core.evidence.release import release
 
 SETTINGS = "settings.json"
 _AGENT_SECONDS = 300.0
@@ -150,7 +150,7 @@ def _device(kind: str) -> torch.device:
 
 def check_versions(control: dist.ProcessGroup) -> None:
     """Raises ConfigError for ranks of different versions: they would train different models, or hang."""
-    versions = gather_text(f"roundtable {version('roundtable')}, torch {torch.__version__}", control)
+    versions = gather_text(f"roundtable {release().version}, torch {torch.__version__}", control)
     odd = [f"rank {rank} has {text}" for rank, text in enumerate(versions) if text != versions[0]]
     if odd:
         raise ConfigError(

@@ -228,7 +228,7 @@ def _needed(module: str, extra: str) -> Any:
     except ImportError as error:
         raise ResourceError(
             f"tracking.{extra} needs a library that is not installed ({error}): "
-            f"{Path(sys.executable).name} -m pip install 'roundtable[{extra}]'"
+            f"{Path(sys.executable).name} -m pip install 'roundtable-fl[{extra}]'"
         ) from error
 
 

@@ -53,7 +53,7 @@ class Provider:
             import jwt
         except ImportError as error:
             raise ConfigError(
-                "[oidc] needs PyJWT: pip install 'roundtable[oidc]', or leave the table out"
+                "[oidc] needs PyJWT: pip install 'roundtable-fl[oidc]', or leave the table out"
             ) from error
         self._jwt = jwt
         self._config = config

@@ -254,7 +254,7 @@ def _engine(url: URL, begin: str, options: Mapping[str, int]) -> Engine:
     except (NoSuchModuleError, ImportError) as error:
         raise ConfigError(
             f"the driver for {url.drivername} is not installed ({error}): "
-            "pip install 'roundtable[postgresql]'"
+            "pip install 'roundtable-fl[postgresql]'"
         ) from error
 
     @sa.event.listens_for(engine, "connect")

@@ -1,4 +1,4 @@
-"""Clients over a Ray cluster, for populations that outgrow one machine (`pip install roundtable[ray]`).
+"""Clients over a Ray cluster, for populations that outgrow one machine (`pip install roundtable-fl[ray]`).
 
 Every node gets an actor for each of its cores. The model goes out once a round through the object
 store. Where the aggregate is a plain mean, updates never travel: each actor sums its own, each node
@@ -304,5 +304,7 @@ def _import_ray() -> Any:
         ray = import_module("ray")
         import_module("ray.util.scheduling_strategies")
     except ImportError as error:
-        raise ResourceError('simulation.backend = "ray" needs Ray: pip install "roundtable[ray]"') from error
+        raise ResourceError(
+            'simulation.backend = "ray" needs Ray: pip install "roundtable-fl[ray]"'
+        ) from error
     return ray

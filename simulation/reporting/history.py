@@ -85,7 +85,7 @@ class History(Sequence[Row]):
         try:
             pandas = import_module("pandas")
         except ImportError as error:
-            raise ResourceError("to_pandas() needs pandas: pip install 'roundtable[pandas]'") from error
+            raise ResourceError("to_pandas() needs pandas: pip install 'roundtable-fl[pandas]'") from error
         return pandas.DataFrame(list(self), columns=self.columns)
 
     @override

@@ -83,7 +83,7 @@ def test_what_is_missing_is_named_with_its_extra(
     done = run(without, *words, folder=folder)
     assert done.returncode == 2
     assert f"needs the library '{library}', which is not installed" in done.stderr
-    assert f"pip install 'roundtable[{extra}]'" in done.stderr
+    assert f"pip install 'roundtable-fl[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -92,4 +92,4 @@ def test_a_traced_agent_without_the_extra(folder: Path) -> None:
     (folder / "agent.toml").write_text(f'traces = "http://127.0.0.1:1/v1/traces"\n{text}')
     done = run(SERVER, "client", folder=folder)
     assert done.returncode == 2
-    assert "pip install 'roundtable[tracing]'" in done.stderr
+    assert "pip install 'roundtable-fl[tracing]'" in done.stderr

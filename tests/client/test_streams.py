@@ -405,7 +405,7 @@ def test_a_compressed_shard_that_is_cut_off(tmp_path: Path) -> None:
     [
         ("missing.tar", "shard 1 of 1 of the training data is not there; bring it back"),
         ("nosuch://bucket/a.tar", "an address that fsspec does not read \\('nosuch'\\)"),
-        ("gs://bucket/a.tar", r"gs:// needs the library 'gcsfs', which .* install 'roundtable\[gcs\]'"),
+        ("gs://bucket/a.tar", r"gs:// needs the library 'gcsfs', which .* install 'roundtable-fl\[gcs\]'"),
     ],
 )
 def test_shards_that_cannot_be_opened(url: str, message: str) -> None:

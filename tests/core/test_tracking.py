@@ -164,9 +164,9 @@ def test_without_the_library_the_extra_is_named(name, module, monkeypatch, tmp_p
         return real(wanted, *rest)
 
     monkeypatch.setattr("roundtable.core.observability.tracking.import_module", absent)
-    with pytest.raises(ResourceError, match=rf"tracking\.{name} .*'roundtable\[{name}\]'"):
+    with pytest.raises(ResourceError, match=rf"tracking\.{name} .*'roundtable-fl\[{name}\]'"):
         trackers(tmp_path, **{name: "runs"})
-    with pytest.raises(ResourceError, match=rf"roundtable\[{name}\]"):
+    with pytest.raises(ResourceError, match=rf"roundtable-fl\[{name}\]"):
         check_trackers(TrackingTable(**{name: "runs"}))
 
 

@@ -27,7 +27,7 @@ COORDINATOR = "roundtable-coordinator"
 
 def wheel_of(folder: Path, version: str) -> Path:
     """As much of a wheel as says its version."""
-    file = folder / f"roundtable-{version}-py3-none-any.whl"
+    file = folder / f"roundtable_fl-{version}-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(
             f"roundtable-{version}.dist-info/METADATA", f"Name: roundtable\nVersion: {version}\n"
@@ -77,7 +77,7 @@ def test_a_release_is_checked_offline_by_us_and_by_common_tools(release: Path, k
         "SHA256SUMS.sig",
         "constraints.txt",
         f"{COORDINATOR}.tar",
-        f"roundtable-{NEXT}-py3-none-any.whl",
+        f"roundtable_fl-{NEXT}-py3-none-any.whl",
     }
     assert key.stat().st_mode & 0o777 == 0o600
     assert b"ENCRYPTED" in key.read_bytes()

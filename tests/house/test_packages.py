@@ -128,7 +128,7 @@ def test_the_version_is_written_once_and_the_wheel_says_it() -> None:
     assert said == [ROOT / "core" / "evidence" / "release.py"]
     assert "version" not in CONFIG["metadata"]
     if "ROUNDTABLE_WHEEL" in os.environ:
-        assert metadata("roundtable")["Version"] == roundtable.__version__ == release().version
+        assert metadata("roundtable-fl")["Version"] == roundtable.__version__ == release().version
         if (ROOT / ".git").exists():
             assert release() == of_history(ROOT)
 
@@ -145,4 +145,4 @@ def test_types_are_declared() -> None:
 
 def test_the_licence_is_there_and_says_what_the_metadata_says() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
-    assert metadata("roundtable")["License-Expression"] == "Apache-2.0"
+    assert metadata("roundtable-fl")["License-Expression"] == "Apache-2.0"

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from roundtable.core.extras import DISTRIBUTION
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = configparser.ConfigParser()
 CONFIG.read(ROOT / "setup.cfg")
@@ -141,7 +143,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
 def test_constraints_pin_every_declared_library_within_its_range() -> None:
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     for name, requirement in {**RUNTIME, **EXTRAS}.items():
-        if name != "roundtable":
+        if name != DISTRIBUTION:
             assert name in pinned, f"constraints.txt does not pin {name}: python3 tools/house.py pins"
             assert requirement.specifier.contains(pinned[name]), (
                 f"{name}=={pinned[name]} is not in {requirement}"
@@ -151,7 +153,7 @@ def test_constraints_pin_every_declared_library_within_its_range() -> None:
 def test_every_declared_library_is_explained() -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text()
     explained = {canonicalize_name(name) for name in re.findall(r"^\| `([\w.-]+)`", page, re.MULTILINE)}
-    assert explained == (RUNTIME.keys() | EXTRAS.keys()) - {"roundtable"}
+    assert explained == (RUNTIME.keys() | EXTRAS.keys()) - {DISTRIBUTION}
 
 
 def test_no_file_speaks_of_one_machine() -> None:

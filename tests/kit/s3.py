@@ -12,7 +12,7 @@ import pytest
 @contextmanager
 def s3_bucket(environment: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a place in an empty bucket; skips where moto and s3fs are absent."""
-    reason = "a bucket on this machine needs s3fs and moto's server: pip install 'roundtable[s3,test]'"
+    reason = "a bucket on this machine needs s3fs and moto's server: pip install 'roundtable-fl[s3,test]'"
     s3fs = pytest.importorskip("s3fs", reason=reason)
     moto_server = pytest.importorskip("moto.server", reason=reason)
     server = moto_server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)

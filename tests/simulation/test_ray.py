@@ -7,7 +7,7 @@ import torch
 
 from roundtable.simulation.backends import ray_cluster
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install roundtable[ray]")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install roundtable-fl[ray]")
 pytestmark = pytest.mark.slow
 
 

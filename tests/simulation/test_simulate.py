@@ -235,7 +235,7 @@ def test_a_task_that_makes_no_sense_is_refused(make_job):
 
 def test_ray_that_is_not_installed_is_said(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ResourceError, match=r"pip install .roundtable\[ray\]"):
+    with pytest.raises(ResourceError, match=r"pip install .roundtable-fl\[ray\]"):
         run(simulation__backend="ray")
 
 
@@ -259,7 +259,7 @@ class TestTracking:
             raise ImportError(f"No module named {name!r}")
 
         monkeypatch.setattr("roundtable.core.observability.tracking.import_module", absent)
-        with pytest.raises(ResourceError, match=r"'roundtable\[wandb\]'"):
+        with pytest.raises(ResourceError, match=r"'roundtable-fl\[wandb\]'"):
             run(tracking={"wandb": "project"})
 
 
@@ -278,7 +278,7 @@ class TestPandas:
 
         history = run(rounds=1).history
         monkeypatch.setattr("roundtable.simulation.reporting.history.import_module", absent)
-        with pytest.raises(ResourceError, match=r"pip install 'roundtable\[pandas\]'"):
+        with pytest.raises(ResourceError, match=r"pip install 'roundtable-fl\[pandas\]'"):
             history.to_pandas()
 
 

@@ -95,7 +95,9 @@ def _draw(diagnosis: Diagnosis, path: Path) -> None:
     try:
         diagnosis.plot(path)
     except ImportError as error:
-        raise ResourceError(f"--plot needs matplotlib: pip install 'roundtable[plot]' ({error})") from error
+        raise ResourceError(
+            f"--plot needs matplotlib: pip install 'roundtable-fl[plot]' ({error})"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"--plot {path}: {error}; set [aggregation] diagnosis = true") from error
 

@@ -1,6 +1,6 @@
 """Buckets: a server of the S3 protocol on this machine, spoken to by s3fs as any other would be.
 
-Skipped where moto and s3fs are absent: `pip install 'roundtable[s3,test]'` in the environment of the tests.
+Skipped where moto and s3fs are absent: `pip install 'roundtable-fl[s3,test]'` where the tests run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.location import Location, Unreachable, blob_name
 
-s3fs = pytest.importorskip("s3fs", reason="pip install 'roundtable[s3,test]'")
+s3fs = pytest.importorskip("s3fs", reason="pip install 'roundtable-fl[s3,test]'")
 ONE = "[cohort]\nsize = 1\n[evaluation]\nevery = 0"
 
 
@@ -151,6 +151,6 @@ def test_a_kind_of_bucket_whose_library_is_missing_names_its_extra(
     monkeypatch.setitem(sys.modules, library, None)
     for protocol in (address.partition(":")[0], "s3a"):
         monkeypatch.delitem(registry, protocol, raising=False)
-    said = rf"bucket = '{address}' needs the library '{library}', .* install 'roundtable\[{extra}\]'$"
+    said = rf"bucket = '{address}' needs the library '{library}', .* install 'roundtable-fl\[{extra}\]'$"
     with pytest.raises(ConfigError, match=said):
         Location(address, "bucket")
