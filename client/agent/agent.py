@@ -263,9 +263,14 @@ class Agent:
                 "drained": self._drained.reason if self._drained else None,
             }
 
+        def note(*words: str, **detail: Any) -> None:
+            gate.silo_log.note(*words, **detail)
+            # Somebody may be held to it: it is signed at once.
+            gate.silo_log.seal()
+
         sources = ReportSources(config, name, gate.recent, connection, self._examine)
         make = partial(make_report, sources=sources)
-        return ReportDesk(config.state, config.diagnostics, gate.recent, gate.silo_log.note, make)
+        return ReportDesk(config.state, config.diagnostics, gate.recent, note, make)
 
     def _maintain(self, drained: Drained | None, handler: StepHandler, link: Link) -> None:
         """Somebody has drained the silo, or it takes part again: that is noted, and told."""

@@ -143,6 +143,9 @@ async def test_a_report_is_sent_as_a_person_saw_it_over_restarts_and_without_sec
         assert secret not in answered.report.decode()
     assert any("connected" in line["text"] for line in report["log"])
     assert actions(config).count("report_sent") == 1
+    sealed = [json.loads(line) for line in (config.state / "audit.jsonl").read_text().splitlines()]
+    sent = next(n for n, line in enumerate(sealed) if line.get("entry", {}).get("action") == "report_sent")
+    assert "seal" in sealed[sent + 1]
     assert list(ReportRequests(config.state).open_ones()) == []
     assert [file.stem for file in (config.state / "reports/sent").iterdir()] == [first.request]
     out = folder / "kept.json"

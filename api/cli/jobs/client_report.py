@@ -92,7 +92,7 @@ def _show(found: Report, output: Path | None) -> None:
     asked = f"{found.author} asked {found.silo} {ago(found.created)} (request {found.request})"
     again = f"`roundtable clients diagnose {found.silo} --again` asks anew."
     if found.status == "waiting":
-        say(f"{asked}. The silo has not seen it yet: it is asked as soon as it is connected.")
+        say(f"{asked}. The silo has not seen it yet: it is asked once connected, and needs a minute.")
     elif found.status == "shown":
         say(f"{asked}. The silo's people can see it, and have not answered yet.")
     elif found.status == "denied":
