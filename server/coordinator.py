@@ -47,7 +47,7 @@ from roundtable.server.services.storing import Storing
 from roundtable.server.services.upload_receipts import Receipts
 from roundtable.server.services.uploads import Uploads
 from roundtable.server.storage.artifact_store import ArtifactStore
-from roundtable.server.storage.audit_archiving import AuditArchiving
+from roundtable.server.storage.audit_archiving import AuditArchiving, check_can_archive
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.replicas import Replicas
 from roundtable.server.storage.retention import Retention, Stay
@@ -101,6 +101,7 @@ class Coordinator:
         for what is missing or wrong.
         """
         credentials = _coordinator_credentials(Path(self.config.credentials))
+        check_can_archive(self.config)
         _check_port(self.config.listen)
         leadership = self._leadership = Leadership(self.config, credentials)
         self._page = CoordinatorPage(self.config, self.observer, self.clock, lambda: leadership.sight)

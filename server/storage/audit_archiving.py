@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import Connection
@@ -19,6 +20,7 @@ from roundtable.core.errors import ConfigError, RoundtableError, StorageError
 from roundtable.core.evidence.audit_archive import LinesDigest, LogArchive, pack, statement_line, unpack
 from roundtable.core.evidence.audit_log import AuditEntry, entry, read_log
 from roundtable.core.identity.credentials import IDENTITY_KEY, SiloIdentity
+from roundtable.server.config import ServerConfig
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.replicas import Replicas
 from roundtable.server.store import ArtifactRow, Database
@@ -32,8 +34,17 @@ GATHERED_SECONDS = 30 * 86400.0
 """An archive is begun once its first entry is so much older than it must be: not one each hour."""
 
 
+def check_can_archive(config: ServerConfig) -> None:
+    """ConfigError where archives are wanted and there is nothing to sign them with."""
+    if config.retention.audit and not (Path(config.credentials) / IDENTITY_KEY).exists():
+        raise ConfigError(
+            f"[retention] audit archives the audit log under a signature, and {config.credentials} has no "
+            f"{IDENTITY_KEY}: issue the credentials anew, or leave audit out"
+        )
+
+
 class AuditArchiving:
-    """Archives what is older than `seconds`; nothing if that is 0. ConfigError without what it signs with."""
+    """Archives what is older than `seconds`; nothing if that is 0."""
 
     def __init__(
         self,
@@ -44,11 +55,6 @@ class AuditArchiving:
         ca: bytes,
         seconds: float,
     ) -> None:
-        if seconds and identity is None:
-            raise ConfigError(
-                f"[retention] audit archives the audit log under a signature, and the credentials have no "
-                f"{IDENTITY_KEY}: issue them anew, or leave audit out"
-            )
         self._database = database
         self._artifacts = artifacts
         self._replicas = replicas

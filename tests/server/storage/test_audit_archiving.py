@@ -251,10 +251,15 @@ async def test_nothing_is_archived_before_its_time_or_unsigned_or_last(
         assert await archiving(coordinator).run(ahead()) == 0
 
 
-def test_archives_need_a_signature(settings: Settings) -> None:
-    with pytest.raises(ConfigError, match=r"identity\.key"):
-        AuditArchiving(None, None, None, None, b"", DAY)  # type: ignore[arg-type]
-    assert settings(retention={"audit": 365}).retention.audit == 365
+async def test_archives_need_a_signature_also_where_a_coordinator_only_stands_by(
+    settings: Settings, certificates: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(certificates / "coordinator", tmp_path / "unsigned")
+    (tmp_path / "unsigned" / "identity.key").unlink()
+    config = settings(credentials=str(tmp_path / "unsigned"), retention={"audit": 365})
+    async with running(settings()):
+        with pytest.raises(ConfigError, match=r"has no identity\.key"):
+            await Coordinator(config).start()
 
 
 async def test_the_database_lets_only_archived_entries_go(settings: Settings, database: str) -> None:
