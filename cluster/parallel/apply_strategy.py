@@ -88,6 +88,10 @@ def split_tensors(
             }[style]
     if sequence:
         styles.update({name: SequenceParallel() for name in plan.norms if name in present})
+    # A shard of which dimension makes no difference to what treats each vector by itself.
+    styles.update(
+        {name: SequenceParallel(use_local_output=True) for name in plan.head_norms if name in present}
+    )
     parallelize_module(model, mesh, styles)
     _check_ties(model, ties)
     if sequence:

@@ -32,8 +32,9 @@ class LayerSplit:
     """Readers of a module's input split by columns, and a last layer split by rows; names within the module.
 
     `packed` are the sizes of the parts of readers that hold several; `counts` attributes that each rank has
-    its part of, such as the number of heads, `tables` embeddings with a number for each head. `handed` heads:
-    arguments of [batch, heads, ...] come as this rank's part, as other layers make them.
+    its part of, such as the number of heads, `tables` embeddings with a number for each head, `norms` of each
+    head's numbers by themselves, whose weights all heads share. `handed` heads: arguments of
+    [batch, heads, ...] come as this rank's part, as other layers make them.
     """
 
     readers: tuple[str, ...]
@@ -42,6 +43,7 @@ class LayerSplit:
     packed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
     handed: int = 0
+    norms: tuple[str, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -27,6 +27,14 @@ def is_heads(key: str, value: object) -> bool:
     return type(value) is int and _HEADS.fullmatch(key) is not None
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether it normalises each vector by itself, with weights of features: torch's, or a library's."""
+    parameters = list(module.parameters())
+    flat = bool(parameters) and all(parameter.dim() == 1 for parameter in parameters)
+    named = re.search(r"(RMS|Layer)Norm$", type(module).__name__) is not None
+    return flat and named and next(module.children(), None) is None
+
+
 class SplitFinder:
     """Finds the splits of modules; those of one kind, called alike, are tried once.
 
@@ -102,10 +110,14 @@ def _tried(
     inner = inputs_of_layer(module.get_submodule(last))
     heads, widths = _counts(module, readers, inner)
     numbers = {getattr(*attribute(module, key)) for key in heads}
-    tables = []
+    tables: list[str] = []
+    norms: list[str] = []
     for name in between(module, LayerSplit(readers, last), arguments):
         owner = name.rpartition(".")[0]
         layer = module.get_submodule(owner)
+        if is_norm(layer):
+            norms.append(owner)
+            continue
         if not isinstance(layer, nn.Embedding) or layer.embedding_dim not in numbers:
             return f"all heads use {name}, and a rank would learn it from its own heads alone"
         tables.append(owner)
@@ -113,7 +125,7 @@ def _tried(
     for packed in _packings(module, readers, inner):
         for counts in dict.fromkeys((heads, tuple(dict.fromkeys((*heads, *widths))))):
             for handed in (0, *numbers):
-                split = LayerSplit(readers, last, counts, packed, tuple(tables), handed)
+                split = LayerSplit(readers, last, counts, packed, tuple(tables), handed, tuple(norms))
                 reason = wrong_split(module, split, arguments)
                 if not reason:
                     return split

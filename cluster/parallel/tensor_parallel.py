@@ -10,7 +10,7 @@ between them run on shards of the sequence (Korthikanti et al. 2022, section 4.2
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from roundtable.cluster.parallel.anatomy import Anatomy, repeated_blocks
 from roundtable.cluster.parallel.forward_trace import Trace
 from roundtable.cluster.parallel.packed_layers import inputs_of_layer, is_dense, outputs_of
-from roundtable.cluster.parallel.split_finder import SplitFinder, is_heads
+from roundtable.cluster.parallel.split_finder import SplitFinder, is_heads, is_norm
 from roundtable.core.errors import TaskError
 
 Style = Literal["column", "row", "vocabulary", "head", "attention"]
@@ -40,7 +40,8 @@ class TensorParallel:
 
     `styles` maps module names; `inner` are the modules made of split pairs, with how they are given their
     input, as `entry` says of the first block; `packed` has the parts' sizes of layers that hold several.
-    `norms` run on sequence shards where that is possible, else `no_sequence` says why not. `heads` are
+    `norms` run on sequence shards where that is possible, else `no_sequence` says why not; `head_norms` on
+    each rank's heads, and their gradients are added up over the ranks. `heads` are
     counts, as (module, attribute), that each rank has its part of. `whole` says what stays unsplit, and
     why. `draws`: the model takes random numbers (dropout).
     """
@@ -49,6 +50,7 @@ class TensorParallel:
     inner: Mapping[str, Stream] = field(default_factory=dict)
     norms: tuple[str, ...] = ()
     heads: tuple[tuple[str, str], ...] = ()
+    head_norms: tuple[str, ...] = ()
     no_sequence: str = ""
     whole: tuple[str, ...] = ()
     draws: bool = False
@@ -112,11 +114,13 @@ def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> T
         finder.search(block)
     styles: dict[str, Style] = {}
     heads: list[tuple[str, str]] = []
+    head_norms: list[str] = []
     packed: dict[str, tuple[int, ...]] = {}
     for name, split in finder.splits.items():
         styles.update({f"{name}.{key}": "column" for key in split.columns})
         styles[f"{name}.{split.last}"] = "row"
         packed.update({f"{name}.{key}": sizes for key, sizes in split.packed.items()})
+        head_norms += [f"{name}.{key}" for key in split.norms]
         for count in split.counts:
             owner, _, key = f"{name}.{count}".rpartition(".")
             heads.append((owner, key))
@@ -128,11 +132,12 @@ def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> T
     entry = _stream(traced, anatomy.blocks[0]) if anatomy.blocks else Stream(1, "")
     if styles and anatomy.blocks:
         styles = {**_ends(model, anatomy, order), **styles}
-    norms, no_sequence = _norms(model, anatomy, styles, inner, traced)
+    norms, no_sequence = _norms(model, anatomy, styles, inner, head_norms, traced)
     return TensorParallel(
         styles=styles,
         inner=inner,
         norms=norms,
+        head_norms=tuple(head_norms),
         heads=tuple(heads),
         no_sequence=no_sequence,
         whole=(*finder.whole, *_whole_here(model, styles)),
@@ -189,14 +194,6 @@ def from_task(task: object, model: nn.Module, traced: Trace) -> TensorParallel |
     )
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Whether it normalises each vector by itself, with weights of features: torch's, or a library's."""
-    parameters = list(module.parameters())
-    flat = bool(parameters) and all(parameter.dim() == 1 for parameter in parameters)
-    named = re.search(r"(RMS|Layer)Norm$", type(module).__name__) is not None
-    return flat and named and next(module.children(), None) is None
-
-
 def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Style]:
     """Styles of embeddings before the blocks and of the linear head after them.
 
@@ -236,6 +233,7 @@ def _norms(
     anatomy: Anatomy,
     styles: Mapping[str, Style],
     inner: Mapping[str, Stream],
+    head_norms: Sequence[str],
     traced: Trace,
 ) -> tuple[tuple[str, ...], str]:
     """(norms between the split parts of every block, why the sequence cannot be sharded)."""
@@ -246,7 +244,8 @@ def _norms(
             return (), f"{name} is split outside the longest row of blocks"
     for name in inner:
         parameters = (key for key, _ in model.get_submodule(name).named_parameters(prefix=name))
-        if alone := next((key for key in parameters if key.rpartition(".")[0] not in styles), ""):
+        owned = {*styles, *head_norms}
+        if alone := next((key for key in parameters if key.rpartition(".")[0] not in owned), ""):
             return (), f"{alone} lies beside the split layers of {name}"
     norms: list[str] = []
     for block in anatomy.blocks:

@@ -85,8 +85,15 @@ def test_models_train_as_on_one_process_or_are_refused_with_a_reason() -> None:
 
 
 # Each for a way of its own to split or to checkpoint: Conv1D and fused projections over a sharded sequence,
-# a table of positions for each head, layers that end in a module of their own, a cache of keys and values.
-OF_LIBRARY = [("GPT-2", "tp sequence"), ("T5", "tp"), ("BERT", "tp"), ("Llama", "zero3 selective")]
+# a table of positions for each head, layers that end in a module of their own, norms that all heads share, a
+# cache of keys and values.
+OF_LIBRARY = [
+    ("GPT-2", "tp sequence"),
+    ("T5", "tp"),
+    ("BERT", "tp"),
+    ("Qwen3", "tp sequence"),
+    ("Llama", "zero3 selective"),
+]
 
 
 def test_models_of_a_library_train_as_on_one_process() -> None:

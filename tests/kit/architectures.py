@@ -423,6 +423,10 @@ ARCHITECTURES: dict[str, tuple[Task, str]] = {
         _library("MixtralForCausalLM", **_SIZES, num_key_value_heads=2, num_local_experts=4),
         "transformers",
     ),
+    "Qwen3": (
+        _library("Qwen3ForCausalLM", **_SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False),
+        "transformers",
+    ),
     "ResNet": (OfTorchvision("resnet"), "torchvision"),
     "ConvNeXt": (OfTorchvision("convnext"), "torchvision"),
     "U-Net": (GivenImages(UNet), ""),
