@@ -49,14 +49,13 @@ def _sums_of(module: nn.Module, names: list[str]) -> list[int]:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """int64 scalar, another one for almost any other values of the tensor."""
-    flat = tensor.detach().contiguous().flatten()
-    if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    whole = (
-        flat.numel() * flat.element_size() % 4 == 0 and flat.storage_offset() * flat.element_size() % 4 == 0
-    )
-    return flat.view(torch.int32 if whole else torch.uint8).sum(dtype=torch.int64)
+    """int64 scalar, another one for almost any other values of the tensor: a sum of its words of 8 bytes,
+    which wraps around, and of the bytes behind them."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    end = flat.numel() // 8 * 8
+    return flat[:end].view(torch.int64).sum() + flat[end:].sum(dtype=torch.int64)
 
 
 def _check_frozen(module: nn.Module, names: list[str]) -> None:

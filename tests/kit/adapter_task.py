@@ -30,7 +30,8 @@ class Block(nn.Module):
         self.first, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.queries, self.out = Adapted(WIDTH, 3 * WIDTH), Adapted(WIDTH, WIDTH)
         self.up, self.down = Adapted(WIDTH, 2 * WIDTH), Adapted(2 * WIDTH, WIDTH)
-        self.register_buffer("mask", torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
+        mask = torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool))
+        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.queries(self.first(x)).chunk(3, -1)

@@ -21,6 +21,7 @@ from roundtable.simulation import Result, simulate
 class Judged(Plain):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[float, int]]:
         chances = model(batch[0]).softmax(1)
+        assert len(batch[1]) <= 3, "evaluation.batch_size"
         truth, guess, size = batch[1] == 0, chances[:, 0] > 0.4, len(batch[1])
         return {
             "tp": (float((guess & truth).sum()), size),

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from roundtable.client.training.module_state import bit_sum
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
@@ -242,8 +243,9 @@ class Stack:
 
     def _versions(self) -> list[int]:
         """Grow whenever what a step must leave alone is written to."""
-        frozen = (each for each in self.model.parameters() if not each.requires_grad)
-        return [tensor._version for tensor in (self.anchor, *self.model.buffers(), *frozen)]
+        # What is written through `.data` moves no version.
+        frozen = [int(bit_sum(each)) for each in self.model.parameters() if not each.requires_grad]
+        return frozen + [tensor._version for tensor in (self.anchor, *self.model.buffers())]
 
 
 def _in_words(error: Exception) -> str:

@@ -149,7 +149,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs, _ = tree_flatten(result)
         known = [isinstance(out, Tensor) and self._key(out) in self._numbers for out in outputs]
         refs = tuple(self._output(out) for out in outputs)
-        view = all(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        view = func is torch.ops.aten._unsafe_view.default or all(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
         # A view of something that has the same place and shape already is that thing.
         if not (view and outputs and all(known)):
             self.recording.calls.append(Call(func, tuple(arguments), options, refs))
