@@ -131,8 +131,23 @@ class Gatekeeper:
     def sends(self, finished: Finished) -> None:
         """Writes down which update is about to leave: a receipt that never comes is then missed by name."""
         step, content = finished.step, finished.content
-        values = {"round": step.round, "attempt": step.attempt, "update": content.digest}
+        values = {
+            "round": step.round,
+            "attempt": step.attempt,
+            "update": content.digest,
+            "size": content.size,
+        }
         self.silo_log.note(self.name, "sent", step.job, job=step.job, **values)
+
+    def without_proof(self) -> list[Finished]:
+        """The newest updates that were sent and have no receipt, as far as the log tells of them.
+
+        An update's own description may be lost; what the log says is enough to ask for its receipt.
+        """
+        return [
+            Finished(StepKey(str(job), int(round), int(attempt), "train"), str(update), int(size), "", "")
+            for job, round, attempt, update, size in self.silo_log.unanswered()
+        ]
 
     def received(self, finished: Finished, receipt: Receipt) -> None:
         """Keeps a receipt as it came, and what seems to be wrong with it.

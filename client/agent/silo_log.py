@@ -37,6 +37,7 @@ _log = logging.getLogger("roundtable.agent")
 NAME = "audit.jsonl"
 ARCHIVES = "archives"
 _SEAL_EVERY = 20
+_ASKED_FOR = 20
 _DAY_SECONDS = 86400.0
 _GATHERED_DAYS = 30.0
 """An archive is begun once its first entry is so much older than it must be."""
@@ -65,6 +66,25 @@ class SiloLog:
         self._last = made
         if made.sequence - self._sealed >= _SEAL_EVERY:
             self.seal()
+
+    def unanswered(self) -> list[tuple[Any, ...]]:
+        """(job, round, attempt, digest, bytes) of the newest updates that were sent and have no receipt here.
+
+        Archives are not read: what they tell of is too old for a receipt to be had.
+        """
+        sent: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        for line in lines:
+            if '"action":"sent"' not in line and '"action":"receipt"' not in line:
+                continue
+            found = json.loads(line)["entry"]
+            detail, is_sent = found["detail"], found["action"] == "sent"
+            key = tuple(detail[name] for name in ("job", "round", "attempt", "update"))
+            if not is_sent:
+                sent.pop(key, None)
+            elif "size" in detail:
+                sent[key] = (*key, detail["size"])
+        return list(sent.values())[-_ASKED_FOR:]
 
     def seal(self) -> None:
         """Signs the log up to its end with the silo's identity; without one it is only chained.

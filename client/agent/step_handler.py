@@ -115,6 +115,10 @@ class StepHandler:
         for finished in self._spool.recover():
             _log.info("%s: finished earlier, to be delivered", finished.step)
             self._start_delivery(finished, fresh=False)
+        for finished in self.gate.without_proof():
+            if finished.step not in self._delivering:
+                _log.info("%s: sent earlier, and without a receipt: it is asked for", finished.step)
+                self._spawn(self._asking, finished.step, self._ask(finished))
 
     def handle(self, message: incoming.Message) -> None:
         """One message from the coordinator; one that did not pass the door is refused to its sender."""

@@ -82,12 +82,26 @@ class Uploads:
         self._begun: dict[str, str] = {}
 
     async def status(self, client: str, update: UploadOffer) -> agent_pb2.UploadState:
-        """How much has arrived, and whether the rest is wanted."""
+        """How much has arrived, and whether the rest is wanted.
+
+        Who names no layout has no bytes to send any more, and asks for the receipt alone, if there is one.
+        """
+        if not update.layout:
+            return await self._receipt_alone(client, update)
         offer = await self._consider(client, update)
         if isinstance(offer, Outcome):
             return agent_pb2.UploadState(receipt=self._receipts.give(client, update, offer))
         received = self._services.artifacts.received(offer.owner, update.digest)
         return agent_pb2.UploadState(offset=min(received, update.size), wanted=True)
+
+    async def _receipt_alone(self, client: str, update: UploadOffer) -> agent_pb2.UploadState:
+        job, step = update.at.job, update.at.step
+        decided = await self._services.database.read(
+            lambda connection: receipt_of(connection, job, step.round, step.attempt, client)
+        )
+        if decided is None:
+            return agent_pb2.UploadState(wanted=True)
+        return agent_pb2.UploadState(receipt=self._receipts.give(client, update, settled(decided, update)))
 
     async def receive(self, client: str, parts: AsyncIterator[Part]) -> Receipt:
         """Takes a whole upload; the receipt says what became of the update, durably."""

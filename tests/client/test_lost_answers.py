@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,10 @@ def log_of(lines: list[str], folder: Path, role: Any) -> Log:
     return read_log(lines, (folder / "ca" / "ca.crt").read_bytes(), role)
 
 
-def wait_until_proven(log: Path) -> None:
+def wait_until_proven(log: Path, rounds: int = len(PLACES)) -> None:
     """Returns when there is a receipt of each round: the agent goes on asking when the job is over."""
     end = time.monotonic() + 30
-    while log.read_text().count('"status":"ACCEPTED"') < len(PLACES):
+    while log.read_text().count('"status":"ACCEPTED"') < rounds:
         assert time.monotonic() < end, "no receipt came"
         time.sleep(0.05)
 
@@ -75,3 +77,44 @@ async def test_a_silo_proves_each_update_although_every_acknowledgement_is_cut_o
         range(1, len(PLACES) + 1)
     )
     assert all(detail["signed"] for detail in receipts)
+
+
+async def test_a_silo_that_has_lost_its_spool_asks_for_the_receipt_by_its_own_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The acknowledgement is cut off, the agent ends, and what described the update is gone."""
+    wires, reached = Wires(), threading.Event()
+    table: dict[str, Any] = {"task": "toy", "rounds": 1, "cohort": {"size": 1, "minimum": 1}}
+    job = JobConfig.model_validate({**table, "evaluation": {"every": 0}})
+    async with federation_of(tmp_path, "") as (address, folder):
+        wire = wires.lay(int(address.rpartition(":")[2]))
+
+        def durable(place: str, *_: object) -> None:
+            if place == "receipt_due":
+                wire.left = 0
+                reached.set()
+
+        monkeypatch.setattr(uploads, "failpoint", durable)
+        config = silo((f"127.0.0.1:{wire.port}", folder), "alder")
+        agent = Agent(config, Constant())
+        running = asyncio.create_task(agent.run())
+        model = Model(Layout.of({"w": torch.zeros(4)}), torch.zeros(4))
+        submitted = asyncio.create_task(asyncio.to_thread(run_job, (address, folder), job, model))
+        await asyncio.to_thread(reached.wait, 60)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await submitted
+        log = config.state / NAME
+        assert '"action":"sent"' in log.read_text()
+        assert '"action":"receipt"' not in log.read_text()
+        shutil.rmtree(config.state / "spool")
+
+        again = Agent(silo((address, folder), "alder"), Constant())
+        running = asyncio.create_task(again.run())
+        await asyncio.to_thread(wait_until_proven, log, 1)
+        again.stop()
+        await running
+    wires.close()
+    receipts = [each.detail for each in log_of(log.read_text().splitlines(), folder, "agent").entries]
+    (receipt,) = [detail for detail in receipts if "status" in detail]
+    assert (receipt["round"], receipt["status"], receipt["signed"]) == (1, "ACCEPTED", True)

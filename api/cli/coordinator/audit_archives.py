@@ -22,6 +22,7 @@ def archive(output: Path, authority: Path, coordinator: str | None, credentials:
     from roundtable.core.evidence.archive_shelf import keep_archive, stated_archive
 
     ca = authority.read_bytes()
+    output.mkdir(parents=True, exist_ok=True)
     with administrate(coordinator, credentials) as operator:
         all_of_them = [stated_archive(line, ca, "coordinator")[0] for line in operator.audit_archives()]
         wanted = [each for each in all_of_them if not (output / each.name).exists()]
