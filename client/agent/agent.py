@@ -28,6 +28,7 @@ from roundtable.client.agent.installation import CloneMemory, Installation
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.renewal import keep_renewed
 from roundtable.client.agent.secure_attempts import certificate_of
+from roundtable.client.agent.silo_log import Notes
 from roundtable.client.agent.spool import Spool
 from roundtable.client.agent.state_lock import locked
 from roundtable.client.agent.step_handler import StepHandler
@@ -104,6 +105,7 @@ class Agent:
         self._maintenance = Maintenance(config.state)
         self._drained: Drained | None = None
         self._idle: asyncio.Task[None] | None = None
+        self._notes = Notes()
         self._memory: CoordinatorMemory
         self._installation: Installation
         self._clones = CloneMemory(config.state, config.credentials)
@@ -165,6 +167,7 @@ class Agent:
             finally:
                 if self._idle is not None:
                     self._idle.cancel()
+                self._notes.close()
                 await handler.close()
                 await trainer.close()
                 await asyncio.to_thread(observer.close)
@@ -276,12 +279,11 @@ class Agent:
         """Somebody has drained the silo, or it takes part again: that is noted, and told."""
         was, self._drained = self._drained, drained
         if drained is None:
-            assert was is not None
-            _log.info("takes part again; it was drained: %s", was.reason or "no reason given")
-            handler.gate.silo_log.note(handler.gate.name, "resumed")
+            _log.info("takes part again; it was drained: %s", (was and was.reason) or "no reason given")
+            self._notes.add(partial(handler.gate.note, "resumed"))
         else:
             _log.info("drained, takes no new round: %s", drained.reason or "no reason given")
-            handler.gate.silo_log.note(handler.gate.name, "drained", reason=drained.reason, by=drained.by)
+            self._notes.add(partial(handler.gate.note, "drained", reason=drained.reason, by=drained.by))
             self._idle = asyncio.create_task(self._tell_idle(handler))
         link.send(outgoing.maintenance(drained.reason if drained else None))
 

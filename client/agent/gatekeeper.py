@@ -128,6 +128,10 @@ class Gatekeeper:
             return header
         return sign_update(header, self.name, identity, time.time())
 
+    def note(self, action: str, **detail: Any) -> None:
+        """Writes down what this silo's own people did; ResourceError where that cannot be written."""
+        self.silo_log.note(self.name, action, **detail)
+
     def sends(self, finished: Finished) -> None:
         """Writes down which update is about to leave: a receipt that never comes is then missed by name."""
         step, content = finished.step, finished.content

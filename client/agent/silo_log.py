@@ -11,13 +11,16 @@ decided by this log: what keeps a step from being done twice (releases.jsonl, ac
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from roundtable.client.agent.connection import Backoff
 from roundtable.client.durable_files import append_synced, replace_synced
 from roundtable.core.errors import IdentityError, ResourceError, RoundtableError
 from roundtable.core.evidence.archive_shelf import write_archive
@@ -40,7 +43,44 @@ _SEAL_EVERY = 20
 _ASKED_FOR = 20
 _DAY_SECONDS = 86400.0
 _GATHERED_DAYS = 30.0
+_DISK_SECONDS = 5.0
+"""How long at most between two tries to write the log."""
 """An archive is begun once its first entry is so much older than it must be."""
+
+
+async def until_written(note: Callable[[], None], troubled: Callable[[ResourceError], None]) -> None:
+    """Writes into the silo's log, however long its disk is full; `troubled` is told of the first error."""
+    backoff, told = Backoff(limit=_DISK_SECONDS), False
+    while True:
+        try:
+            return note()
+        except ResourceError as error:
+            if not told:
+                troubled(error)
+            told = True
+        await asyncio.sleep(backoff.next())
+
+
+class Notes:
+    """Notes of one kind, written one after the other beside other work, however long the disk is full."""
+
+    def __init__(self) -> None:
+        self._writing: asyncio.Task[None] | None = None
+
+    def add(self, note: Callable[[], None]) -> None:
+        """Writes it once those before it are written."""
+        self._writing = asyncio.create_task(self._write(self._writing, note))
+
+    def close(self) -> None:
+        """Gives up what could not be written."""
+        if self._writing is not None:
+            self._writing.cancel()
+
+    @staticmethod
+    async def _write(before: asyncio.Task[None] | None, note: Callable[[], None]) -> None:
+        if before is not None:
+            await before
+        await until_written(note, lambda error: _log.error("noted once that can be: %s", error))
 
 
 class SiloLog:

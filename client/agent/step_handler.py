@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from roundtable.client.agent.agent_observer import AgentObserver
-from roundtable.client.agent.connection import Backoff, Link
+from roundtable.client.agent.connection import Link
 from roundtable.client.agent.delivery import Delivery, log_receipt
 from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.model_cache import ModelCache
@@ -28,6 +28,7 @@ from roundtable.client.agent.secure_attempts import (
     MASKED,
     SecureAttempts,
 )
+from roundtable.client.agent.silo_log import until_written
 from roundtable.client.agent.spool import Finished, Spool
 from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.agent.step_worker import StepWorker
@@ -48,8 +49,6 @@ from roundtable.core.failpoints import failpoint
 
 _log = logging.getLogger("roundtable.agent")
 _ANSWERS_KEPT = 256
-_DISK_SECONDS = 5.0
-"""How long at most between two tries to write the silo's log."""
 
 
 class StepHandler:
@@ -219,16 +218,12 @@ class StepHandler:
 
     async def _noted(self, step: StepKey, note: Callable[[], None]) -> None:
         """Writes into the silo's log, however long its disk is full: so that no proof is lost."""
-        backoff, told = Backoff(limit=_DISK_SECONDS), False
-        while True:
-            try:
-                return note()
-            except ResourceError as error:
-                if not told:
-                    found = diagnose(error)
-                    self._reporter.trouble(step, found.kind, found.detail, "waits until it can be written")
-                told = True
-            await asyncio.sleep(backoff.next())
+
+        def troubled(error: ResourceError) -> None:
+            found = diagnose(error)
+            self._reporter.trouble(step, found.kind, found.detail, "waits until it can be written")
+
+        await until_written(note, troubled)
 
     async def _work(
         self, step: StepKey, instruction: StepInstruction, withdrawn: Sequence[asyncio.Task[None]] = ()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_disk import fill, small_disk
 
-from roundtable.client.agent.silo_log import NAME
+from roundtable.client.agent.silo_log import NAME, Notes
 from roundtable.core import JobConfig
+from roundtable.core.errors import ResourceError
 from roundtable.proto import agent_pb2, common_pb2
 
 KEY = ("job-1", 1, 1, "train")
@@ -80,3 +83,23 @@ async def test_a_receipt_waits_for_room_in_the_silos_log(cramped, log, meanwhile
         await coordinator.until(lambda: noted(silo)["receipt"] >= times)
     assert noted(silo)["receipt"] == times
     assert len([at for at in coordinator.uploads[KEY].offsets if at == 0]) == times
+
+
+async def test_what_people_do_is_noted_in_its_order_once_there_is_room(log) -> None:
+    """Draining counts at once, and ends no agent whose disk is full at that moment."""
+    full, done, written = [True, True, True], asyncio.Event(), list[str]()
+
+    def note(what: str) -> None:
+        if full:
+            full.pop()
+            raise ResourceError("the silo's log cannot be written")
+        written.append(what)
+        if what == "resumed":
+            done.set()
+
+    notes = Notes()
+    notes.add(partial(note, "drained"))
+    notes.add(partial(note, "resumed"))
+    await asyncio.wait_for(done.wait(), 60)
+    assert written == ["drained", "resumed"]
+    assert len([line for line in log.lines if "noted once that can be" in line]) == 1
