@@ -899,7 +899,7 @@ class UploadHeader(google.protobuf.message.Message):
     TIME_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     layout: builtins.str
-    """Layout that the vector has."""
+    """Layout that the vector has; empty in UploadStatus where nothing is left to be sent, and a receipt alone is asked for."""
     encoding: builtins.str
     """Name of the encoding: float32, bfloat16, or "masked" in secure aggregation."""
     examples: builtins.int
