@@ -64,6 +64,13 @@ class ClientWork:
         """Whether the answer still matters."""
         return self._due.get(due.index) == due
 
+    def shared_failure(self) -> Failed | None:
+        """A mistake in the task, where all of several clients that were tried have met one; the first's."""
+        answers = [answer for _, answer in self.answers.values()]
+        failed = [answer for answer in answers if isinstance(answer, Failed) and answer.kind == "task_error"]
+        several = len(answers) > 1 or len(self._world.names) == 1
+        return failed[0] if several and len(failed) == len(answers) else None
+
     def take_answer(self, index: int) -> tuple[int, Trained | Failed]:
         """The row of the client's update, and its answer; the client has no work any more."""
         del self._due[index]

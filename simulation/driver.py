@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError
+from roundtable.core.errors import AggregationError, InvalidUpdate, RoundtableError, TaskError
 from roundtable.core.models import Model, model_digest
 from roundtable.engine import (
     RoundEngine,
@@ -189,6 +189,12 @@ class Driver:
         wanted = state.attempt.target - len(state.attempt.updates) - len(self._work.answers)
         held = {update.row for update in (*state.attempt.updates.values(), *state.buffer.values())}
         self._work.train(due.step, vector, max(self._pacing.least_together, wanted), held)
+        if not self.history and not state.attempt.updates and (failure := self._work.shared_failure()):
+            # To ask others, and these again, would show the same once for each of them.
+            raise TaskError(
+                f"nothing was trained: the task fails at each of the {len(self._work.answers)} clients that "
+                f"were tried. {failure.client}: {failure.detail}\n{failure.trace}".rstrip()
+            )
 
     def _aggregate(self, action: m.Aggregate) -> None:
         step, seed = action.step, self.world.job.seed

@@ -121,7 +121,7 @@ def simulate(
             run.path if run else None,
         )
         trackers.close(finished=True)
-        if run is not None:
+        if run is not None and history.records:
             run.finish(history, model)
             if result.clients.rows:
                 result.clients.to_csv(run.path / "clients.csv")

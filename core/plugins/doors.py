@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from blake3 import blake3
@@ -128,13 +128,25 @@ def foreign_frames(error: BaseException) -> list[ForeignFrame]:
 
     What belongs to this package is known by its import name: its folders are elsewhere in a checkout.
     """
-    frames = []
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module, file = frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename)
-        library = "site-packages" in file.parts or module.partition(".")[0] in sys.stdlib_module_names
-        if not library and module.partition(".")[0] != "roundtable":
-            frames.append(ForeignFrame(file.name, line, frame.f_code.co_name))
-    return frames
+    return [
+        ForeignFrame(Path(frame.f_code.co_filename).name, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_foreign(frame)
+    ]
+
+
+def foreign_trace(error: BaseException) -> str:
+    """The traceback from the first of those frames on, and the whole one where there is none."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    first = next((place for place, frame in enumerate(frames) if _is_foreign(frame)), 0)
+    told = traceback.TracebackException.from_exception(error)
+    told.stack = traceback.StackSummary.from_list(told.stack[first:])
+    return "".join(told.format())
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    top, file = frame.f_globals.get("__name__", "").partition(".")[0], Path(frame.f_code.co_filename)
+    return "site-packages" not in file.parts and top not in (*sys.stdlib_module_names, "roundtable")
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from roundtable.client.training.local_work import Execution
 from roundtable.client.training.silo_account import Protection
 from roundtable.client.training.tuning import tuner
 from roundtable.core.errors import ConfigError, InvalidUpdate, RoundtableError
-from roundtable.core.plugins.doors import described
+from roundtable.core.plugins.doors import described, foreign_trace
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.task import initial_state, told
 from roundtable.privacy import NoiseSource, SeededNoise
@@ -173,7 +172,7 @@ def failure_of(client: str, error: Exception) -> Failed:
     else:
         kind = "task_error"
     detail = str(error) if isinstance(error, RoundtableError) else described(error)
-    return Failed(client, kind, detail, "".join(traceback.format_exception(error)))
+    return Failed(client, kind, detail, foreign_trace(error))
 
 
 def allocate_rows(count: int, columns: int, limit: int = ROWS_IN_MEMORY) -> Tensor:

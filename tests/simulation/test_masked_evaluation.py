@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from roundtable.client.training.metrics import left_out_or_cut, summable
+from roundtable.core.errors import TaskError
 from roundtable.simulation.reporting.plots import curves
 
 SUMMED = {
@@ -70,10 +71,10 @@ def test_groups_are_added_up(run):
         assert one[name] == (pytest.approx(total, abs=1e-2), count)
 
 
-def test_a_client_that_cannot_measure_drops_out(run):
-    unknown = run(**{**SUMMED, "evaluation__bounds": {"recall": 1.0}, "cohort__retries": 0})
-    assert unknown.status == "paused"
-    assert "evaluation.bounds names recall, and the task measures accuracy, loss" in unknown.reason
+def test_bounds_of_what_no_client_measures_end_the_run(run):
+    said = "evaluation.bounds names recall, and the task measures accuracy, loss"
+    with pytest.raises(TaskError, match=said):
+        run(**{**SUMMED, "evaluation__bounds": {"recall": 1.0}, "cohort__retries": 0})
 
 
 def test_what_the_sum_does_not_hold_as_measured_is_said_once(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,20 @@ def test_a_failing_client_is_named_and_the_round_goes_on(run):
     reason = result.history.records[0].failures["client-1"]
     assert "data() failed for client-1: ValueError: column 'age' is missing (worlds.py, line " in reason
     assert reason.endswith(", in data)")
+
+
+@pytest.mark.parametrize("backend", ["sequential", "processes", "vectorised"])
+def test_a_mistake_that_all_clients_meet_ends_the_run_with_its_traceback(make_job, tmp_path, backend):
+    """Not asked again and again; and nothing that did not train leaves a model, a table or a curve."""
+    job = make_job("Unlearnable", simulation__backend=backend, simulation__workers=2)
+    with pytest.raises(TaskError) as told:
+        simulate(job, folder=HERE, run_dir=tmp_path / "run")
+    said = str(told.value)
+    assert re.search(r"nothing was trained: the task fails at each of the \d clients that were tried", said)
+    assert re.search(r'\n  File ".*worlds.py", line \d+, in loss\n', said)
+    assert said.endswith("ValueError: no label 'outcome'")
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not left & {"model.safetensors", "curves.png", "history.csv", "clients.csv"}
 
 
 def test_when_too_many_fail_the_job_pauses_with_the_reason(run):

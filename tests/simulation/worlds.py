@@ -124,6 +124,13 @@ class Broken(Perceptron):
         return super().data(site)
 
 
+class Unlearnable(Perceptron):
+    """Its loss has a bug."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("no label 'outcome'")
+
+
 class _Locked(Dataset[Any]):
     """A data set that cannot be pickled."""
 
