@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -57,15 +58,19 @@ def free_port() -> int:
 
 
 class LightAgent:
-    """One agent as the coordinator sees it; it answers every instruction with a vector of ones."""
+    """One agent as the coordinator sees it; it answers every instruction with a vector of ones.
 
-    def __init__(self, folder: Path, port: int, arrivals: list[tuple[int, float]]) -> None:
+    It answers at once, or as silos that train do: after `train` seconds at most, and half of that at least.
+    """
+
+    def __init__(self, folder: Path, port: int, arrivals: list[tuple[int, float]], train: float) -> None:
         held = load_credentials(folder)
         secrets = grpc.ssl_channel_credentials(held.ca, held.key, held.certificate)
         options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
         self._channel = grpc.aio.secure_channel(f"localhost:{port}", secrets, options=options)
         self._stub: Any = agent_pb2_grpc.AgentsStub(self._channel)
         self._arrivals = arrivals
+        self._train = train
 
     async def run(self) -> None:
         """Takes part until cancelled; comes back after a loss."""
@@ -94,6 +99,8 @@ class LightAgent:
             await call.write(agent_pb2.FromAgent(heartbeat=agent_pb2.Heartbeat(state="available")))
 
     async def _answer(self, instruction: agent_pb2.Instruction) -> None:
+        if self._train:
+            await asyncio.sleep(self._train * random.uniform(0.5, 1))
         data = torch.ones(VALUES).numpy().tobytes()
         header = agent_pb2.UploadHeader(
             step=instruction.step,
@@ -110,10 +117,10 @@ class LightAgent:
         await self._stub.Upload(parts())
 
 
-async def be_agents(folder: Path, port: int, first: int, count: int) -> None:
+async def be_agents(folder: Path, port: int, first: int, count: int, train: float) -> None:
     """A process full of agents, until its standard input ends; then it prints when instructions came."""
     arrivals: list[tuple[int, float]] = []
-    agents = [LightAgent(folder / f"agent{n}", port, arrivals) for n in range(first, first + count)]
+    agents = [LightAgent(folder / f"agent{n}", port, arrivals, train) for n in range(first, first + count)]
     tasks = [asyncio.create_task(agent.run()) for agent in agents]
     await asyncio.to_thread(sys.stdin.read)
     for task in tasks:
@@ -148,8 +155,9 @@ def coordinator(folder: Path, port: int, metrics: str = "") -> Iterator[psutil.P
 class Load:
     """One run against one coordinator."""
 
-    def __init__(self, folder: Path, agents: int, cohort: int, rounds: int) -> None:
+    def __init__(self, folder: Path, agents: int, cohort: int, rounds: int, train: float = 0.0) -> None:
         self.folder, self.agents, self.cohort, self.rounds = folder, agents, cohort, rounds
+        self.train = train
         self.port = free_port()
         self.started: dict[int, float] = {}
 
@@ -184,6 +192,7 @@ class Load:
                     __file__,
                     "--be-agents",
                     *map(str, (self.folder, self.port, first, min(AGENTS_A_PROCESS, self.agents - first))),
+                    str(self.train),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -270,8 +279,8 @@ def _cpu(process: psutil.Process) -> float:
 def main() -> int:
     """Runs it."""
     if sys.argv[1:2] == ["--be-agents"]:
-        folder, port, first, count = sys.argv[2:]
-        asyncio.run(be_agents(Path(folder), int(port), int(first), int(count)))
+        folder, port, first, count, train = sys.argv[2:]
+        asyncio.run(be_agents(Path(folder), int(port), int(first), int(count), float(train)))
         return 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")

@@ -1,6 +1,7 @@
 """Hours of rounds: memory, descriptors, threads, database, artifacts and latency, with a picture.
 
     python benchmarks/soak.py --minutes 180                  # 200 light agents and a whole one, over TLS
+    python benchmarks/soak.py --minutes 180 --train 20     # which train for 10 to 20 seconds a round
     python benchmarks/soak.py --virtual-hours 24             # a day of the simulator's time
     python benchmarks/soak.py --judge build/soak             # what an earlier run has left
 
@@ -196,10 +197,10 @@ def whole_agent(load: Load) -> Iterator[psutil.Process]:
         process.wait(60)
 
 
-def soak(folder: Path, samples: Path, agents: int, minutes: float) -> None:
+def soak(folder: Path, samples: Path, agents: int, minutes: float, train: float) -> None:
     """Real rounds, one after the other, until the time is over."""
     page = f"127.0.0.1:{free_port()}"
-    load = Load(folder, agents, agents + 1, 0)
+    load = Load(folder, agents, agents + 1, 0, train)
     load.prepare()
     recorder = Recorder(
         samples,
@@ -207,6 +208,7 @@ def soak(folder: Path, samples: Path, agents: int, minutes: float) -> None:
         said=f"{agents} light agents and a whole one, {minutes:g} minutes of rounds",
         agents=agents,
         minutes=minutes,
+        train=train,
     )
     with (
         coordinator(folder, load.port, page) as hub,
@@ -256,6 +258,8 @@ def _sample(
     rounds: Rounds,
 ) -> dict[str, float]:
     state = folder / "state"
+    # Before it is asked anything: an answer about a long job takes some megabytes for a moment.
+    its = _of([hub])
     with urlopen(f"http://{page}/metrics") as answer:
         series = sum(not line.startswith(b"#") for line in answer)
     family = [agent, *agent.children(recursive=True)]
@@ -264,7 +268,7 @@ def _sample(
         "round": rounds.seconds(),
         "status": _milliseconds(operator.status),
         "job": _milliseconds(lambda: operator.job(job)),
-        **_of([hub]),
+        **its,
         "series": series,
         "database": sum(file.stat().st_size for file in state.glob("*.db")) / 1e6,
         "wal": sum(file.stat().st_size for file in state.glob("*.db-wal")) / 1e6,
@@ -354,6 +358,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=0.0, help="of real rounds")
     parser.add_argument("--agents", type=int, default=200, help="light ones")
+    parser.add_argument("--train", type=float, default=0.0, help="the most seconds that a light one trains")
     parser.add_argument("--virtual-hours", type=float, default=0.0, help="of the simulator's time")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder of samples and picture")
     parser.add_argument("--judge", type=Path, metavar="FOLDER", help="run nothing; judge what is there")
@@ -368,7 +373,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="roundtable-soak-") as folder:
             if chosen.minutes:
-                soak(Path(folder), chosen.out / "real.jsonl", chosen.agents, chosen.minutes)
+                soak(Path(folder), chosen.out / "real.jsonl", chosen.agents, chosen.minutes, chosen.train)
             if chosen.virtual_hours:
                 soak_virtual(Path(folder), chosen.out / "virtual.jsonl", chosen.virtual_hours)
     except KeyboardInterrupt:
