@@ -118,7 +118,7 @@ def _begun(case: Case, start: Tensor) -> RankTrainer:
 def _fit(trainer: RankTrainer, folder: Path, checkpoint: int) -> float:
     """Trains a round with a checkpoint between two meetings; how far apart the replicas are then."""
     data, _ = trainer.task.data(Site("silo"))
-    checkpoints, done = Checkpoints([folder], 1, _group()), RoundProgress()
+    checkpoints, done = Checkpoints(folder, [], 1, _group()), RoundProgress()
     apart = [0.0]
 
     def watch(report: StepReport) -> None:
@@ -139,7 +139,7 @@ def _fit(trainer: RankTrainer, folder: Path, checkpoint: int) -> float:
 
 def _go_on(trainer: RankTrainer, folder: Path) -> None:
     data, _ = trainer.task.data(Site("silo"))
-    checkpoints, batches = Checkpoints([folder], 1, _group()), trainer.batches(data, 1)
+    checkpoints, batches = Checkpoints(folder, [], 1, _group()), trainer.batches(data, 1)
     newest = checkpoints.newest(1, "m")
     assert newest is not None
     assert trainer.optimizer is not None

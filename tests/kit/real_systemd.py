@@ -12,11 +12,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
 import roundtable
@@ -73,7 +73,8 @@ class RealSystemd:
             "scratch": scratch,
             "root": scratch / "root",
             "python": python,
-            "packages": sysconfig.get_paths()["purelib"],
+            # Of the libraries: a wheel in an environment of its own is not beside them.
+            "packages": Path(grpc.__file__).parents[1],
             "tree": Path(roundtable.__file__).parent.parent,
             "name": f"python{sys.version_info.major}.{sys.version_info.minor}",
             "systemd": SYSTEMD,
