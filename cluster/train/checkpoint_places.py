@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,11 @@ from roundtable.core.errors import ConfigError, ResourceError, RoundtableError
 from roundtable.core.extras import missing
 
 STATE = "state.json"
+# Whoever writes into a place for copies chooses these names, and they become paths here.
+_CHECKPOINT = re.compile(r"round-\d{6,20}-(?:step-\d{8,20}|end)")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOST_BYTES = 16 << 20
 
 
 def checkpoint_folder(folder: Path, job: str) -> Path:
@@ -51,16 +57,26 @@ class Mirror:
         """The checkpoints that are there."""
         with self._asking():
             found = self._files.glob(f"{self._root}/*/{STATE}")
-        return [str(path).split("/")[-2] for path in found]
+        names = (str(path).split("/")[-2] for path in found)
+        return [name for name in names if _CHECKPOINT.fullmatch(name)]
 
     def describe(self, name: str) -> dict[str, Any]:
-        """A checkpoint's description. Raises ValueError where it is none."""
+        """A checkpoint's description, its files' names checked. Raises ValueError where it is none."""
+        with self._asking():
+            size = self._files.size(f"{self._root}/{name}/{STATE}")
+        if size is None or size > _MOST_BYTES:
+            raise ValueError(f"the description of {name} has {size} bytes")
         with self._asking():
             text = self._files.cat_file(f"{self._root}/{name}/{STATE}")
-        document = json.loads(text)
-        if not isinstance(document, dict):
-            raise ValueError(f"{name} has no description")
-        return document
+        try:
+            document = json.loads(text)
+            files = document["files"].items()
+        except (RecursionError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{name} has no description") from error
+        for file, digest in files:
+            if not (_FILE.fullmatch(file) and isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+                raise ValueError(f"{name} names a file that cannot be one of a checkpoint's")
+        return dict(document)
 
     def put(self, folder: Path) -> None:
         """Copies a checkpoint."""

@@ -9,6 +9,7 @@ fetched and checked where the folder has no whole one that is as new.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -219,7 +220,7 @@ class Checkpoints:
             try:
                 document = json.loads((folder / STATE).read_text()) if place is None else place.describe(name)
                 files: Mapping[str, str] = document["files"]
-                position = Position(**document["position"])
+                position = _position(document["position"])
                 if not wanted(position):
                     continue
                 if place is not None:
@@ -229,6 +230,17 @@ class Checkpoints:
                     yield folder, position
             except (OSError, ValueError, KeyError, TypeError, ResourceError):
                 continue
+
+
+def _position(values: Mapping[str, Any]) -> Position:
+    """ValueError or TypeError for values that no checkpoint of ours has: a copy's are another machine's."""
+    position = Position(**values)
+    counts = (position.round, position.step, position.seen, position.replicas)
+    if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
+        raise ValueError("a count of the position is none")
+    if not isinstance(position.model, str) or not math.isfinite(position.loss_sum):
+        raise ValueError("the position's model or loss is none")
+    return position
 
 
 def _own(place: int) -> str:
@@ -267,8 +279,6 @@ def _fetch(mirror: Mirror, name: str, files: Mapping[str, str], folder: Path, po
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in files:
-        if Path(file).name != file:
-            raise ValueError(f"{name} names the file {file!r}")
         mirror.fetch(name, file, folder / file)
         if digest_of(folder / file) != files[file]:
             raise ValueError(f"{file} of {name} is damaged at {mirror.address}")

@@ -17,7 +17,9 @@ def checkpoint(folder: Path, step: int) -> Path:
     place = folder / f"round-000001-step-{step:08d}"
     place.mkdir(parents=True)
     (place / "shard-1.safetensors").write_bytes(bytes([step]) * 1000)
-    (place / "state.json").write_text(json.dumps({"position": {}, "files": {"shard-1.safetensors": "d"}}))
+    (place / "state.json").write_text(
+        json.dumps({"position": {}, "files": {"shard-1.safetensors": "d" * 64}})
+    )
     return place
 
 
@@ -31,7 +33,7 @@ def go_through(mirror: Mirror, other: Mirror, folder: Path) -> None:
     # The second time it replaces what is there.
     mirror.put(second)
     assert sorted(mirror.names()) == [first.name, second.name]
-    assert mirror.describe(second.name)["files"] == {"shard-1.safetensors": "d"}
+    assert mirror.describe(second.name)["files"] == {"shard-1.safetensors": "d" * 64}
     mirror.fetch(second.name, "shard-1.safetensors", folder / "back")
     assert (folder / "back").read_bytes() == bytes([2]) * 1000
     mirror.remove(first.name)
@@ -48,6 +50,37 @@ def test_a_folder_and_a_bucket_hold_copies(tmp_path: Path, monkeypatch: pytest.M
         lost = Mirror("s3://no-such-bucket/checkpoints", "job-1")
         with pytest.raises(ResourceError, match="s3://no-such-bucket/checkpoints, the place for copies of"):
             lost.put(checkpoint(tmp_path, 3))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"files": {"../../../x": "0" * 64}},
+        {"files": {"..": "0" * 64}},
+        {"files": {"a.safetensors": "short"}},
+        {"files": ["a"]},
+        {},
+        [],
+    ],
+)
+def test_what_others_write_into_a_place_names_no_path_here(tmp_path: Path, state: object) -> None:
+    name = "round-000001-step-00000002"
+    for strange in ("..", "x", name, "round-000001-step-00000002-and-more"):
+        (tmp_path / "disk" / "job-1" / strange).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "disk" / "job-1" / strange / "state.json").write_text(json.dumps(state))
+    mirror = Mirror(str(tmp_path / "disk"), "job-1")
+    assert mirror.names() == [name]
+    with pytest.raises(ValueError, match=name):
+        mirror.describe(name)
+
+
+def test_a_description_that_would_fill_the_memory_or_the_stack_is_none(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path / "disk" / "job-1", 2) / "state.json"
+    mirror = Mirror(str(tmp_path / "disk"), "job-1")
+    for text in ("[" * 100_000, " " * (17 << 20)):
+        place.write_text(text)
+        with pytest.raises(ValueError, match=place.parent.name):
+            mirror.describe(place.parent.name)
 
 
 def test_an_address_that_nothing_reads_is_refused_when_the_agent_starts() -> None:
