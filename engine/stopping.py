@@ -55,12 +55,11 @@ def missing_metric(stop: StopTable, trend: Trend, measured: Iterable[str]) -> st
 
 
 def _sign(stop: StopTable) -> float:
-    larger = stop.larger_is_better
-    if larger is None:
-        larger = larger_is_better(stop.metric or "")
-    return 1.0 if larger else -1.0
+    return 1.0 if larger_is_better(stop.metric or "", stop) else -1.0
 
 
-def larger_is_better(metric: str) -> bool:
-    """What a metric's name says of its direction."""
+def larger_is_better(metric: str, stop: StopTable) -> bool:
+    """A metric's direction: as `[stop]` states it of its own metric; else what the metric's name says."""
+    if metric == stop.metric and stop.larger_is_better is not None:
+        return stop.larger_is_better
     return not any(word in metric for word in ("loss", "error", "rmse", "_mae", "_ece"))

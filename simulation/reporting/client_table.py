@@ -6,12 +6,12 @@ import csv
 import io
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from typing_extensions import override
 
-from roundtable.core.config import JobConfig
+from roundtable.core.config import JobConfig, StopTable
 from roundtable.core.foreign_text import printable
 from roundtable.core.paths import AnyPath
 from roundtable.engine.messages import RoundRecord
@@ -24,26 +24,32 @@ _SHOWN = 20
 @dataclass(frozen=True)
 class Fairness:
     """A metric over clients, each weighing alike: its mean, its standard deviation, and the mean of the worst
-    tenth (at least one client)."""
+    tenth (at least one client), and which end was taken for the worst."""
 
     clients: int
     mean: float
     spread: float
     worst_tenth: float
+    larger_is_better: bool
 
 
 @dataclass(frozen=True)
 class ClientTable:
-    """Clients' figures in one round, by name; what a client has not measured or defined is missing."""
+    """Clients' figures in one round, by name; what a client has not measured or defined is missing.
+
+    `stop` is the job's: the direction that it states of its metric holds here too.
+    """
 
     round: int
     rows: Mapping[str, Mapping[str, float]]
+    stop: StopTable = field(default_factory=StopTable)
 
     @classmethod
     def of(cls, job: JobConfig, record: RoundRecord) -> ClientTable:
         """Of a committed round; without rows where no client told what it measured."""
         told = record.client_metrics.items()
-        return cls(record.round, {name: means(worked_out(sums, job.metrics)[0]) for name, sums in told})
+        rows = {name: means(worked_out(sums, job.metrics)[0]) for name, sums in told}
+        return cls(record.round, rows, job.stop)
 
     @property
     def columns(self) -> list[str]:
@@ -61,8 +67,9 @@ class ClientTable:
             mean = math.fsum(values) / len(values)
             spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
             tenth = max(1, len(values) // 10)
-            worst = values[:tenth] if larger_is_better(metric) else values[-tenth:]
-            found[metric] = Fairness(len(values), mean, spread, math.fsum(worst) / tenth)
+            larger = larger_is_better(metric, self.stop)
+            worst = values[:tenth] if larger else values[-tenth:]
+            found[metric] = Fairness(len(values), mean, spread, math.fsum(worst) / tenth, larger)
         return found
 
     def __iter__(self) -> Iterator[dict[str, str | int | float]]:

@@ -92,6 +92,15 @@ def test_figures_over_clients_are_those_of_all_their_data(tmp_path: Path) -> Non
     assert table.lines()[-1].split()[:2] == ["worst", "tenth"]
 
 
+def test_the_worst_clients_follow_the_direction_that_a_job_states() -> None:
+    table = run(stop={"metric": "loss", "larger_is_better": True}).clients
+    values = [each["loss"] for each in table.rows.values()]
+    assert min(values) < max(values)
+    fair = table.fairness["loss"]
+    assert (fair.worst_tenth, fair.larger_is_better) == (min(values), True)
+    assert table.fairness["kind_accuracy"].larger_is_better
+
+
 def test_a_figure_can_end_a_job() -> None:
     result = run(rounds=9, stop={"metric": "first_auroc", "target": 0.01})
     assert len(result.history) == 1
