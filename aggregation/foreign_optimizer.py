@@ -112,7 +112,7 @@ def find_optimizer(name: str, parameters: Mapping[str, object], folder: Path | N
         kind = resolve("server optimizer", name, OPTIMIZERS, ENTRY_POINT_GROUP, folder)
         if not isinstance(kind, type):
             raise ConfigError(
-                f"{reference}{place_of(kind)} is no class with the methods of a ServerOptimizer"
+                f"{reference}{place_of(kind)} is not a class with the methods of a ServerOptimizer"
             )
         check_methods(reference, kind, _METHODS)
     inner = create(reference, kind, parameters, table)

@@ -208,7 +208,7 @@ def _write(folder: Path, name: str, text: str, found: FetchedJob) -> None:
 
 def _fetch(operator: OperatorClient, digest: str, path: Path, found: FetchedJob) -> None:
     if not is_digest(digest):
-        raise ProtocolError(f"the coordinator names a model {digest[:64]!r}, which is no digest")
+        raise ProtocolError(f"the coordinator names a model {digest[:64]!r}, which is not a digest")
     if not (path.exists() and blake3().update_mmap(path).hexdigest() == digest):
         try:
             operator.get_artifact(digest, _ANY_SIZE, path)

@@ -25,7 +25,7 @@ _Number = TypeVar("_Number", int, float)
 def word(text: str, what: str) -> str:
     """An identifier: up to 128 letters, digits and "_.:-", beginning with a letter or digit."""
     if not is_word(text):
-        raise ProtocolError(f"{what} {printable(text, 80)!r} is no valid identifier")
+        raise ProtocolError(f"{what} {printable(text, 80)!r} is not a valid identifier")
     return text
 
 
@@ -76,5 +76,5 @@ def name(value: str, most: int, what: str) -> str:
     """A printable text of 1 to `most` characters."""
     if not value or len(value) > most or not value.isprintable():
         shown = printable(value, 80)
-        raise ProtocolError(f"{what} {shown!r} is no name: 1 to {most} printable characters can be")
+        raise ProtocolError(f"{what} {shown!r} is not a name: 1 to {most} printable characters can be")
     return value

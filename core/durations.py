@@ -19,5 +19,5 @@ def parse_duration(value: Any) -> float:
     elif isinstance(value, str) and (match := _PATTERN.fullmatch(value)):
         seconds = float(match[1]) * _UNITS[match[2]]
     if not seconds < _LONGEST:
-        raise ValueError(f'{value!r} is no duration; write 30, "30s", "10m", "2h" or "1d"')
+        raise ValueError(f'{value!r} is not a duration; write 30, "30s", "10m", "2h" or "1d"')
     return seconds

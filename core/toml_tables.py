@@ -40,7 +40,7 @@ def json_only(value: Any, key: str = "") -> Any:
         for inner in value:
             json_only(inner, key)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{key}{value} is no number that can be used here")
+        raise ValueError(f"{key}{value} is not a number that can be used here")
     elif not isinstance(value, (str, int, float, type(None))):
         raise ValueError(f"{key}{value} is a {type(value).__name__}; write it as text in quotes")
     return value

@@ -54,7 +54,7 @@ def sampling_of(job: JobConfig, population: int) -> SamplingModel:
 def level_of(job: JobConfig) -> Private:
     """The job's level. Raises `PrivacyError` for a job without a guarantee."""
     if isinstance(job.privacy, NoPrivacy):
-        raise PrivacyError("this job has no privacy to plan: set privacy.level")
+        raise PrivacyError("the job uses no differential privacy; set privacy.level to plan it")
     return job.privacy
 
 

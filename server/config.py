@@ -144,7 +144,7 @@ class ServerConfig(Table):
     def _store(cls, value: str) -> str:
         if value and "://" not in value:
             raise ValueError(
-                f"{value!r} is no address such as s3://bucket/prefix; a folder is what `artifacts` is for"
+                f"{value!r} is not an address such as s3://bucket/prefix; a folder is what `artifacts` is for"
             )
         return value
 
@@ -152,7 +152,7 @@ class ServerConfig(Table):
     @classmethod
     def _elsewhere(cls, value: list[str], info: ValidationInfo) -> list[str]:
         if info.data.get("bucket") in [place.rstrip("/") for place in value]:
-            raise ValueError("the bucket itself is no place for copies of what it holds")
+            raise ValueError("the bucket itself is not a place for copies of what it holds")
         return value
 
     @field_validator("listen", "enrolment", "metrics")

@@ -23,20 +23,22 @@ def make_backend(world: World) -> tuple[Backend, str]:
     wanted, workers = world.job.simulation.backend, world.job.simulation.workers
     mixed(world)
     if wanted == "sequential":
-        return make_local("sequential", world, device=_device(world)), "asked for"
+        return make_local("sequential", world, device=_device(world)), "chosen by the job"
     if wanted == "processes":
-        return Processes(world, workers or cores(), device=_device(world)), "asked for"
+        return Processes(world, workers or cores(), device=_device(world)), "chosen by the job"
     if wanted == "ray":
-        return RayCluster(world), "asked for"
+        return RayCluster(world), "chosen by the job"
     device = _device(world)
     if wanted == "stacked":
-        return _spread(world, "stacked", workers, "asked for", device)
+        return _spread(world, "stacked", workers, "chosen by the job", device)
     inner = "stacked" if device == "cuda" else "vectorised"
     refusal = why_not(world) if inner == "stacked" else why_not_recorded(world)
     if wanted == "vectorised" or refusal is None:
-        why = "asked for" if wanted == "vectorised" else "nothing known beforehand speaks against it"
+        why = "chosen by the job" if wanted == "vectorised" else "chosen automatically"
         return _spread(world, inner, workers, why, device)
-    return _spread(world, "sequential", workers, f"not vectorised because {refusal}", device)
+    return _spread(
+        world, "sequential", workers, f"chosen automatically, not vectorised because {refusal}", device
+    )
 
 
 def _spread(world: World, inner: str, workers: int | None, why: str, device: str) -> tuple[Backend, str]:

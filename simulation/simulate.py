@@ -110,7 +110,7 @@ def simulate(
         driver.run()
         model = whole_model(job, world.task, driver.model)
         history = History(tuple(driver.history), tuple(listener.seconds))
-        how = f"{backend.name}: {backend.description}; {why}"
+        how = f"{backend.name} ({why}), {backend.description}"
         result = Result(
             job,
             history,

@@ -64,7 +64,7 @@ def need_release(version: str) -> None:
     """Refuses what lies between two releases."""
     if not NUMBERS.fullmatch(version):
         raise Refused(
-            f"this tree is {version}, which is no release: commit everything, tag the commit "
+            f"this tree is {version}, which is not a release: commit everything, tag the commit "
             f"`v{version.partition('.dev')[0]}`, and run this again"
         )
 
@@ -113,7 +113,7 @@ def check(folder: Path, key: Path) -> str:
     for line in sums.decode("ascii", "replace").splitlines():
         found = LINE.fullmatch(line)
         if found is None or found[2] in named:
-            raise Refused(f"{folder / SUMS} has a line that is no sum, or one file twice: {line!a}")
+            raise Refused(f"{folder / SUMS} has a line that is not a sum, or one file twice: {line!a}")
         named[found[2]] = found[1]
     there = {file.name for file in folder.iterdir()} - {SUMS, SIGNATURE}
     for wrong, said in (
@@ -171,7 +171,7 @@ def digest_of(image: Path) -> str:
             listed: list[dict[str, Any]] = json.loads(read("index.json"))["manifests"]
             (digest,) = [str(each["digest"]) for each in listed]
             if not DIGEST.fullmatch(digest):
-                raise Refused(f"{image}: its index names {digest!a}, which is no digest")
+                raise Refused(f"{image}: its index names {digest!a}, which is not a digest")
             manifest = read(f"blobs/sha256/{digest.partition(':')[2]}")
     except (OSError, tarfile.TarError, KeyError, ValueError) as error:
         raise Refused(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from roundtable.doctor.inquiries import Check, Inquiry
 
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_STYLES = {"ok": "green", "skipped": "dim", "warn": "yellow", "fail": "bold red"}
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -100,6 +100,6 @@ def report(probes: Iterable[Inquiry], as_json: bool) -> int:
 
 
 def _print(check: Check) -> None:
-    say_styled((f"{check.state:<5}", _STYLES[check.state]), (f"{check.name:<13} {check.message}", "default"))
+    say_styled((f"{check.state:<7}", _STYLES[check.state]), (f"{check.name:<13} {check.message}", "default"))
     if check.remedy:
-        say(f"{'':<19}→ {check.remedy}")
+        say(f"{'':<21}→ {check.remedy}")

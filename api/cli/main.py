@@ -52,7 +52,7 @@ INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("-v", "--verbose", is_flag=True, help="Show logs (twice as much as a service shows by itself).")
+@click.option("-v", "--verbose", is_flag=True, help="Show detailed logs on standard error.")
 def cli(verbose: bool) -> None:
     """Federated learning for organisations that may not pool their data.
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where results go: configuration, history, curves, model; default: nowhere.",
+    help="Where results go: configuration, history, curves, model. Without it nothing is saved.",
 )
-@click.option("--resume", is_flag=True, help="Go on with the run in --run-dir from its last round.")
+@click.option("--resume", is_flag=True, help="Resume the run in --run-dir after its last round.")
 @json_option
 def simulate(file: Path, overrides: dict[str, Any], run_dir: Path | None, resume: bool, as_json: bool) -> int:
     """Run the job that FILE describes over simulated clients, with the engine that runs in production."""
     if resume and run_dir is None:
-        raise click.UsageError("--resume needs the --run-dir of the run to go on with")
+        raise click.UsageError("--resume also needs --run-dir: the folder of the run to resume")
     from roundtable.simulation import simulate as run
 
     again = ["roundtable", "simulate", str(file), "--run-dir", str(run_dir), "--resume", *set_arguments()]
@@ -163,7 +163,7 @@ def _values(result: Result) -> dict[str, Any]:
 def _report(result: Result) -> None:
     say()
     say(f"{result.job.title}: {result.status}, {result.reason}")
-    say(f"Ran {result.backend}")
+    say(f"Backend: {result.backend}.")
     if result.job.privacy.level != "none":
         say(
             "Differential privacy: no guarantee. The noise of a simulation can be repeated; epsilon is "

@@ -85,7 +85,7 @@ def compare(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> int:
 
     folders = [path for path in paths if path.is_dir()]
     if not folders:
-        raise click.UsageError(f"{paths[0]} is no run directory: name the folders of runs")
+        raise click.UsageError(f"{paths[0]} is not a run directory: name the folders of runs")
     _show(side_by_side(folders), plot, as_json)
     return 0
 

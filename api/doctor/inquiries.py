@@ -17,7 +17,7 @@ class Check:
     """One line of the report. `remedy` is the command that mends it, or what to write where."""
 
     name: str
-    state: Literal["ok", "warn", "fail"]
+    state: Literal["ok", "skipped", "warn", "fail"]
     message: str
     remedy: str = ""
 

@@ -133,7 +133,7 @@ def folder_writable(name: str, folder: Path, setting: str) -> Check:
         f"`sudo chown {os.getuid()} {quote(str(place))}` as the user who runs the service, or set {setting}"
     )
     if not place.is_dir():
-        return Check(name, "fail", f"{place} is no folder", f"set {setting} to a folder")
+        return Check(name, "fail", f"{place} is not a folder", f"set {setting} to a folder")
     try:
         if place == folder.absolute():
             with tempfile.TemporaryFile(dir=place):
@@ -206,7 +206,7 @@ def remedy_for(role: Role) -> str:
 
 def _certificates(credentials: Path | None) -> Iterator[Check]:
     if credentials is None:
-        yield Check("certificates", "ok", "not checked; name a folder with --credentials")
+        yield Check("certificates", "skipped", "name a folder with --credentials")
         return
     if (credentials / TOKEN).exists():
         yield Check("certificates", "ok", f"{credentials} holds a token; the coordinator says if it holds")
@@ -246,8 +246,10 @@ def _dated(what: str, expires: datetime, way: str) -> Check:
 
 def _coordinator(coordinator: str | None, credentials: Path | None) -> Iterator[Check]:
     if coordinator is None or credentials is None:
-        yield Check("coordinator", "ok", "not checked; name it with --coordinator and --credentials")
-        yield Check("clock", "ok", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by this machine, not compared")
+        yield Check("coordinator", "skipped", "name it with --coordinator and --credentials")
+        yield Check(
+            "clock", "ok", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC (not compared with the coordinator's)"
+        )
         return
     if not (credentials / TOKEN).exists():
         role = load_credentials(credentials).role

@@ -92,7 +92,7 @@ def _authority(address: str, fingerprint: bytes) -> bytes:
     ):
         raise IdentityError(
             f"{address} is not the coordinator of this invitation: its authority has another fingerprint. "
-            "Nothing was sent. Check the address; if it is right, somebody stands in between"
+            "Nothing was sent. Check the address; if it is right, the connection is being intercepted"
         )
     return ca
 

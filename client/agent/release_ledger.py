@@ -262,7 +262,7 @@ class ReleaseLedger:
             case "evaluation":
                 job.evaluations[at] = str(entry["model"])
             case kind:
-                raise ValueError(f"{kind!r} is no kind of release")
+                raise ValueError(f"{kind!r} is not a kind of release")
 
 
 class LedgerReleases:

@@ -33,7 +33,7 @@ def parse_bytes(value: str | int | float) -> int:
         return int(value)
     match = _BYTES.match(value)
     if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{value!r} is no amount of memory; write it as 80GiB, 500MB or bytes")
+        raise ConfigError(f"{value!r} is not an amount of memory; write it as 80GiB, 500MB or bytes")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -118,7 +118,10 @@ def _job(path: Path) -> KnownJob | None:
     try:
         return KnownJob(**values) if values is not None else None
     except TypeError as error:
-        raise ResourceError(f"{path} is none of this version: {error}; delete it") from error
+        raise ResourceError(
+            f"{path} was written by another version and cannot be read ({error}); delete it, "
+            "and the job is unknown until the coordinator asks again"
+        ) from error
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -75,8 +75,8 @@ def _check_changed(
     except IdentityError:
         since = datetime.fromtimestamp(float(first["since"]), UTC)
         raise IdentityError(
-            f"the silo {name!r} shows another key ({key.hex()[:16]}) than the one it has been known by since "
-            f"{since:%Y-%m-%d} ({str(first['key'])[:16]}); ask its people whether the new one is theirs, and "
-            f"only then: roundtable client forget {name}"
+            f"silo {name!r} presents a new key ({key.hex()[:16]}; until now {str(first['key'])[:16]}, "
+            f"known since {since:%Y-%m-%d}). Call the silo. If it replaced the key, run "
+            f"`roundtable client forget {name}`; if not, somebody may be impersonating it"
         ) from None
     _log.warning("the silo %r has another key, which the root has certified", name)

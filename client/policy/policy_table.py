@@ -157,7 +157,7 @@ def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
     if size <= 0:
-        raise ValueError(f'{text!r} is no size of memory; write "8GiB" or "500MiB"')
+        raise ValueError(f'{text!r} is not a size of memory; examples: "8GiB", "500MiB"')
     return size
 
 
@@ -169,4 +169,4 @@ def hours_of(text: str) -> tuple[time, time]:
             raise ValueError
         return time(int(match[1]), int(match[2])), time(int(match[3]), int(match[4]))
     except ValueError:
-        raise ValueError(f'{text!r} is no span of hours; write "20:00-06:00"') from None
+        raise ValueError(f'{text!r} is not a time range; example: "20:00-06:00"') from None

@@ -130,7 +130,8 @@ class ReportRequests:
             return ReportRequest(ReportWish(**wish), report, ReportAnswer(**answer) if answer else None)
         except TypeError as error:
             raise ResourceError(
-                f"{self._folder}: request {request} is none of this version; delete it"
+                f"{self._folder}: request {request} was written by another version and cannot "
+                "be read; delete it"
             ) from error
 
     def _place(self, request: str, ending: str) -> Path:

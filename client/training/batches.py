@@ -91,8 +91,8 @@ def count_examples(dataset: Any) -> int | None:
         return len(dataset)
     except TypeError as error:
         raise TaskError(
-            f"a {type(dataset).__name__} is no data set: data() must return tuples of tensors or "
-            "torch Datasets"
+            f"data() returned a {type(dataset).__name__}; it must return (train, test): tuples of tensors or "
+            "map-style torch Datasets"
         ) from error
 
 

@@ -72,8 +72,8 @@ def check_splittable(task: Task, module: nn.Module, batch: Batch, size: int) -> 
         layer.training = mode
     if not math.isclose(whole, mean, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE**2):
         raise CannotSplit(
-            f"{type(task).__name__}.loss() is no mean over the examples of a batch ({few} of them and their "
-            "two halves disagree), so that parts of it would train another model"
+            f"{type(task).__name__}.loss() must be the mean over the batch: its value for {few} examples "
+            "differs from the mean of its two halves, so the batch cannot be split"
         )
 
 

@@ -247,7 +247,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ResourceError(
-            f"[limits] device = {name!r} is no device; write auto, cpu, cuda or cuda:1"
+            f"[limits] device = {name!r} is not a device; write auto, cpu, cuda or cuda:1"
         ) from error
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:

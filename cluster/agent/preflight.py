@@ -30,7 +30,7 @@ def check_endpoint(endpoint: str) -> None:
     """
     host, _, port = endpoint.rpartition(":")
     if not (host and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"{endpoint!r} is no endpoint; write it as node01:29400")
+        raise ConfigError(f"{endpoint!r} is not an endpoint; write it as node01:29400")
     try:
         addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except socket.gaierror as error:

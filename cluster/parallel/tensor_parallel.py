@@ -180,7 +180,7 @@ def from_task(task: object, model: nn.Module, traced: Trace) -> TensorParallel |
         layer = dict(model.named_modules()).get(name)
         fits = is_dense(layer) if style in ("column", "row", "head") else isinstance(layer, nn.Embedding)
         if style not in ("column", "row", "head", "vocabulary") or not fits:
-            what = "no layer of the model" if layer is None else f"a {type(layer).__name__}"
+            what = "not a layer of the model" if layer is None else f"a {type(layer).__name__}"
             raise TaskError(
                 f"{type(task).__name__}.tensor_parallel() has {name!r}: {style!r}, and {name!r} is {what}; "
                 "give a linear layer column, row or head, and an embedding vocabulary"

@@ -54,7 +54,7 @@ class Resources:
         if world < self.devices:
             return Resources(1, world, self.memory, self.device)
         raise ConfigError(
-            f"a world of {world} is no whole number of nodes with {self.devices} devices each; "
+            f"a world of {world} is not a whole number of nodes with {self.devices} devices each; "
             "set nodes and devices in [cluster]"
         )
 

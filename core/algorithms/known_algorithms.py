@@ -125,10 +125,12 @@ def find_algorithm(name: str, folder: Path | None = None) -> type[ClientAlgorith
     """The class of this name. Raises ConfigError where there is none, or where it is none."""
     kind = resolve("algorithm", name, BUILTINS, ENTRY_POINTS, folder)
     if not (isinstance(kind, type) and issubclass(kind, ClientAlgorithm)):
-        raise ConfigError(f"algorithm {name!r}{place_of(kind)} is no subclass of roundtable.ClientAlgorithm")
+        raise ConfigError(
+            f"algorithm {name!r}{place_of(kind)} is not a subclass of roundtable.ClientAlgorithm"
+        )
     if not (isinstance(kind.Table, type) and issubclass(kind.Table, AlgorithmTable)):
         raise ConfigError(
-            f"algorithm {name!r}{place_of(kind)}: its Table is no subclass of roundtable.AlgorithmTable"
+            f"algorithm {name!r}{place_of(kind)}: its Table is not a subclass of roundtable.AlgorithmTable"
         )
     check_methods(f"algorithm {name!r}", kind, _HOOKS)
     return kind
@@ -150,7 +152,8 @@ def _read(value: Any, _: Any, info: ValidationInfo) -> AlgorithmTable:
         table = find_algorithm(name, folder).Table
     except ConfigError as error:
         hint = AlgorithmTable.hints.get(name)
-        raise _failure([_mistake(("name",), name, f"{error}; {hint}" if hint else str(error))]) from None
+        said = f"unknown algorithm {name!r}; {hint}" if hint else str(error)
+        raise _failure([_mistake(("name",), name, said)]) from None
     try:
         return table.model_validate(value)
     except ValidationError as error:

@@ -18,7 +18,8 @@ class AlgorithmTable(Table):
         "optimizer": "silos train by SGD as this table says; a task may return its own from optimizer(); "
         "the server's is [aggregation.server_optimizer]",
         **{
-            name: f'it is a server optimizer: [aggregation.server_optimizer] name = "{name}"'
+            name: f"it is a server optimizer: keep the algorithm, and set [aggregation.server_optimizer] "
+            f'name = "{name}"'
             for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion")
         },
     }

@@ -28,7 +28,7 @@ def stated_archive(line: str, ca: bytes, role: Role) -> tuple[LogArchive, str]:
         document = json.loads(line)["archive"]
         return opened_archive(document, ca, role)[0], statement_line(document)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise AuditError("this is no statement of an archive") from error
+        raise AuditError("this is not a statement of an archive") from error
 
 
 def read_archive(lines: Iterable[str], ca: bytes, role: Role) -> tuple[LogArchive, str]:

@@ -117,7 +117,9 @@ def unpack(file: Path | bytes) -> Iterator[str]:
             while line := unpacked.readline(left + 1):
                 left -= len(line)
                 if left < 0:
-                    raise AuditError(f"{name} unpacks to more than {MOST_BYTES:,} bytes: that is no archive")
+                    raise AuditError(
+                        f"{name} unpacks to more than {MOST_BYTES:,} bytes: that is not an archive"
+                    )
                 yield line.decode("utf-8", errors="replace").rstrip("\n")
     except (OSError, EOFError, zlib.error) as error:
-        raise AuditError(f"{name} is no whole archive of a log: {error}") from error
+        raise AuditError(f"{name} is not a whole archive of a log: {error}") from error

@@ -236,8 +236,8 @@ def _parse(line: str, number: int) -> tuple[str, Any]:
         if kind in ("seal", "archive"):
             return kind, value
     except (ValueError, TypeError, AttributeError, StopIteration, RecursionError) as error:
-        raise AuditError(f"line {number} is no entry of an audit log: {str(error)[:200]}") from error
-    raise AuditError(f"line {number} is no entry of an audit log: it begins with {kind[:40]!r}")
+        raise AuditError(f"line {number} is not an entry of an audit log: {str(error)[:200]}") from error
+    raise AuditError(f"line {number} is not an entry of an audit log: it begins with {kind[:40]!r}")
 
 
 def _check(found: AuditEntry, before: tuple[int, str], number: int) -> None:

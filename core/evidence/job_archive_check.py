@@ -55,7 +55,7 @@ def check_archive(path: Path, ca: bytes) -> CheckedArchive:
         with tarfile.open(path, "r:") as tar:
             digests, texts = _read_through(path, tar)
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise AuditError(f"{path} is no whole archive of a job: {error}") from error
+        raise AuditError(f"{path} is not a whole archive of a job: {error}") from error
     try:
         manifest = json.loads(texts[MANIFEST])
         if manifest["format"] != FORMAT:
@@ -82,7 +82,7 @@ def check_archive(path: Path, ca: bytes) -> CheckedArchive:
             ends=signed.ends if signed else 0.0,
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise AuditError(f"{path} is no archive of a job: {type(error).__name__} {error}") from error
+        raise AuditError(f"{path} is not an archive of a job: {type(error).__name__} {error}") from error
 
 
 def _read_through(path: Path, tar: tarfile.TarFile) -> tuple[dict[str, str], dict[str, str]]:
@@ -92,7 +92,7 @@ def _read_through(path: Path, tar: tarfile.TarFile) -> tuple[dict[str, str], dic
     for member in tar:
         file = tar.extractfile(member) if member.isreg() else None
         if file is None or member.name in digests or member.name in texts:
-            raise AuditError(f"{path} holds {member.name[:80]!r}, which is no file of its own")
+            raise AuditError(f"{path} holds {member.name[:80]!r}, which is not a file of its own")
         is_text = not member.name.endswith(".safetensors")
         if is_text and member.size > _MOST_BYTES:
             raise AuditError(f"{path}: {member.name[:80]!r} has {member.size} bytes; {_MOST_BYTES} at most")

@@ -217,7 +217,8 @@ def read(path: Path) -> bytes:
         remedy = (
             "make a certificate authority with `roundtable ca init`"
             if path.name == "ca.key"
-            else "a credentials folder holds ca.crt, node.crt and node.key, as `roundtable ca issue` makes it"
+            else "create credentials with `roundtable ca issue NAME --role …`, or name their folder with "
+            "--credentials (it holds ca.crt, node.crt and node.key)"
         )
         raise IdentityError(f"there is no file {path}; {remedy}") from None
     except OSError as error:

@@ -33,7 +33,7 @@ def split_address(address: str) -> tuple[str, int]:
     bare = host.removeprefix("[").removesuffix("]")
     if not colon or not bare or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"{address!r} is no address; write host:port, for example coordinator.example.org:7443"
+            f"{address!r} is not an address; write host:port, for example coordinator.example.org:7443"
         )
     return bare, int(port)
 

@@ -56,7 +56,9 @@ class Secret:
         """Reads a token's text. Raises IdentityError where it is none."""
         raw = _bytes(text.strip(), _TOKEN, _IDENTIFIER + _SECRET)
         if raw is None:
-            raise IdentityError("this is no token of an operator: it begins with rt-token. and is one word")
+            raise IdentityError(
+                "this is not a token of an operator: it begins with rt-token. and is one word"
+            )
         return cls(raw[:_IDENTIFIER].hex(), raw[_IDENTIFIER:])
 
 
@@ -78,7 +80,7 @@ class Invitation:
         raw = _bytes(text.strip(), _INVITATION, _IDENTIFIER + _SECRET + _FINGERPRINT)
         if raw is None:
             raise ConfigError(
-                "this is no whole invitation: it is one word that begins with rt-invite., "
+                "this is not a whole invitation: it is one word that begins with rt-invite., "
                 "as `roundtable invite SILO` prints it"
             )
         secret = Secret(raw[:_IDENTIFIER].hex(), raw[_IDENTIFIER : _IDENTIFIER + _SECRET])

@@ -186,7 +186,7 @@ def open_envelope(document: Mapping[str, Any], ca: bytes, role: Role, purpose: P
         signature, stated = bytes.fromhex(document["signature"]), document["purpose"]
         time = float(values["time"])
     except (KeyError, TypeError, ValueError) as error:
-        raise IdentityError(f"this is no signed {purpose}: {error}") from error
+        raise IdentityError(f"this is not a signed {purpose}: {error}") from error
     if stated != purpose:
         raise IdentityError(f"this is a signed {str(stated)[:40]}, not a {purpose}")
     signer = verify(certificate, ca, role, purpose, values, signature, at=time)
@@ -198,7 +198,7 @@ def _moment(time: float) -> datetime:
     try:
         return datetime.fromtimestamp(time, UTC)
     except (ValueError, OverflowError, OSError) as error:
-        raise IdentityError(f"{time!r} is no time: {error}") from error
+        raise IdentityError(f"{time!r} is not a time: {error}") from error
 
 
 def _message(purpose: Purpose, values: Mapping[str, Any]) -> bytes:

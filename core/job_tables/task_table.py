@@ -41,5 +41,7 @@ class JobTaskTable(Table):
 def named_task(value: Any) -> Any:
     """`task = "NAME"` as its table."""
     if not isinstance(value, str | Mapping | JobTaskTable):
-        raise ValueError(f'{value!r} is no task: write its name in quotes, or a table [task] with name = "…"')
+        raise ValueError(
+            f'{value!r} is not a task: write its name in quotes, or a table [task] with name = "…"'
+        )
     return {"name": value} if isinstance(value, str) else value

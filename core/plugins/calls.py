@@ -60,7 +60,9 @@ def check_methods(reference: str, kind: type, methods: Mapping[str, Sequence[str
         bound = isinstance(method, staticmethod | classmethod)
         function = method.__func__ if isinstance(method, staticmethod | classmethod) else method
         if not callable(function):
-            raise ConfigError(f"{reference}{place_of(kind)}: {name} is no method; it is called as {wanted}")
+            raise ConfigError(
+                f"{reference}{place_of(kind)}: {name} is not a method; it is called as {wanted}"
+            )
         first = () if bound and isinstance(method, staticmethod) else ("self",)
         check_call(f"{reference}: {name}", function, (*first, *arguments))
 

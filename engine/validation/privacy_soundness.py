@@ -46,8 +46,8 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
 def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy: Private) -> None:
     if privacy.population is not None and (job.cohort.size or 0) > privacy.population:
         raise PrivacyError(
-            f"privacy.population = {privacy.population}: so many silos cannot give a cohort.size = "
-            f"{job.cohort.size}; lower one or raise the other"
+            f"privacy.population ({privacy.population}) is smaller than cohort.size ({job.cohort.size}); "
+            "lower one or raise the other"
         )
     masking = masking_of(privacy)
     # Over groups, noise is in each group's sum, and whatever is done with the sums costs nothing more.

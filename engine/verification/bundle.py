@@ -136,7 +136,7 @@ def _text(path: Path) -> str:
         said = f"{path} cannot be read: {error.strerror}; a bundle has {LOG}, {JOB} and {ROUNDS}"
         raise AuditError(said) from error
     except UnicodeDecodeError as error:
-        raise AuditError(f"{path} is no text: {error.reason}") from error
+        raise AuditError(f"{path} is not a text: {error.reason}") from error
 
 
 def _parsed(kind: type[_P], text: str, where: str) -> _P:

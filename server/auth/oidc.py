@@ -41,7 +41,7 @@ class OidcTable(Table):
     def _known(cls, value: dict[str, str]) -> dict[str, str]:
         for role in value.values():
             if role not in OPERATOR_ROLES:
-                raise ValueError(f"{role!r} is no role; use one of {', '.join(OPERATOR_ROLES)}")
+                raise ValueError(f"{role!r} is not a role; use one of {', '.join(OPERATOR_ROLES)}")
         return value
 
 

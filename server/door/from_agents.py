@@ -246,7 +246,7 @@ def _report(message: agent_pb2.FromAgent) -> ReportSaid:
     try:
         text = data.decode()
         if said.status == "sent" and not isinstance(json.loads(text), dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a report is no JSON: {printable(error, 200)}") from error
     return ReportSaid(

@@ -122,7 +122,7 @@ def log_of(request: operator_pb2.JobLogRequest) -> LogWish:
     """The lines of a job's log that are asked for."""
     if request.level and request.level not in LEVELS:
         shown = printable(request.level, 40)
-        raise ProtocolError(f"{shown!r} is no level of the log: there are {', '.join(LEVELS)}")
+        raise ProtocolError(f"{shown!r} is not a level of the log: there are {', '.join(LEVELS)}")
     return LogWish(
         job_of(request),
         place_of(request.from_sequence),

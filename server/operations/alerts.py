@@ -35,7 +35,7 @@ class AlertTable(Table):
     @classmethod
     def _http(cls, value: str) -> str:
         if value and not value.startswith(("https://", "http://")):
-            raise ValueError(f"{value!r} is no address: https://host/path")
+            raise ValueError(f"{value!r} is not an address: https://host/path")
         return value
 
 

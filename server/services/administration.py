@@ -117,7 +117,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.CreateTokenReply:
         wish = door.token_of(request)
         if wish.role not in OPERATOR_ROLES:
-            raise _wrong(f"{wish.role!r} is no role: use one of {', '.join(OPERATOR_ROLES)}")
+            raise _wrong(f"{wish.role!r} is not a role: use one of {', '.join(OPERATOR_ROLES)}")
         if not 60 <= wish.seconds <= LONGEST_TOKEN:
             raise _wrong("a token holds between a minute and 366 days")
         secret, now = Secret.fresh(), self._clock()

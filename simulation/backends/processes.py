@@ -101,7 +101,7 @@ class Processes:
         if getattr(self._own, "refused", None):
             return f"{count} processes, in each {self._own.description}"
         how = ", in bfloat16 with float32 weights" if mixed(self.world) else ""
-        return f"{count} processes, {self._inner} in each, one thread each, on {self._device}{how}"
+        return f"{count} processes with one thread each on {self._device}{how}"
 
     def rows(self, count: int) -> Tensor:
         if self._shared_rows is None or self._shared_rows.rows < count:

@@ -193,7 +193,7 @@ async def test_a_withdrawal_of_what_is_no_job_touches_no_file(
         for phase, round in (("", 0), ("secure", 0), ("train", 1)):
             step = common_pb2.Step(job=job, round=round, attempt=round, phase=phase)
             silo.coordinator.say(withdraw=agent_pb2.Withdraw(step=step, reason="\x1b[2J"))
-        await log.until("is no valid identifier")
+        await log.until("is not a valid identifier")
         silo.coordinator.say(instruction=silo.instruction())
         await silo.coordinator.until(lambda: silo.coordinator.receipts)
         assert before <= files_below(silo.config.folder)

@@ -80,7 +80,7 @@ def test_what_looks_at_the_whole_batch_is_refused() -> None:
 def test_a_loss_that_is_no_mean_is_refused_and_the_model_trains_on() -> None:
     task, model = Summed(), nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3)).double()
     model[0].eval()
-    with pytest.raises(CannotSplit, match=r"Summed.loss\(\) is no mean over the examples"):
+    with pytest.raises(CannotSplit, match=r"Summed.loss\(\) must be the mean over the batch"):
         check_splittable(task, model, Batch(1, 16, (X[:16].double(), Y[:16])), 4)
     check_splittable(Net(), model, Batch(1, 16, (X[:16].double(), Y[:16])), 4)
     assert [layer.training for layer in model] == [False, True]
@@ -147,7 +147,7 @@ async def test_where_parts_are_another_training_it_says_so_and_tries_no_more(sil
     async with silo.agent():
         failure = await until_done(silo, 1)
         assert failure.kind == "out_of_memory"
-        assert "with parts of a batch: Toy.loss() is no mean over the examples" in failure.detail
+        assert "with parts of a batch: Toy.loss() must be the mean over the batch" in failure.detail
         failure = await until_done(silo, 2)
         assert failure.kind == "out_of_memory"
         assert "with parts" not in failure.detail

@@ -174,7 +174,7 @@ def test_a_known_silo_keeps_the_key_that_it_showed_first(folder: Path) -> None:
         return Authority.issuing(folder / "ca").certify(key, "cedar", "agent")
 
     others, false = certificates(folder, "alder", "birch"), online()
-    with pytest.raises(WorkFailed, match=r"'cedar' shows another key .*: roundtable client forget cedar"):
+    with pytest.raises(WorkFailed, match=r"'cedar' presents a new key .*`roundtable client forget cedar`"):
         # Also after a restart.
         silo(folder, "alder").begin(STEP._replace(attempt=2), job(), COLUMNS, MODEL, [*others, false])
     silo(folder, "alder").begin(STEP._replace(attempt=3), job(), COLUMNS, MODEL, certificates(folder))
@@ -186,7 +186,7 @@ def test_a_known_silo_keeps_the_key_that_it_showed_first(folder: Path) -> None:
     renewed = Authority.issuing(folder / "ca").certify(public, "cedar", "agent")
     silo(folder, "alder").begin(STEP._replace(attempt=5), job(), COLUMNS, MODEL, [*others, renewed])
     silo(folder, "alder").begin(STEP._replace(attempt=6), job(), COLUMNS, MODEL, certificates(folder))
-    with pytest.raises(WorkFailed, match="shows another key"):
+    with pytest.raises(WorkFailed, match="presents a new key"):
         silo(folder, "alder").begin(STEP._replace(attempt=7), job(), COLUMNS, MODEL, [*others, false])
     with pytest.raises(ConfigError, match="'oak' is not known here; this silo has met alder, birch, cedar"):
         KnownPeers(config(folder, "alder").state).forget("oak")

@@ -178,7 +178,7 @@ def test_a_tasks_own_plan_names_layers_that_are_there() -> None:
     task = GivenTable(Perceptron)
     task.tensor_parallel = lambda model: {"0": "column", "9": "row"}
     data, _ = task.data(Site("silo"))
-    with pytest.raises(TaskError, match="'9': 'row', and '9' is no layer of the model"):
+    with pytest.raises(TaskError, match="'9': 'row', and '9' is not a layer of the model"):
         probe_model(task, example_batch(data), device="cpu")
 
 

@@ -104,7 +104,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
     ],
 )
 def test_models_of_transformers_are_what_they_are_with_memory(kind: str, options: dict[str, Any]) -> None:
-    library = pytest.importorskip("transformers", reason="it is no dependency")
+    library = pytest.importorskip("transformers", reason="it is not a dependency")
     model = getattr(library, kind)
     task = Given(lambda: model(model.config_class(**options)))
     made, real = model_on_meta(task), initial_state(task, 0)

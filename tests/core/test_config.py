@@ -140,7 +140,7 @@ def test_every_key_is_explained_and_every_default_is_valid(table: type[BaseModel
             "task = 'd'\nrounds = -1",
             "job.toml:2: rounds: Input should be greater than or equal to 1 (got -1)",
         ),
-        ("task = 3", "job.toml:1: task: 3 is no task: write its name in quotes"),
+        ("task = 3", "job.toml:1: task: 3 is not a task: write its name in quotes"),
         (
             "task = 'd'\n[evaluation]\nbounds = { recall = 0.0 }",
             "job.toml:3: evaluation.bounds.recall: Input should be",
@@ -169,9 +169,9 @@ def test_every_key_is_explained_and_every_default_is_valid(table: type[BaseModel
         ),
         (
             "task = 'd'\n[cohort]\ndeadline = 'soon'",
-            'job.toml:3: cohort.deadline: \'soon\' is no duration; write 30, "30s", "10m", "2h" or "1d"',
+            'job.toml:3: cohort.deadline: \'soon\' is not a duration; write 30, "30s", "10m", "2h" or "1d"',
         ),
-        ("task = 'd'\n[cohort]\ndeadline = inf", "job.toml:3: cohort.deadline: inf is no duration"),
+        ("task = 'd'\n[cohort]\ndeadline = inf", "job.toml:3: cohort.deadline: inf is not a duration"),
         ("task = 'd'\n[cohort]\ndeadline = 0", "job.toml:3: cohort.deadline: Input should be greater than 0"),
         (
             "task = 'd'\n[algorithm]\nlearning_rate = nan",
@@ -179,7 +179,7 @@ def test_every_key_is_explained_and_every_default_is_valid(table: type[BaseModel
         ),
         (
             "task = 'd'\n[simulation]\ndevices = { speed = inf }",
-            "job.toml:3: simulation.devices: speed: inf is no number that can be used here",
+            "job.toml:3: simulation.devices: speed: inf is not a number that can be used here",
         ),
         ("task = 'd'\n[simulation]\ndata = { day = 2020-01-01 }", "write it as text in quotes"),
         ("task = 'd'\nrounds = 3\nrounds = 4", "job.toml:3: not valid TOML: Cannot overwrite a value"),
@@ -246,7 +246,7 @@ def test_cohorts_that_make_sense(cohort: str) -> None:
         ("[algorithm]\nepochs = 1\nsteps = 5", "epochs = 1 and steps = 5: a round is measured by one"),
         (
             "[algorithm]\nname = 'fedadam'",
-            'server optimizer: [aggregation.server_optimizer] name = "fedadam"',
+            'set [aggregation.server_optimizer] name = "fedadam"',
         ),
         ("[algorithm]\noptimizer = 'adam'", "unknown key; silos train by SGD"),
         (
@@ -346,7 +346,7 @@ def test_a_task_has_a_name_or_a_table(tmp_path: Path) -> None:
     assert load_job(tmp_path / "job.toml", {"task": "u.py"}).task.name == "u.py"
     for text, message in (
         ('[task]\nname = "t"\nday = 2026-01-01', "task: .*day: 2026-01-01 is a date"),
-        ('[task]\nname = "t"\nrate = nan', "task: .*rate: nan is no number"),
+        ('[task]\nname = "t"\nrate = nan', "task: .*rate: nan is not a number"),
         ('[task]\nname = "t"\n"hidden size" = 3', "task: .*'hidden size' cannot be the name of a parameter"),
         ("[task]\nhidden = 3", r"task\.name: missing"),
         ('[task]\nname = ""', r"task\.name"),

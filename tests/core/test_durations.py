@@ -42,5 +42,5 @@ def test_accepted_forms(text: object, seconds: float) -> None:
     ],
 )
 def test_refused_forms_say_what_is_accepted(text: object) -> None:
-    with pytest.raises(ValueError, match='is no duration; write 30, "30s", "10m", "2h" or "1d"'):
+    with pytest.raises(ValueError, match='is not a duration; write 30, "30s", "10m", "2h" or "1d"'):
         parse_duration(text)

@@ -167,15 +167,15 @@ def test_what_is_no_release_is_not_made(tmp_path: Path, key: Path, monkeypatch: 
             publish.make(out, version, COMMIT, given["wheel"], images, given["key"])
         assert not out.exists() or out == full
 
-    refused("is no release: commit everything, tag", version=f"{NEXT}.dev3+g0123456789ab")
-    refused("is no release", version=f"{NEXT}.post1+g0123456789ab.dirty")
+    refused("is not a release: commit everything, tag", version=f"{NEXT}.dev3+g0123456789ab")
+    refused("is not a release", version=f"{NEXT}.post1+g0123456789ab.dirty")
     refused("is not empty", out=full)
     refused("build the wheel again", wheel=wheel_of(tmp_path, "9.9.9"))
     refused("no chart is called postgres", image=image_of(tmp_path / "postgres.tar"))
     refused("is no OCI archive", image=wheel)
     swapped = image_of(tmp_path / f"{COORDINATOR}.tar", named="sha256:" + 64 * "0")
     refused("its manifest is not the one that its index names", image=swapped)
-    refused("is no digest", image=image_of(tmp_path / "roundtable-agent.tar", named="sha256:../../x"))
+    refused("is not a digest", image=image_of(tmp_path / "roundtable-agent.tar", named="sha256:../../x"))
     monkeypatch.setenv(publish.PASSPHRASE, "wrong")
     refused(f"is the passphrase in {publish.PASSPHRASE} right", key=key)
     with pytest.raises(publish.Refused, match="a release key is made once"):
@@ -211,7 +211,7 @@ def test_a_tagged_commit_becomes_a_release(tmp_path: Path, key: Path) -> None:
     words = [sys.executable, clone / "tools" / "publish.py", "make", tmp_path / "out", "--key", key]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "is no release" in done.stderr
+    assert "is not a release" in done.stderr
     subprocess.run(["git", "-C", clone, "tag", f"v{NEXT}"], check=True)
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -200,7 +200,7 @@ def test_noise_under_which_nothing_is_left_is_still_costed(accountant: str) -> N
 
 
 def test_jobs_that_cannot_be_planned_are_refused() -> None:
-    with pytest.raises(PrivacyError, match="no privacy to plan"):
+    with pytest.raises(PrivacyError, match="no differential privacy"):
         plan(JobConfig(task="t"))
     with pytest.raises(PrivacyError, match=r"needs privacy\.population"):
         plan(config("example", population=None))

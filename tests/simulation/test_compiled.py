@@ -281,7 +281,7 @@ def test_a_change_is_the_same_with_kernels_and_without(monkeypatch: pytest.Monke
         assert torch.equal(rows[0], steps.weights - vector)
         for number, finite in ((3e38, True), (float("inf"), False), (float("nan"), False)):
             steps.weights[-2:] = number
-            assert steps.change(vector, rows[1]) == finite, "a sum above the largest number is no error"
+            assert steps.change(vector, rows[1]) == finite, "a sum above the largest number is not an error"
             steps.weights[-2:] = 1.0
 
 

@@ -162,7 +162,7 @@ OPTIMIZER, STRATEGY = "aggregation__server_optimizer", "cohort__strategy"
         ({OPTIMIZER: {"name": "fedadam", "parameters": {"beta": 1}}}, r"is built in and takes its keys in"),
         ({OPTIMIZER: {"name": "bad.py:NoApply"}}, r"bad.py, line 25\) has no method apply\(state, model,"),
         ({OPTIMIZER: {"name": "bad.py:OneArgument"}}, r"line 29\) takes \(self, state\); it is called with"),
-        ({OPTIMIZER: {"name": "bad.py:two"}}, r"line 31\) is no class with the methods of a Server"),
+        ({OPTIMIZER: {"name": "bad.py:two"}}, r"line 31\) is not a class with the methods of a Server"),
         ({OPTIMIZER: {"name": "bad.py:Remembers"}}, r"gives another answer to the same arguments"),
         ({OPTIMIZER: {"name": "bad.py:InPlace"}}, r"apply changes its arguments"),
         ({OPTIMIZER: {"name": "bad.py:Grows"}}, r"the state momentum, more, steps, and init declared mom"),
@@ -175,7 +175,7 @@ OPTIMIZER, STRATEGY = "aggregation__server_optimizer", "cohort__strategy"
         ({"simulation__partition": {"name": "bad.py:beyond"}}, r"gave row 0 to client 6; .* from 0 to 5"),
         ({"simulation__partition": {"name": "bad.py:half"}}, r"gave float64 \[60\], not a whole number"),
         ({"simulation__partition": {"name": "mine.py:striped", "width": "x"}}, r"width must be of type int"),
-        ({"algorithm__name": "bad.py:two"}, r"is no subclass of roundtable.ClientAlgorithm"),
+        ({"algorithm__name": "bad.py:two"}, r"is not a subclass of roundtable.ClientAlgorithm"),
         ({"algorithm__name": "bad.py:Short"}, r"end \(.*line 49\) takes \(self, update\); it is called"),
     ],
 )

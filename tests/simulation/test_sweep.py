@@ -88,7 +88,7 @@ def test_the_commands(job_file, tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [row["seed"] for row in rows] == [1, 2]
     assert run_command(["compare", str(tmp_path / "out" / "comparison.csv")]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     (tmp_path / "runs.toml").write_text('[[run]]\n"cohort.size" = 3\n')
     assert (
         run_command(["sweep", str(job_file), "--runs", str(tmp_path / "runs.toml"), "--out", out + "2"]) == 0

@@ -165,7 +165,7 @@ def cross_check(
     silo_archives: tuple[Path, ...],
     as_json: bool,
 ) -> int:
-    """Lay a silo's own log beside the coordinator's: do both tell the same story?
+    """Compare a silo's log with the coordinator's.
 
     Exit code 1: they contradict each other. 3: nothing does, but the silo has lost a proof, or an archive was
     not compared. 4: it is still to get one; compare again when its agent has had the coordinator's answer.

@@ -52,8 +52,8 @@ def diagnose(
     record = _chosen(records, number, target)
     if not record["diagnosis"]:
         raise ConfigError(
-            f"round {record['round']} of {target} has no diagnosis: under secure aggregation and central "
-            "noise nobody looks at single updates"
+            f"round {record['round']} of {target} has no diagnosis: secure aggregation or central "
+            "noise keeps single updates from being inspected"
         )
     diagnosis = _diagnosis(record)
     if plot is not None:

@@ -59,7 +59,7 @@ def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(summary)
         return
-    say(f"{file} is sound.")
+    say(f"{file} is valid.")
     for name, value in summary.items():
         say(f"  {name}: {value}")
 
@@ -150,7 +150,7 @@ def watch(name: str, start: int, coordinator: str | None, credentials: Path | No
 @connection_options
 @json_option
 def cancel(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """Stop a job for good; the newest committed model stays."""
+    """Cancel a job for good. Its newest committed model stays."""
     _steer(coordinator, credentials, as_json, lambda operator: operator.cancel(name))
 
 
@@ -159,7 +159,10 @@ def cancel(name: str, coordinator: str | None, credentials: Path | None, as_json
 @connection_options
 @json_option
 def pause(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """Stop a job for now; the round that runs is given up."""
+    """Pause a job.
+
+    Its current round is discarded, and starts again when you resume.
+    """
     _steer(coordinator, credentials, as_json, lambda operator: operator.pause(name))
 
 
@@ -168,7 +171,7 @@ def pause(name: str, coordinator: str | None, credentials: Path | None, as_json:
 @connection_options
 @json_option
 def resume(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """Go on with a paused job, at the round where it stopped."""
+    """Resume a paused job from the round where it stopped."""
     _steer(coordinator, credentials, as_json, lambda operator: operator.resume(name))
 
 

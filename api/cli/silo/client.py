@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 )
 @click.pass_context
 def client(context: click.Context, config: Path) -> int | None:
-    """Run a silo's agent. It connects to the coordinator by itself, and again whenever it has to.
+    """Run a silo's agent.
 
-    Ctrl-C stops it cleanly; a finished update that was not delivered waits on disk for the next start.
+    It connects to the coordinator and reconnects automatically. Ctrl-C stops it cleanly; a finished update
+    that was not delivered waits on disk for the next start.
     """
     context.obj = config
     if context.invoked_subcommand is not None:

@@ -96,9 +96,9 @@ def jobs(context: click.Context, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not show the job and ask.")
 @click.pass_context
 def approve(context: click.Context, job: str, yes: bool) -> None:
-    """Allow JOB as this silo was asked for it; it takes part from the next round on.
+    """Approve JOB in exactly the form that was requested.
 
-    The approval is of this very configuration: a job that changes needs another one.
+    The silo takes part from the next round on. A job that changes needs another approval.
     """
     from datetime import datetime
 

@@ -167,7 +167,8 @@ class SecureRounds:
         attempt = self._attempt
         if attempt is None:
             raise AggregationError(
-                "secure aggregation: what this attempt had heard is lost; the next has fresh keys"
+                "secure aggregation: the coordinator restarted in this attempt, and what it had heard "
+                "is lost; the next attempt uses new keys"
             )
         if self._exchange is not None:
             await self._exchange

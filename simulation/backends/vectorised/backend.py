@@ -145,6 +145,8 @@ class Vectorised:
                 self.refused = str(error)
                 log.warning("clients run sequentially: a training step cannot be recorded because %s", error)
             return None
+        except IndexError:
+            return None  # The plain loop ends at the same batch, and torch says which value it was.
         self._recorded = True
         return trained
 

@@ -94,7 +94,7 @@ def test_noise_used_twice_leaves_no_epsilon_and_still_gives_sound_json(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (["privacy={level='none'}"], "no privacy to plan"),
+        (["privacy={level='none'}"], "no differential privacy"),
         (["privacy.level='example'"], "privacy.population: the examples of a silo"),
         (["privacy.level='distributed'", "privacy.group_size=5"], "audit the job without groups"),
         (["round={mode='buffered', buffer=2}", "cohort.size=4"], "audit the job with synchronous rounds"),

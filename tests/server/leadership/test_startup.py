@@ -146,7 +146,7 @@ def test_settings_files(tmp_path: Path) -> None:
     for text, words in (
         ('lissen = "x"', "did you mean 'listen'"),
         ('listen = "7443"', "is not host:port"),
-        ('heartbeat = "soon"', "is no duration"),
+        ('heartbeat = "soon"', "is not a duration"),
         ("keep_models = 0", "greater than or equal to 1"),
     ):
         file.write_text(text)

@@ -210,6 +210,6 @@ async def test_nobody_waits_for_ever_when_the_coordinator_stops(
 
 @pytest.mark.parametrize("address", ["file:///etc/passwd", "ftp://host/x", "data:,x", "host/x"])
 def test_a_webhook_is_an_address_of_the_web(address: str) -> None:
-    with pytest.raises(ValueError, match="is no address"):
+    with pytest.raises(ValueError, match="is not an address"):
         AlertTable(webhook=address)
     assert AlertTable(webhook="https://host/x").webhook == "https://host/x"

@@ -126,13 +126,13 @@ async def test_a_silo_of_the_job_that_says_anything_stops_nobody(
 AT = {"job": "j", "phase": "train"}
 ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"evaluated": {"step": AT, "metrics": [{"name": "loss", "sum": 1e308}]}}, "has the sum 1e+308"),
-    ({"evaluated": {"step": AT | {"job": "../x"}}}, "'../x' is no valid identifier"),
-    ({"failure": {"step": AT | {"phase": "a/b"}}}, "'a/b' is no valid identifier"),
+    ({"evaluated": {"step": AT | {"job": "../x"}}}, "'../x' is not a valid identifier"),
+    ({"failure": {"step": AT | {"phase": "a/b"}}}, "'a/b' is not a valid identifier"),
     ({"accepted": {"step": AT | {"round": 2**32 - 1}}}, "a step's round is 4294967295"),
     ({"progress": {"step": AT, "done": 2**64 - 1}}, "done = 18446744073709551615"),
     ({"progress": {"step": AT, "loss": -math.inf}}, "loss = -inf"),
     ({"hello": {"identity": b"x" * (1 << 17)}}, "has 131072 bytes"),
-    ({"hello": {"seen": [{"job": "a/../b"}]}}, "'a/../b' is no valid identifier"),
+    ({"hello": {"seen": [{"job": "a/../b"}]}}, "'a/../b' is not a valid identifier"),
     ({"proof": b"x" * 2000}, "has 2000 bytes"),
     ({}, "of a kind that this coordinator does not know"),
 ]

@@ -353,7 +353,7 @@ async def test_what_was_heard_is_lost_while_it_unmasks(federation: Federation, d
         operator = await stack.enter_async_context(federation.operator())
         await operator.watch_until(job, "finished")
         closed, made = history(await operator.job(job))
-    assert "what this attempt had heard is lost" in closed["closed"]
+    assert "what it had heard is lost" in closed["closed"]
     assert (made["round"], made["closed"]) == (2, "")
     assert charged(federation) == [(1, 1), (1, 1)]
     each_round_had_keys_of_its_own(federation, job, 2)
