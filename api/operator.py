@@ -159,6 +159,17 @@ class OperatorClient:
         with self._translated():
             return self._stub.ResumeJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
 
+    def queue(self) -> list[operator_pb2.QueuedJob]:
+        """Jobs that have their turn, then those that wait, in their order."""
+        with self._translated():
+            return list(self._stub.ListQueue(operator_pb2.ListQueueRequest(), timeout=_CALL_SECONDS).jobs)
+
+    def move(self, job: str, priority: int | None = None, hold: str | None = None) -> operator_pb2.Job:
+        """Gives a job another priority; `hold` says why it gets no turn, "" that it may have it again."""
+        with self._translated():
+            request = operator_pb2.MoveJobRequest(job=job, priority=priority, hold=hold)
+            return self._stub.MoveJob(request, timeout=_CALL_SECONDS)
+
     def delete(self, job: str) -> operator_pb2.Job:
         """Deletes a job that is over: its models, rounds and events. What it has spent of privacy stays."""
         with self._translated():

@@ -22,6 +22,7 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import DISCOUNTED_BY, Discount, make_discount
 from roundtable.core.job_tables.metrics_table import MetricsTable
 from roundtable.core.job_tables.model_table import ModelTable
+from roundtable.core.job_tables.queue_table import QueueTable, ResourcesTable
 from roundtable.core.job_tables.simulation_table import SimulationTable
 from roundtable.core.job_tables.task_table import JobTaskTable, named_task
 from roundtable.core.measures.families import MOST_CELLS, expanded
@@ -319,6 +320,8 @@ class JobConfig(Table):
     stop: StopTable = Field(default_factory=StopTable)
     transfer: TransferTable = Field(default_factory=TransferTable)
     tracking: TrackingTable = Field(default_factory=TrackingTable)
+    queue: QueueTable = Field(default_factory=QueueTable)
+    resources: ResourcesTable = Field(default_factory=ResourcesTable)
     simulation: SimulationTable = Field(default_factory=SimulationTable)
 
     @property

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from roundtable.core.durations import parse_duration
+from roundtable.core.quantities import parse_duration
 
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]

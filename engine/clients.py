@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 ClientState = Literal["available", "training", "uploading", "offline", "dropped", "done"]
-Held = Literal["drained", "disabled"]
-"""Why a client that may be there is asked for nothing new: its silo wants that, or operators do."""
+Held = Literal["drained", "disabled", "unsuited"]
+"""Why a client that may be there is asked for nothing new: its silo wants that, operators do, or it has less
+than the job asks for."""
 
 
 @dataclass(frozen=True)

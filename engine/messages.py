@@ -10,6 +10,11 @@ from roundtable.core.errors import SiteFailure
 from roundtable.engine.clients import ClientInfo as ClientInfo
 from roundtable.engine.clients import ClientState as ClientState
 from roundtable.engine.clients import Held as Held
+from roundtable.engine.steering import Cancel as Cancel
+from roundtable.engine.steering import MovedInQueue as MovedInQueue
+from roundtable.engine.steering import Pause as Pause
+from roundtable.engine.steering import Resume as Resume
+from roundtable.engine.steering import Yield as Yield
 
 TRAIN = "train"
 AGGREGATE = "aggregate"
@@ -225,25 +230,6 @@ class Denied:
     reason: str
 
 
-@dataclass(frozen=True)
-class Cancel:
-    """Ends the job for good."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Stops the job for now and gives up the round that runs."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Goes on after a pause, with a new attempt at the same round."""
-
-
 Event = (
     Start
     | ClientJoined
@@ -264,6 +250,8 @@ Event = (
     | Cancel
     | Pause
     | Resume
+    | Yield
+    | MovedInQueue
 )
 
 

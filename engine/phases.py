@@ -182,6 +182,8 @@ class Phases:
         if attempt.number > self._job.cohort.retries:
             message = f"round {attempt.round} failed {attempt.number} times; the last reason: {told}"
             self.stop("paused", message, now)
+        elif self._state.yielding:
+            self.wait_in_line(self._state.yielding, now)
         else:
             self.begin_attempt(attempt.round, attempt.number + 1, now)
 
@@ -216,8 +218,24 @@ class Phases:
         elif closed and on_end > self._job.cohort.retries and attempt.round < self._job.rounds:
             message = f"{on_end} rounds on end were closed without a model; the last reason: {closed}"
             self._stop_now("paused", message)
+        elif self._state.yielding and attempt.round < self._job.rounds:
+            self.wait_in_line(self._state.yielding, now)
         else:
             self.next_round(now)
+
+    def wait_in_line(self, reason: str, now: float) -> None:
+        """Gives up the turn between two attempts: nothing is asked of anybody before the next `Start`."""
+        self._state.queued, self._state.yielding = now, ""
+        self._stop_now("waiting", reason)
+
+    def take_turn(self, now: float) -> None:
+        """Begins with the first round, or goes on where the job gave up its turn or was paused."""
+        attempt, following = self._state.attempt, self._state.summary.done + 1
+        if following > self._job.rounds:
+            self.next_round(now)
+            return
+        number = attempt.number + 1 if attempt and attempt.round == following else 1
+        self.begin_attempt(following, number, now)
 
     def _warn_of_the_metric(self, record: m.RoundRecord) -> None:
         """Once, after the first round whose figures show that the metric to stop by is not there."""
@@ -257,7 +275,7 @@ class Phases:
         for name, assignment in self._state.at_work.items():
             self._context.out.append(m.Withdraw(name, assignment.step, f"the job is {status}"))
         self._state.at_work, self._state.buffer = {}, {}
-        if status == "paused" and attempt is not None:
+        if status in ("paused", "waiting") and attempt is not None:
             # Only the numbers live on, so that a resumed round never reuses an attempt's key.
             self._state.attempt = Attempt(attempt.round, attempt.number, "", attempt.started)
         else:

@@ -26,8 +26,9 @@ from roundtable.engine.policies.buffered import BufferedTraining
 from roundtable.engine.policies.synchronous import SynchronousTraining
 from roundtable.engine.policies.training_policy import TrainingPolicy
 from roundtable.engine.population import Population, Roster
-from roundtable.engine.selection import SelectionFailed, Strategy
-from roundtable.engine.state import EngineState, from_plain, to_plain
+from roundtable.engine.selection import SelectionFailed, Strategy, least_for_selection
+from roundtable.engine.state import EngineState, from_plain, in_queue, to_plain
+from roundtable.engine.validation.secure_feasibility import fewest
 from roundtable.engine.view import WHO_HELD, EngineView, view
 
 
@@ -68,6 +69,8 @@ class RoundEngine:
             m.Cancel: self._on_cancel,
             m.Pause: self._on_pause,
             m.Resume: self._on_resume,
+            m.Yield: self._on_yield,
+            m.MovedInQueue: self._on_moved,
         }
 
     @classmethod
@@ -176,15 +179,34 @@ class RoundEngine:
         """Why an update that `wants` calls stale is not taken."""
         return self._policy.refusal(client, step)
 
+    @property
+    def queued(self) -> bool:
+        """Whether the job waits for its turn, which `Start` gives."""
+        return in_queue(self.state)
+
+    @property
+    def starved(self) -> bool:
+        """Whether an attempt runs for which nobody was asked yet: it waits for clients to connect."""
+        attempt = self.state.attempt
+        if attempt is None or attempt.phase == m.SELECT:
+            return attempt is not None
+        return attempt.phase == m.TRAIN and not (attempt.awaited or attempt.updates or self.state.at_work)
+
+    @property
+    def least(self) -> int:
+        """The fewest clients with which a round can begin once the time to wait for more has passed."""
+        return max(least_for_selection(self.job.cohort, True, self.population), fewest(self.job))
+
     def view(self) -> EngineView:
         """The job as people see it."""
         return view(self.job, self.state, self.population)
 
     def _on_start(self, event: m.Start, now: float) -> None:
-        if self.state.started is not None:
+        if not in_queue(self.state) or self.state.hold:
             return
-        self.state.started = now
-        self._phases.next_round(now)
+        if self.state.started is None:
+            self.state.started = now
+        self._phases.take_turn(now)
 
     def _on_joined(self, event: m.ClientJoined, now: float) -> None:
         name = event.info.name
@@ -342,9 +364,31 @@ class RoundEngine:
             self._phases.stop("paused", event.reason, now)
 
     def _on_resume(self, event: m.Resume, now: float) -> None:
-        if self.state.status == "paused" and self.state.summary.done >= self.job.rounds:
-            self._phases.next_round(now)
-        elif self.state.status == "paused":
-            attempt, following = self.state.attempt, self.state.summary.done + 1
-            number = attempt.number + 1 if attempt and attempt.round == following else 1
-            self._phases.begin_attempt(following, number, now)
+        if self.state.status != "paused":
+            return
+        if event.queued:
+            self.state.queued, self.state.yielding = now, ""
+            self._context.status("waiting", "resumed; it waits for its turn")
+        else:
+            self._phases.take_turn(now)
+
+    def _on_yield(self, event: m.Yield, now: float) -> None:
+        if self.state.attempt is None or self.state.status not in ("waiting", "running") or self.queued:
+            return
+        if self.starved:
+            self._phases.wait_in_line(event.reason, now)
+        else:
+            self.state.yielding = event.reason
+
+    def _on_moved(self, event: m.MovedInQueue, now: float) -> None:
+        if event.priority is not None:
+            self.state.priority = event.priority
+            self._context.note("job_moved", f"the job has priority {event.priority}")
+        if event.hold is None or event.hold == self.state.hold:
+            return
+        self.state.hold = event.hold
+        if event.hold:
+            self._context.note("job_held", f"the job is held in the queue: {event.hold}")
+            self._on_yield(m.Yield(event.hold), now)
+        else:
+            self._context.note("job_released", "the job may have its turn again")

@@ -116,6 +116,9 @@ class EngineState:
     In buffered rounds `at_work` are those who train, in the order in which they were asked; `buffer` are
     updates that came while a model was being made, for the next; `draws` counts draws of clients.
 
+    `queued` is when the job began to wait for its turn, `priority` what operators made of the job's own,
+    `hold` why they keep it from its turn, and `yielding` why it gives that up when its round ends.
+
     `summed` are the clients of a closed round whose sum without noise may be known: until the model changes
     all of them and nobody else, or none of them, are asked.
     """
@@ -134,7 +137,16 @@ class EngineState:
     buffer: dict[str, Update] = field(default_factory=dict)
     draws: int = 0
     summed: tuple[str, ...] = ()
+    queued: float = 0.0
+    priority: int | None = None
+    hold: str = ""
+    yielding: str = ""
     summary: RoundSummary = field(default_factory=RoundSummary)
+
+
+def in_queue(state: EngineState) -> bool:
+    """Whether the job waits for its turn: no attempt runs, and none begins before `Start`."""
+    return state.status == "waiting" and (state.attempt is None or not state.attempt.phase)
 
 
 def to_plain(state: EngineState) -> dict[str, Any]:

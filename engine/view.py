@@ -13,7 +13,11 @@ from roundtable.engine.state import Attempt, ClientRecord, EngineState
 from roundtable.engine.validation.secure_feasibility import fewest
 
 _SHOWN = 5
-WHO_HELD: Mapping[m.Held, str] = {"drained": "drained by its silo", "disabled": "disabled by operators"}
+WHO_HELD: Mapping[m.Held, str] = {
+    "drained": "drained by its silo",
+    "disabled": "disabled by operators",
+    "unsuited": "without what [resources] of the job asks for",
+}
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,12 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
         free = population.free()
         there = len(rested(free, state))
         least = max(least_for_selection(job.cohort, attempt.settled, population), fewest(job))
-        said = f"{there} of {least} clients are available; waiting for more to connect"
-        if there < len(free):
-            said = (
-                f"{there} of {least} clients may take part; {len(free) - there} others did within the last "
-                f"{state.separation - 1} rounds. Waiting for more to connect"
-            )
+        if there == len(free):
+            return shortage(least, population)
+        said = (
+            f"{there} of {least} clients may take part; {len(free) - there} others did within the last "
+            f"{state.separation - 1} rounds. Waiting for more to connect"
+        )
         return "; ".join([said, *held_in_words(population)])
     if attempt.phase == m.TRAIN and job.round.mode == "buffered":
         busy = [n for n, given in state.at_work.items() if not given.away]
@@ -82,6 +86,12 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
     if attempt.phase in (m.TRAIN, m.EVALUATE):
         return _waiting_for_answers(attempt, state, population)
     return {m.AGGREGATE: "combining the updates", m.COMMIT: "storing the round"}.get(attempt.phase, "")
+
+
+def shortage(least: int, population: Population) -> str:
+    """What a round waits for that needs `least` clients: how many are there, and which are held."""
+    said = f"{len(population.free())} of {least} clients are available; waiting for more to connect"
+    return "; ".join([said, *held_in_words(population)])
 
 
 def held_in_words(population: Population) -> list[str]:

@@ -259,6 +259,7 @@ class Hello(google.protobuf.message.Message):
     SEEN_FIELD_NUMBER: builtins.int
     INSTALLATION_FIELD_NUMBER: builtins.int
     MAINTENANCE_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The agent's software version."""
     protocol: builtins.int
@@ -293,6 +294,8 @@ class Hello(google.protobuf.message.Message):
     def seen(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Step]: ...
     @property
     def maintenance(self) -> global___Maintenance: ...
+    @property
+    def capacity(self) -> global___Capacity: ...
     def __init__(
         self,
         *,
@@ -308,11 +311,37 @@ class Hello(google.protobuf.message.Message):
         seen: collections.abc.Iterable[roundtable.proto.common_pb2.Step] | None = ...,
         installation: builtins.bytes = ...,
         maintenance: global___Maintenance | None = ...,
+        capacity: global___Capacity | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["maintenance", b"maintenance"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "installation", b"installation", "maintenance", b"maintenance", "metadata", b"metadata", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["capacity", b"capacity", "maintenance", b"maintenance"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "installation", b"installation", "maintenance", b"maintenance", "metadata", b"metadata", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Hello = Hello
+
+@typing.final
+class Capacity(google.protobuf.message.Message):
+    """What the silo has for jobs. The coordinator gives no more of it away at a time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
+    jobs: builtins.int
+    """Jobs that may have their turn here at a time."""
+    gpus: builtins.int
+    memory: builtins.int
+    """Bytes of main memory."""
+    def __init__(
+        self,
+        *,
+        jobs: builtins.int = ...,
+        gpus: builtins.int = ...,
+        memory: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gpus", b"gpus", "jobs", b"jobs", "memory", b"memory"]) -> None: ...
+
+global___Capacity = Capacity
 
 @typing.final
 class Maintenance(google.protobuf.message.Message):

@@ -252,6 +252,115 @@ class ListJobsReply(google.protobuf.message.Message):
 global___ListJobsReply = ListJobsReply
 
 @typing.final
+class ListQueueRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListQueueRequest = ListQueueRequest
+
+@typing.final
+class QueuedJob(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
+    PROJECT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    EXPECTED_FIELD_NUMBER: builtins.int
+    SILOS_FIELD_NUMBER: builtins.int
+    CONNECTED_FIELD_NUMBER: builtins.int
+    LEAST_FIELD_NUMBER: builtins.int
+    place: builtins.int
+    """Its place among those that wait, from 1; 0: it has its turn."""
+    project: builtins.str
+    priority: builtins.int
+    level: builtins.int
+    """What waiting has added to that."""
+    since: builtins.float
+    """Unix time since when it waits, or has its turn."""
+    reason: builtins.str
+    """What it waits for; of one with a turn, why it gives that up when its round ends."""
+    expected: builtins.float
+    """Unix time of its turn, as far as can be told; 0 where it cannot."""
+    silos: builtins.int
+    """Silos that suit it, and how many of them are connected; with `least` of them it can begin."""
+    connected: builtins.int
+    least: builtins.int
+    @property
+    def job(self) -> global___Job: ...
+    def __init__(
+        self,
+        *,
+        job: global___Job | None = ...,
+        place: builtins.int = ...,
+        project: builtins.str = ...,
+        priority: builtins.int = ...,
+        level: builtins.int = ...,
+        since: builtins.float = ...,
+        reason: builtins.str = ...,
+        expected: builtins.float = ...,
+        silos: builtins.int = ...,
+        connected: builtins.int = ...,
+        least: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["connected", b"connected", "expected", b"expected", "job", b"job", "least", b"least", "level", b"level", "place", b"place", "priority", b"priority", "project", b"project", "reason", b"reason", "silos", b"silos", "since", b"since"]) -> None: ...
+
+global___QueuedJob = QueuedJob
+
+@typing.final
+class ListQueueReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: builtins.int
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QueuedJob]:
+        """Those with a turn, then those that wait, in their order."""
+
+    def __init__(
+        self,
+        *,
+        jobs: collections.abc.Iterable[global___QueuedJob] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
+
+global___ListQueueReply = ListQueueReply
+
+@typing.final
+class MoveJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    HOLD_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """As in JobRequest."""
+    priority: builtins.int
+    hold: builtins.str
+    """Why it is kept from its turn; empty lets it have it again."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        priority: builtins.int | None = ...,
+        hold: builtins.str | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_hold", b"_hold", "_priority", b"_priority", "hold", b"hold", "priority", b"priority"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_hold", b"_hold", "_priority", b"_priority", "hold", b"hold", "job", b"job", "priority", b"priority"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_hold", b"_hold"]) -> typing.Literal["hold"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
+
+global___MoveJobRequest = MoveJobRequest
+
+@typing.final
 class JobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -71,6 +71,16 @@ class OperatorsStub(object):
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.Job.FromString,
                 )
+        self.ListQueue = channel.unary_unary(
+                '/roundtable.v1.Operators/ListQueue',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.ListQueueRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.ListQueueReply.FromString,
+                )
+        self.MoveJob = channel.unary_unary(
+                '/roundtable.v1.Operators/MoveJob',
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.MoveJobRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_operator__pb2.Job.FromString,
+                )
         self.DeleteJob = channel.unary_unary(
                 '/roundtable.v1.Operators/DeleteJob',
                 request_serializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
@@ -200,6 +210,20 @@ class OperatorsServicer(object):
 
     def ResumeJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQueue(self, request, context):
+        """Which jobs have their turn, and which wait, for what, and until when about.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveJob(self, request, context):
+        """Changes a job's priority, keeps it from its turn, or lets it have it again.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -338,6 +362,16 @@ def add_OperatorsServicer_to_server(servicer, server):
             'ResumeJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ResumeJob,
                     request_deserializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.Job.SerializeToString,
+            ),
+            'ListQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQueue,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.ListQueueRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_operator__pb2.ListQueueReply.SerializeToString,
+            ),
+            'MoveJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveJob,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.MoveJobRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.Job.SerializeToString,
             ),
             'DeleteJob': grpc.unary_unary_rpc_method_handler(
@@ -589,6 +623,40 @@ class Operators(object):
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ResumeJob',
             roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.Job.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/ListQueue',
+            roundtable_dot_proto_dot_operator__pb2.ListQueueRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.ListQueueReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def MoveJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/MoveJob',
+            roundtable_dot_proto_dot_operator__pb2.MoveJobRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.Job.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -83,6 +83,18 @@ class OperatorsStub:
         roundtable.proto.operator_pb2.Job,
     ]
 
+    ListQueue: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.ListQueueRequest,
+        roundtable.proto.operator_pb2.ListQueueReply,
+    ]
+    """Which jobs have their turn, and which wait, for what, and until when about."""
+
+    MoveJob: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.MoveJobRequest,
+        roundtable.proto.operator_pb2.Job,
+    ]
+    """Changes a job's priority, keeps it from its turn, or lets it have it again."""
+
     DeleteJob: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.JobRequest,
         roundtable.proto.operator_pb2.Job,
@@ -214,6 +226,18 @@ class OperatorsAsyncStub:
         roundtable.proto.operator_pb2.JobRequest,
         roundtable.proto.operator_pb2.Job,
     ]
+
+    ListQueue: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.ListQueueRequest,
+        roundtable.proto.operator_pb2.ListQueueReply,
+    ]
+    """Which jobs have their turn, and which wait, for what, and until when about."""
+
+    MoveJob: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.operator_pb2.MoveJobRequest,
+        roundtable.proto.operator_pb2.Job,
+    ]
+    """Changes a job's priority, keeps it from its turn, or lets it have it again."""
 
     DeleteJob: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.operator_pb2.JobRequest,
@@ -368,6 +392,22 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
         request: roundtable.proto.operator_pb2.JobRequest,
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]]: ...
+
+    @abc.abstractmethod
+    def ListQueue(
+        self,
+        request: roundtable.proto.operator_pb2.ListQueueRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.ListQueueReply, collections.abc.Awaitable[roundtable.proto.operator_pb2.ListQueueReply]]:
+        """Which jobs have their turn, and which wait, for what, and until when about."""
+
+    @abc.abstractmethod
+    def MoveJob(
+        self,
+        request: roundtable.proto.operator_pb2.MoveJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.operator_pb2.Job, collections.abc.Awaitable[roundtable.proto.operator_pb2.Job]]:
+        """Changes a job's priority, keeps it from its turn, or lets it have it again."""
 
     @abc.abstractmethod
     def DeleteJob(

@@ -113,6 +113,9 @@ class ServerConfig(Table):
         description="how long jobs keep artifacts, events and their logs",
     )
     quotas: QuotaTable = Field(default_factory=QuotaTable, description="what one caller may hold and use up")
+    queue_ageing: Seconds = Field(
+        3600.0, gt=0, description="waiting for so long raises a job in the queue by one step of priority"
+    )
     alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of incidents")
 
     metrics: str = Field(

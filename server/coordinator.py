@@ -169,6 +169,7 @@ class Coordinator:
             trusted=self.trusted or NoTrustedTraining(),
             observer=self.observer,
             populations=Populations(config.populations),
+            ageing=config.queue_ageing,
         )
         self.jobs = JobRegistry(services)
         self.security = Security(config, self._database, credentials, alerts, artifacts.load, self.clock)

@@ -25,13 +25,13 @@ from roundtable.engine.selection import quorum
 from roundtable.proto.pieces import traffic
 from roundtable.server.auth.quotas import QUOTAS
 from roundtable.server.config import ServerConfig
-from roundtable.server.jobs.job_driver import held_of
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.privacy_report import Books, books
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.leadership.election import Sight
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
+from roundtable.server.queue.contenders import held_of
 from roundtable.server.services.security import Security
 from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import all_clients

@@ -100,6 +100,6 @@ def report(probes: Iterable[Inquiry], as_json: bool) -> int:
 
 
 def _print(check: Check) -> None:
-    say_styled((f"{check.state:<7}", _STYLES[check.state]), (f"{check.name:<13} {check.message}", "default"))
+    say_styled((f"{check.state:<8}", _STYLES[check.state]), (f"{check.name:<13} {check.message}", "default"))
     if check.remedy:
-        say(f"{'':<21}→ {check.remedy}")
+        say(f"{'':<22}→ {check.remedy}")

@@ -33,6 +33,7 @@ from roundtable.client.agent.spool import Spool
 from roundtable.client.agent.state_lock import locked
 from roundtable.client.agent.step_handler import StepHandler
 from roundtable.client.door import incoming, outgoing
+from roundtable.client.policy.capacity import capacity_of
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.maintenance import Drained, Maintenance
 from roundtable.client.sharing.report_desk import ReportDesk
@@ -202,18 +203,17 @@ class Agent:
             async with open_channel(self._address, config.credentials, revoked) as channel:
                 stub = agents_stub(channel)
                 session = ControlStream(stub)
-                own = certificate_of(config.credentials)
-                memory = self._memory
                 greeting = outgoing.hello(
                     config.tasks,
                     config.metadata,
                     list_devices(),
                     handler.spooled,
-                    own,
-                    memory.coordinator,
-                    memory.seen,
+                    certificate_of(config.credentials),
+                    self._memory.coordinator,
+                    self._memory.seen,
                     self._installation.public_key,
                     drained.reason if (drained := self._drained) else None,
+                    capacity_of(config),
                 )
                 welcome = await session.greet(greeting, self._installation.prove)
                 self._connected(welcome, name)

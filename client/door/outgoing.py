@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from roundtable.client.door.incoming import STATUSES, ArtifactName, Receipt
+from roundtable.client.policy.capacity import SiloCapacity
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures
 from roundtable.client.training.metrics import Metrics
@@ -74,6 +75,7 @@ def hello(
     seen: Mapping[str, tuple[int, int]] | None = None,
     installation: bytes = b"",
     drained: str | None = None,
+    capacity: SiloCapacity | None = None,
 ) -> FromAgent:
     """What the agent says of itself; `seen` is (round, attempt) by job, at the `coordinator` of before.
 
@@ -93,6 +95,7 @@ def hello(
             coordinator=coordinator,
             installation=installation,
             maintenance=_maintenance(drained),
+            capacity=agent_pb2.Capacity(**capacity._asdict()) if capacity else None,
             seen=[
                 common_pb2.Step(job=job, round=round, attempt=attempt)
                 for job, (round, attempt) in (seen or {}).items()

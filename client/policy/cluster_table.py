@@ -19,22 +19,20 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.quantities import parse_size
 from roundtable.core.toml_tables import Names, Seconds, Table
 
-_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?)B?\s*$")
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://[^/]")
-_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {"Ki": 1 << 10, "ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 
 def parse_bytes(value: str | int | float) -> int:
     """Parses 80GiB, 500MB or a number of bytes; ConfigError for anything else."""
     if isinstance(value, (int, float)):
         return int(value)
-    match = _BYTES.match(value)
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{value!r} is not an amount of memory; write it as 80GiB, 500MB or bytes")
-    return int(float(match[1]) * _UNITS[match[2]])
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _memory(value: object) -> object:

@@ -52,6 +52,9 @@ class LimitsTable(Table):
     """`[limits]`: what training may use."""
 
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto takes a GPU if there is one")
+    jobs: int = Field(
+        1, ge=1, le=1000, description="jobs whose rounds the coordinator may run here at a time"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the training process; default: all")
     cached_models: int = Field(3, ge=1, description="how many downloaded models are kept on disk")
     rehearsal: Seconds = Field(
@@ -160,6 +163,7 @@ class AgentConfig:
     data: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     device: str = "auto"
+    jobs: int = 1
     threads: int | None = None
     cached_models: int = 3
     rehearsal: float = 0.0
@@ -211,6 +215,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         data=table.data,
         metadata=table.metadata,
         device=table.limits.device,
+        jobs=table.limits.jobs,
         threads=table.limits.threads,
         cached_models=table.limits.cached_models,
         rehearsal=table.limits.rehearsal,

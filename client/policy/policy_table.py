@@ -9,11 +9,10 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from roundtable.core.bounds import DIGEST
+from roundtable.core.quantities import parse_size
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB)")
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _HOURS = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
@@ -117,12 +116,12 @@ class PolicyTable(Table):
     @property
     def memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
-        return None if self.max_memory is None else _size(self.max_memory)
+        return None if self.max_memory is None else parse_size(self.max_memory)
 
     @property
     def gpu_memory_bytes(self) -> int | None:
         """`max_gpu_memory` in bytes."""
-        return None if self.max_gpu_memory is None else _size(self.max_gpu_memory)
+        return None if self.max_gpu_memory is None else parse_size(self.max_gpu_memory)
 
     def bounds(self) -> list[str]:
         """What training may have of the machine, a line for each rule."""
@@ -142,7 +141,7 @@ class PolicyTable(Table):
     @classmethod
     def _memory_size(cls, value: str | None) -> str | None:
         if value is not None:
-            _size(value)
+            parse_size(value)
         return value
 
     @field_validator("hours")
@@ -151,14 +150,6 @@ class PolicyTable(Table):
         if value is not None:
             hours_of(value)
         return value
-
-
-def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-    if size <= 0:
-        raise ValueError(f'{text!r} is not a size of memory; examples: "8GiB", "500MiB"')
-    return size
 
 
 def hours_of(text: str) -> tuple[time, time]:

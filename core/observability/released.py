@@ -114,6 +114,10 @@ EVENTS: Mapping[str, EventKind] = {
         (
             "job_submitted",
             "job_running",
+            "job_waiting",
+            "job_moved",
+            "job_held",
+            "job_released",
             "job_paused",
             "job_finished",
             "job_cancelled",
@@ -243,6 +247,10 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.PUBLIC, "id name status reason rounds_done rounds submitted updated submitter own"),
         "model": Tells.NOISY,
     },
+    # Whose turn it is follows from the jobs and from who is connected.
+    "QueuedJob": _of(
+        Tells.PUBLIC, "job place project priority level since reason expected silos connected least"
+    ),
     "JobDetail": {
         **_of(Tells.PUBLIC, "job job_config round attempt phase deadline history incidents initial_model"),
         **_of(Tells.COHORT, "clients waiting_for"),
@@ -296,8 +304,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Hello": _of(
         Tells.PUBLIC,
         "version protocol tasks metadata devices clock spooled identity coordinator seen installation "
-        "maintenance",
+        "maintenance capacity",
     ),
+    "Capacity": _of(Tells.PUBLIC, "jobs gpus memory"),
     # A person at the silo decides, and writes the reason.
     "Maintenance": _of(Tells.PUBLIC, "drained reason"),
     # Where the level hides a silo's training, lines with figures of it leave if its own file says so.

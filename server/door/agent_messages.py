@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
-from roundtable.server.store import AgentRow
+from roundtable.server.store import AgentRow, Capacity
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class Introduction:
     seen: tuple[tuple[str, int, int], ...]
     installation: bytes
     drained: str
+    capacity: Capacity | None
 
     def row(self, name: str, now: float) -> AgentRow:
         """The agent as it is stored."""
         row = AgentRow(name, self.version, self.tasks, self.metadata, self.devices, now, now)
-        return replace(row, drained=self.drained)
+        return replace(row, drained=self.drained, capacity=self.capacity)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from roundtable.server.door.agent_messages import (
     StepProgress,
     UploadOffer,
 )
+from roundtable.server.store import Capacity
 
 MAX_METRICS = 600
 MAX_SUM = 1e100
@@ -186,6 +187,15 @@ def _introduction(message: agent_pb2.FromAgent) -> Introduction:
         ),
         bounds.bounded(hello.installation, bounds.SIGNATURE_BYTES, "the installation's key"),
         _drained(hello.maintenance),
+        _capacity(hello.capacity) if hello.HasField("capacity") else None,
+    )
+
+
+def _capacity(said: agent_pb2.Capacity) -> Capacity:
+    return Capacity(
+        bounds.within(said.jobs, 1, 1000, "the jobs at a time"),
+        bounds.within(said.gpus, 0, 10_000, "the number of GPUs"),
+        bounds.within(said.memory, 0, bounds.MOST_COUNT, "the bytes of memory"),
     )
 
 

@@ -113,6 +113,16 @@ def job_of(
     return bounds.text(request.job, _NAME, "a job's name")
 
 
+def move_of(request: operator_pb2.MoveJobRequest) -> tuple[str, int | None, str | None]:
+    """The job that is to be moved, its new priority, and why it is held; None for what stays as it is."""
+    priority = hold = None
+    if request.HasField("priority"):
+        priority = bounds.within(request.priority, -100, 100, "a priority")
+    if request.HasField("hold"):
+        hold = bounds.one_line(request.hold, MAX_REASON)
+    return bounds.text(request.job, _NAME, "a job's name"), priority, hold
+
+
 def place_of(number: int) -> int:
     """A place in a history, from 1; 0 is the first, too."""
     return bounds.within(max(1, number), 1, _LAST, "the place to begin at")

@@ -21,6 +21,27 @@ JobUpdate = operator_pb2.JobUpdate
 
 
 @dataclass(frozen=True)
+class QueuePlace:
+    """Where a job stands in the queue; see operator.proto."""
+
+    place: int
+    project: str
+    priority: int
+    level: int
+    since: float
+    reason: str
+    expected: float
+    silos: int
+    connected: int
+    least: int
+
+
+def place_to(job: Job, place: QueuePlace) -> operator_pb2.QueuedJob:
+    """A job in the queue."""
+    return operator_pb2.QueuedJob(job=job, **asdict(place))
+
+
+@dataclass(frozen=True)
 class PopulationAccount:
     """An account of a population, or of a silo of it: ε at δ, the promise in words, the jobs behind it."""
 

@@ -70,7 +70,7 @@ class JobActions:
                 self._parts.collection.retire(record.round)
                 self._tracking.committed(record)
                 self._tasks.spawn(self._retention.after_commit(self._job, record, settled))
-            case m.StatusChanged("paused"):
+            case m.StatusChanged("paused" | "waiting"):
                 self._parts.collection.close(forget=True)
             case m.StatusChanged():
                 pass

@@ -32,6 +32,7 @@ from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
 from roundtable.server.jobs.step_instructions import StepInstructions
+from roundtable.server.queue.contenders import held_for
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import AgentRow, JobRow
 from roundtable.server.store.ledger import Total
@@ -90,16 +91,9 @@ def plan_of(
     return plan
 
 
-def client_info(agent: AgentRow) -> m.ClientInfo:
-    """What the engine may know of an agent."""
-    return m.ClientInfo(agent.name, agent.metadata, agent.examples, held_of(agent))
-
-
-def held_of(agent: AgentRow) -> m.Held | None:
-    """Why the agent is asked for nothing new; None where it may be asked."""
-    if agent.disabled:
-        return "disabled"
-    return "drained" if agent.drained else None
+def client_info(job: JobConfig, agent: AgentRow) -> m.ClientInfo:
+    """What the engine of the job may know of an agent."""
+    return m.ClientInfo(agent.name, agent.metadata, agent.examples, held_for(job, agent))
 
 
 def layout_of(model: str, services: JobServices) -> Layout:
@@ -132,7 +126,7 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     engine = RoundEngine.restore(job, row.snapshot["engine"], history, strategy=plan.strategy)
     for agent in stored.agents:
         if agent.offers(job.task.name):
-            engine.handle(m.ClientJoined(client_info(agent), online=False), services.clock())
+            engine.handle(m.ClientJoined(client_info(job, agent), online=False), services.clock())
     inbox = JobInbox()
     tasks = BackgroundTasks(row.id)
     account: JobAccount = NoAccount()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from sqlalchemy.engine import Connection
@@ -13,8 +13,6 @@ from sqlalchemy.engine import Connection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import (
     ConfigError,
-    EncodingError,
-    LayoutError,
     PrivacyError,
     RoundtableError,
     SiteFailure,
@@ -22,27 +20,26 @@ from roundtable.core.errors import (
 )
 from roundtable.core.failpoints import failpoint
 from roundtable.core.observability.released import public
-from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
-from roundtable.engine import CentralNoise, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.server.door import to_agents
+from roundtable.server.door.to_operators import QueuePlace
+from roundtable.server.jobs.admission.new_job import new_job
+from roundtable.server.jobs.admission.turns import Turns
 from roundtable.server.jobs.job_driver import (
     StoredJob,
     Submission,
     client_info,
-    held_of,
-    layout_of,
     make_driver,
     parse_job,
-    plan_of,
 )
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.operations.incidents import driver_incident
 from roundtable.server.operations.populations import check_counted
+from roundtable.server.queue.contenders import held_for
 from roundtable.server.storage.artifact_store import DamagedArtifact
-from roundtable.server.store import FINAL, AgentRow, ArtifactRow, EventRow, JobRow
+from roundtable.server.store import FINAL, AgentRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.artifacts import is_readable
@@ -65,6 +62,9 @@ class JobRegistry:
         self.stopping = False
         self._background: asyncio.Task[None] | None = None
         self._left_out: set[tuple[str, str, m.Step]] = set()
+        self.turns = Turns(
+            self._runners.values, services.sessions.clients, self._statuses, services.clock, services.ageing
+        )
 
     @property
     def running(self) -> int:
@@ -87,6 +87,7 @@ class JobRegistry:
             except RoundtableError as error:
                 log.error("job %s cannot be taken up: %s", row.id, error, extra={"job": row.id})
                 await self._pause_broken(row.id, f"it could not be taken up after a restart: {error}")
+        self.turns.start()
 
     def announce_stop(self) -> None:
         """Ends the streams of those who follow a job: the coordinator is about to stop."""
@@ -96,6 +97,7 @@ class JobRegistry:
 
     async def stop(self) -> None:
         """Stops driving; every job can be taken up again."""
+        await self.turns.stop()
         for runner in self._runners.values():
             runner.stop()
         for task in self._tasks.values():
@@ -135,7 +137,11 @@ class JobRegistry:
             check_counted(job, await self._services.database.read(lambda c: budget_of(c, whose)))
             await self._check_model(submission.model)
             population, spent = await self._population(job), await self._spent(job)
-            row, artifact = await asyncio.to_thread(self._prepare, submission, job, population, spent)
+            after = await self._before(job, (submission.submitter_role, submission.submitter))
+            services = self._services
+            row, artifact = await asyncio.to_thread(
+                new_job, submission, job, population, spent, after, services
+            )
             first = public(
                 EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
             )
@@ -172,11 +178,16 @@ class JobRegistry:
         """Every job, newest first."""
         return [self._newest(row) for row in await self._services.database.read(store.jobs_in_order)]
 
-    async def change(self, row: JobRow, event: m.Cancel | m.Pause | m.Resume) -> JobRow:
-        """Cancels, pauses or resumes a job that is not over; returns it as it is afterwards."""
+    async def change(self, row: JobRow, event: m.Cancel | m.Pause | m.Resume | m.MovedInQueue) -> JobRow:
+        """Cancels, pauses, resumes or moves a job that is not over; returns it as it is afterwards."""
         runner = self._runners.get(row.id) or await self._take_up(row)
         await runner.inbox.tell(event)
+        self.turns.look()
         return runner.row
+
+    def places(self) -> list[tuple[JobRow, QueuePlace]]:
+        """The jobs that are neither over nor paused as the queue has them: first those with a turn."""
+        return [(self._runners[job].row, place) for job, place in self.turns.places()]
 
     async def delete(self, row: JobRow, who: str) -> bool:
         """Deletes a job that is over, once its driver has ended; False for one that goes on or is deleted."""
@@ -190,8 +201,9 @@ class JobRegistry:
         """Tells every job whose task the agent has that it is connected."""
         for runner in self._runners.values():
             if client.offers(runner.job.task.name):
-                runner.inbox.post(m.ClientJoined(client_info(client)))
+                runner.inbox.post(m.ClientJoined(client_info(runner.job, client)))
                 runner.collection.rejoined(client.name)
+        self.turns.look()
 
     async def tell_what_ended(self, client: AgentRow, since: float) -> None:
         """Tells an agent that was away of the jobs with its tasks that have ended since then."""
@@ -210,7 +222,8 @@ class JobRegistry:
         """Tells every job whose task the agent has whether it may be asked for something new."""
         for runner in self._runners.values():
             if client.offers(runner.job.task.name):
-                runner.inbox.post(m.ClientHeld(client.name, held_of(client)))
+                runner.inbox.post(m.ClientHeld(client.name, held_for(runner.job, client)))
+        self.turns.look()
 
     def may_read(self, client: str, digest: str) -> bool:
         """Whether an instruction in force names this artifact to this agent."""
@@ -229,7 +242,11 @@ class JobRegistry:
 
     def _newest(self, row: JobRow) -> JobRow:
         runner = self._runners.get(row.id)
-        return runner.row if runner else row
+        if runner is None:
+            return row
+        if runner.waits and runner.standing is not None and runner.standing.reason:
+            return replace(runner.row, reason=runner.standing.reason)
+        return runner.row
 
     async def _population(self, job: JobConfig) -> int:
         agents = await self._services.database.read(all_clients)
@@ -242,66 +259,27 @@ class JobRegistry:
         name = self._services.populations.of(job)
         return await self._services.database.read(lambda connection: totals(connection, name))
 
+    async def _before(self, job: JobConfig, who: Party) -> tuple[str, ...]:
+        """The identifiers of the jobs that this one comes after. ConfigError for one that there is not."""
+        found = []
+        for wanted in job.queue.after:
+            try:
+                found.append((await self.find(wanted, who)).id)
+            except store.UnknownJob as error:
+                raise ConfigError(f"queue.after: {error}", key=("queue", "after")) from error
+        return tuple(found)
+
+    async def _statuses(self, jobs: frozenset[str]) -> dict[str, str]:
+        """How jobs that are over stand, by identifier."""
+        rows = await self._services.database.read(store.jobs_in_order)
+        known = {row.id: row.status for row in rows if row.id in jobs and row.status in FINAL}
+        listed = {row.id for row in rows}
+        return {**known, **dict.fromkeys(jobs - listed, store.DELETED)}
+
     async def _check_model(self, digest: str) -> None:
         """ConfigError unless operators may read it: a job would hand somebody's update to all silos."""
         if not await self._services.database.read(lambda connection: is_readable(connection, digest)):
             raise ConfigError(f"the initial model {digest[:12]} is not stored here: upload it before the job")
-
-    def _prepare(
-        self, submission: Submission, job: JobConfig, population: int, spent: list[Total]
-    ) -> tuple[JobRow, ArtifactRow]:
-        path = self._services.artifacts.path(submission.model)
-        try:
-            layout = layout_of(submission.model, self._services)
-        except (EncodingError, LayoutError) as error:
-            reason = str(error).replace(str(path), f"artifact {submission.model[:12]}")
-            raise ConfigError(f"the initial model cannot be used: {reason}") from error
-        check_inside(job.tracking)
-        check_trackers(job.tracking)
-        plan = plan_of(job, layout, population, spent, self._services.populations.of(job))
-        if plan.aggregation.takes("root_update") and not self._services.trusted.offers(job.task):
-            raise ConfigError(
-                f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
-                f"and this coordinator has none for the task {job.task.name!r} with the parameters that the "
-                "job sets: give its coordinator.toml a table [root_data.NAME] with task, data and parameters"
-            )
-        engine = RoundEngine.begin(
-            job,
-            submission.model,
-            secrets.randbits(63),
-            separation=plan.separation,
-            strategy=plan.strategy,
-        )
-        noise = dict(plan.noise.settled) if isinstance(plan.noise, CentralNoise) else {}
-        now = self._services.clock()
-        row = JobRow(
-            id=submission.job,
-            name=job.title[:100],
-            request_id=submission.request_id,
-            submitter=submission.submitter,
-            submitter_role=submission.submitter_role,
-            config=job.to_json(),
-            initial_model=submission.model,
-            model=submission.model,
-            optimizer="",
-            status=engine.state.status,
-            reason=engine.state.reason,
-            rounds=job.rounds,
-            rounds_done=0,
-            snapshot={
-                "engine": engine.snapshot(),
-                "population": population,
-                "noise": noise,
-                "signature": submission.signature.hex(),
-                "certificate": submission.certificate.decode(),
-                "signed": {"time": submission.time, "coordinator": submission.coordinator},
-            },
-            version=1,
-            writer=self._services.writer,
-            submitted=now,
-            updated=now,
-        )
-        return row, ArtifactRow(submission.model, path.stat().st_size, "model", now)
 
     async def _take_up(self, row: JobRow) -> JobRunner:
         """Makes the driver of a stored job and starts it."""
@@ -317,13 +295,15 @@ class JobRegistry:
         task.add_done_callback(lambda ended: self._ended(row.id, ended))
         for client in self._services.sessions.clients():
             if client.offers(runner.job.task.name):
-                runner.inbox.post(m.ClientJoined(client_info(client)))
-        runner.inbox.post(m.Start())
+                runner.inbox.post(m.ClientJoined(client_info(runner.job, client)))
+        runner.when_moved = self.turns.look
+        self.turns.look()
         return runner
 
     def _ended(self, job: str, task: asyncio.Task[None]) -> None:
         """Forgets the driver of a job that is over; pauses a job whose driver has failed."""
         runner = self._runners.pop(job)
+        self.turns.look()
         del self._tasks[job]
         if task.cancelled():
             return

@@ -23,7 +23,8 @@ class JobServices:
     """One coordinator's services for its jobs.
 
     `compute` is the one thread in which models are made; `writer` names this process in the rows that it
-    writes; `together` groups small writes of many callers; `tracking` is the folder of all jobs' trackers.
+    writes; `together` groups small writes of many callers; `tracking` is the folder of all jobs' trackers;
+    `ageing`: see `Turns`.
     """
 
     database: Database
@@ -39,3 +40,4 @@ class JobServices:
     trusted: TrustedTraining
     observer: CoordinatorObserver
     populations: Populations
+    ageing: float

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy.engine import Connection
 
@@ -32,6 +32,8 @@ from roundtable.server.jobs.job_inbox import Arrival, Verdict
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.operations.incidents import incident_of, storage_incident
 from roundtable.server.operations.publication import Publication
+from roundtable.server.queue.contenders import contender_of
+from roundtable.server.queue.decision import Contender, Standing
 from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.jobs import apply
@@ -41,6 +43,13 @@ log = logging.getLogger("roundtable.server.jobs.runner")
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 # Lost with a crash, these are said again: evaluations are asked for once more.
 _QUIET = (m.WorkStarted, m.ClientJoined, m.ClientLeft, m.Evaluated)
+
+
+class _Turn(NamedTuple):
+    round: int
+    status: str
+    queued: bool
+    starved: bool
 
 
 @dataclass
@@ -59,7 +68,8 @@ class JobRunner:
     """Drives one job's engine until the job ends; `inbox`, `instructions` and `collection` are its parts'.
 
     `round_began` is when the round that is under way began, over all its attempts, as far as this process
-    knows: after a restart, when the attempt began.
+    knows: after a restart, when the attempt began. `standing` is what the queue of jobs has said of it last;
+    `when_moved` is called when that may change.
     """
 
     def __init__(
@@ -89,6 +99,9 @@ class JobRunner:
         self._trouble = ""
         self._handled = "its beginning"
         self._culprit: tuple[str, m.Step] | None = None
+        self.standing: Standing | None = None
+        self.when_moved: Callable[[], None] = lambda: None
+        self._pace: float | None = None
         self._turn = self._present_turn()
         attempt = engine.state.attempt
         self.round_began = attempt.started if attempt else services.clock()
@@ -102,6 +115,20 @@ class JobRunner:
     def final(self) -> bool:
         """Whether the job has ended for good, durably."""
         return self.row.status in FINAL
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for its turn."""
+        return self._engine.queued
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """The identifiers of the jobs that it comes after."""
+        return tuple(self.row.snapshot.get("after", ()))
+
+    def contender(self, blocked: str) -> Contender | None:
+        """The job as the queue sees it; None where it is paused or over."""
+        return contender_of(self.row, self.job, self._engine, self._pace, blocked)
 
     def has_asked(self, client: str) -> bool:
         """Whether a round of the job has ever drawn this client."""
@@ -153,7 +180,8 @@ class JobRunner:
         """The job's current state; a database or bucket that is away shows as what the job waits for."""
 
         def with_trouble(view: EngineView) -> EngineView:
-            waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for)))
+            line = self.standing.reason if self.standing and self.waits else ""
+            waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for, line)))
             return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
 
         return self._publication.view(self._engine.view()).become(with_trouble)
@@ -273,16 +301,23 @@ class JobRunner:
         step = attempt.step if attempt else None
         self._services.observer.moved(self.row.id, step, batch.records, time.monotonic() - began)
         if (turn := self._present_turn()) != self._turn:
-            self._turn, self.round_began = turn, self._services.clock()
+            now = self._services.clock()
+            if 0 < self._turn.round < turn.round:
+                self._pace = now - self.round_began
+            if (turn.round, turn.status) != (self._turn.round, self._turn.status):
+                self.round_began = now
+            self._turn = turn
+            self.when_moved()
         for action in batch.actions:
             self._actions.perform(action)
         failpoint("transition_done", *self._place(batch))
         self.inbox.notify()
 
-    def _present_turn(self) -> tuple[int, str]:
-        """(round, status): with a new one the time that the job gives to a round begins anew."""
-        state = self._engine.state
-        return (state.attempt.round if state.attempt else 0, state.status)
+    def _present_turn(self) -> _Turn:
+        """With a new round or status the time that the job gives to a round begins anew."""
+        engine = self._engine
+        attempt = engine.state.attempt
+        return _Turn(attempt.round if attempt else 0, engine.state.status, engine.queued, engine.starved)
 
     def _place(self, batch: PendingTransition) -> tuple[int, str]:
         """(round, phase) that this batch leads to, for failpoints; a commit counts as a phase."""

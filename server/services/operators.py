@@ -175,7 +175,19 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
 
     @override
     async def ResumeJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
-        return await self._change(door.job_of(request), m.Resume())
+        return await self._change(door.job_of(request), m.Resume(queued=True))
+
+    @override
+    async def ListQueue(
+        self, request: operator_pb2.ListQueueRequest, context: Context
+    ) -> operator_pb2.ListQueueReply:
+        places = [to_operators.place_to(self._job(row), place) for row, place in self._jobs.places()]
+        return operator_pb2.ListQueueReply(jobs=places)
+
+    @override
+    async def MoveJob(self, request: operator_pb2.MoveJobRequest, context: Context) -> operator_pb2.Job:
+        job, priority, hold = door.move_of(request)
+        return await self._change(job, m.MovedInQueue(priority, hold))
 
     @override
     async def DeleteJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.Job:
@@ -359,7 +371,9 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         except UnknownJob as error:
             raise Refusal(grpc.StatusCode.NOT_FOUND, str(error)) from error
 
-    async def _change(self, wanted: str, event: m.Cancel | m.Pause | m.Resume) -> operator_pb2.Job:
+    async def _change(
+        self, wanted: str, event: m.Cancel | m.Pause | m.Resume | m.MovedInQueue
+    ) -> operator_pb2.Job:
         row = await self._find(wanted, own=True)
         if row.status in FINAL:
             message = f"job {row.id} ({row.name}) is {row.status} already; nothing was changed"

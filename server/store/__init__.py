@@ -2,12 +2,21 @@
 
 from roundtable.server.store.database import Database
 from roundtable.server.store.jobs import FINAL, Transition
-from roundtable.server.store.rows import AgentRow, ArtifactRow, EventRow, JobRow, LedgerRow, UpdateRow
+from roundtable.server.store.rows import (
+    AgentRow,
+    ArtifactRow,
+    Capacity,
+    EventRow,
+    JobRow,
+    LedgerRow,
+    UpdateRow,
+)
 
 __all__ = [
     "FINAL",
     "AgentRow",
     "ArtifactRow",
+    "Capacity",
     "Database",
     "EventRow",
     "JobRow",

@@ -59,10 +59,20 @@ class EventRow:
 
 
 @dataclass(frozen=True)
+class Capacity:
+    """What an agent says that it has for jobs: how many at a time, GPUs, bytes of main memory."""
+
+    jobs: int
+    gpus: int
+    memory: int
+
+
+@dataclass(frozen=True)
 class AgentRow:
     """An agent as it introduced itself last, and what became of its work over all jobs.
 
     `drained` and `disabled` say why its silo and operators want it to be asked for nothing new; "" where not.
+    `capacity` is not stored: an agent says it whenever it connects.
     """
 
     name: str
@@ -77,6 +87,7 @@ class AgentRow:
     examples: int | None = None
     drained: str = ""
     disabled: str = ""
+    capacity: Capacity | None = None
 
     @classmethod
     def of(cls, row: Row[Any]) -> AgentRow:

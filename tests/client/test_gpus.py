@@ -75,7 +75,7 @@ def test_a_bound_on_memory_is_a_part_of_the_device(monkeypatch: pytest.MonkeyPat
     ("text", "said"),
     [
         ("max_gpus = -1", "greater than or equal to 0"),
-        ('max_gpu_memory = "lots"', "no size of memory"),
+        ('max_gpu_memory = "lots"', "not a size of memory"),
         ('max_gpus = 0\n[limits]\ndevice = "cuda:1"', "allows no GPU, and .limits. device is 'cuda:1'"),
         ('max_gpus = 0\n[cluster]\nbackend = "nccl"', "allows no GPU, and .cluster. backend"),
     ],

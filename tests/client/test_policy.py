@@ -466,9 +466,9 @@ def test_the_silos_log_is_chained_signed_and_notices_every_change(silo: AgentCon
     assert len(read_log((silo.state / "audit.jsonl").read_text().splitlines(), ca, "agent").entries) == 8
 
 
-@pytest.mark.parametrize("text", ["8GB", "lots", "0GiB", "-1GiB", "8"])
+@pytest.mark.parametrize("text", ["lots", "0GiB", "-1GiB", "8"])
 def test_a_size_of_memory_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no size of memory"):
+    with pytest.raises(ValueError, match="not a size of memory"):
         PolicyTable(max_memory=text)
     assert PolicyTable(max_memory="1.5GiB").memory_bytes == 3 << 29
 

@@ -77,7 +77,7 @@ def test_old_entries_become_an_archive_and_the_chain_goes_on(
     SiloLog(path, silo, 10.0).note("north", "resumed")
     assert checked(path, silo, folder).end == 47
     (folder / "audit-0000000001-0000000040.jsonl.gz").write_bytes(b"")
-    with pytest.raises(AuditError, match="no statement of an archive"):
+    with pytest.raises(AuditError, match="not a statement of an archive"):
         checked(path, silo, folder)
 
 

@@ -362,7 +362,7 @@ def test_zero_examples_are_refused(empty: object) -> None:
 )
 def test_what_is_no_data_set_is_named(wrong: object) -> None:
     model, layout, vector = setting(Linear())
-    with pytest.raises(TaskError, match=r"data set|equal lengths"):
+    with pytest.raises(TaskError, match=r"must return|data set|equal lengths"):
         train(Linear(), model, wrong, LocalWork(job_of(), layout, vector, 1, "a"))
 
 

@@ -33,7 +33,15 @@ MESSAGES = {
 }
 FROM_OPERATORS = {"PutHeader", "PutPart", "PutReply", "SubmitJobRequest"}
 """What operators say themselves, or hear of their own bytes."""
-ENVELOPES = {"FromAgent", "ToAgent", "UploadPart", "RenewRequest", "ListJobsReply", "ListClientsReply"}
+ENVELOPES = {
+    "FromAgent",
+    "ToAgent",
+    "UploadPart",
+    "RenewRequest",
+    "ListJobsReply",
+    "ListClientsReply",
+    "ListQueueReply",
+}
 """One of the messages in the table each, or of keys."""
 
 
@@ -71,7 +79,7 @@ def test_every_event_is_in_the_table() -> None:
     said = set(kinds_of_events())
     assert len(said) > 10
     # The engine names the job's states in one place.
-    said |= {f"job_{state}" for state in ("paused", "finished", "cancelled", "failed")}
+    said |= {f"job_{state}" for state in ("waiting", "paused", "finished", "cancelled", "failed")}
     assert said == EVENTS.keys()
 
 

@@ -37,6 +37,7 @@ class ScriptedAgent:
         self.stub: Any = agent_pb2_grpc.AgentsStub(self.channel)
         self.tasks = tasks
         self.metadata = metadata
+        self.capacity: Any = None
         self.welcome: Any = None
         self.call: Any = None
 
@@ -50,7 +51,9 @@ class ScriptedAgent:
     async def connect(self, **changes: Any) -> Any:
         """Opens the control stream and returns the coordinator's first message."""
         hello = {"version": "test", "protocol": PROTOCOL_VERSION, "tasks": self.tasks, "clock": time.time()}
-        message = agent_pb2.Hello(**{**hello, "metadata": self.metadata, **changes})
+        message = agent_pb2.Hello(
+            **{**hello, "metadata": self.metadata, "capacity": self.capacity, **changes}
+        )
 
         async def greet() -> Any:
             self.call = self.stub.Connect()

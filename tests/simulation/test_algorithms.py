@@ -70,7 +70,7 @@ def test_who_has_the_job_alone_keeps_its_keys_and_does_not_run_it(run, tmp_path)
 
 
 def test_an_object_that_is_no_algorithm_is_refused(run):
-    with pytest.raises(ConfigError, match=r"no subclass of roundtable.ClientAlgorithm"):
+    with pytest.raises(ConfigError, match=r"not a subclass of roundtable.ClientAlgorithm"):
         run("Perceptron", algorithm__name="own_algorithms.py:Ordinary")
 
 

@@ -90,7 +90,8 @@ def test_recorded_steps_say_that_they_are_float32_and_the_sequential_ones_are_ta
     place = mixed(Perceptron(), workers=1)
     backend, why = make_backend(place)
     assert backend.name == "sequential"
-    assert why == "not vectorised because simulation.precision = 'bf16', and recorded steps are float32"
+    because = "simulation.precision = 'bf16', and recorded steps are float32"
+    assert why == f"chosen automatically, not vectorised because {because}"
     asked = Vectorised(place, device="cpu")
     assert "recorded steps are float32" in asked.description
     assert torch.equal(run(asked, place)[1], run(Sequential(place), place)[1])

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from roundtable.cli.shared.options import connection_options, json_option, require_connection
 from roundtable.cli.shared.output import ago, as_dict, print_json, print_table, say
-from roundtable.core.durations import parse_duration
 from roundtable.core.identity.credentials import CA_CERTIFICATE, OPERATOR_ROLES, TOKEN
+from roundtable.core.quantities import parse_duration
 
 if TYPE_CHECKING:
     from roundtable.administration import Administrator

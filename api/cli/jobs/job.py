@@ -15,6 +15,7 @@ from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
 from roundtable.cli.jobs.keeping import archive, clone, delete, download
+from roundtable.cli.jobs.queue import hold, move, release, show_queue
 from roundtable.cli.jobs.submit import apply, submit
 from roundtable.cli.jobs.watch import watch_to_its_end
 from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
@@ -128,7 +129,7 @@ job.add_command(submit)
 job.add_command(apply)
 job.add_command(diagnose)
 job.add_command(job_privacy)
-for command in (archive, clone, delete, download, job_log):
+for command in (archive, clone, delete, download, job_log, show_queue, move, hold, release):
     job.add_command(command)
 
 

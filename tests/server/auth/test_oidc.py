@@ -128,7 +128,7 @@ def test_keys_come_over_https_or_from_a_file() -> None:
     values = {"issuer": "i", "audience": "a", "roles": {}}
     with pytest.raises(ValueError, match="https"):
         OidcTable(jwks="http://id.example/keys", **values)
-    with pytest.raises(ValueError, match="no role"):
+    with pytest.raises(ValueError, match="not a role"):
         OidcTable(jwks="https://id.example/keys", issuer="i", audience="a", roles={"x": "king"})
 
 

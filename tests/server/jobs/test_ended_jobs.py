@@ -258,7 +258,7 @@ async def test_an_archive_is_checked_offline_and_shows_what_was_done_to_it(
         "is not the model": {"model-round-000001.safetensors": files["model-round-000002.safetensors"]},
         "no signed statement": {"provenance.json": None},
         "proves nothing": {"provenance.json": files["provenance.json"].replace(job.encode(), b"0" * 12)},
-        "no file of its own": {"manifest.json": files["manifest.json"], "model.safetensors": b"link"},
+        "not a file of its own": {"manifest.json": files["manifest.json"], "model.safetensors": b"link"},
     }
     for words, changes in attacks.items():
         forged = forge({**files, **changes}, tmp_path / "forged.tar", keep="manifest.json" in changes)

@@ -87,7 +87,7 @@ async def test_names_that_lead_out_of_a_folder(
             await agent.download(name)
         header = agent_pb2.UploadHeader(content=Artifact(digest=name, size=1))
         header.step.job, header.step.phase = name, name
-        with pytest.raises(grpc.aio.AioRpcError, match="no valid identifier"):
+        with pytest.raises(grpc.aio.AioRpcError, match="not a valid identifier"):
             await agent.upload(header, b"x")
 
 

@@ -230,7 +230,7 @@ async def test_a_bucket_that_is_away_at_the_start_is_named(
     ("changes", "said"),
     [
         ({"bucket": "/mnt/shared"}, "a folder is what `artifacts` is for"),
-        ({"bucket": "s3://a/b", "copies": ["s3://a/b/"]}, "no place for copies"),
+        ({"bucket": "s3://a/b", "copies": ["s3://a/b/"]}, "not a place for copies"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: Settings, changes: Any, said: str) -> None:

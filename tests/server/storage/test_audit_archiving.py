@@ -206,7 +206,7 @@ def attacks() -> Iterator[tuple[str, Callable[[list[str], list[Path]], list[str]
     yield "altered", altered, "was changed"
     yield "cut", cut, "is missing"
     yield "unsealed", unsealed, "signed with other lines"
-    yield "torn", torn, "no whole archive"
+    yield "torn", torn, "not a whole archive"
     yield "doubled", doubled, "the same entries as"
     yield "exchanged", exchanged, "audit-0000000001"
     yield "no statement", lambda live, files: live[1:], "entry 1 is missing"

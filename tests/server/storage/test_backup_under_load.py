@@ -16,6 +16,7 @@ from scripted_agent import ScriptedAgent
 from service import Operator, running
 
 from roundtable.core.errors import StorageError
+from roundtable.proto import agent_pb2
 from roundtable.server import ServerConfig
 from roundtable.server.storage.backup import back_up
 from roundtable.server.storage.backup_drill import rehearse
@@ -50,6 +51,8 @@ async def test_nothing_that_a_backup_has_seen_is_deleted_before_it_is_copied(
         config = settings(keep_models=1, database=server.fresh())
     async with running(config) as coordinator:
         agents = [ScriptedAgent(coordinator.port, certificates / name) for name in ("alder", "birch")]
+        for agent in agents:
+            agent.capacity = agent_pb2.Capacity(jobs=JOBS[kind])
         async with Operator(coordinator.port, certificates / "olga") as operator, agents[0], agents[1]:
             jobs = [
                 await operator.submit(TABLE, 100_000, torch.full((4,), float(number)), f"r{number}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundtable.core.durations import parse_duration
+from roundtable.core.quantities import parse_duration
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""What a silo has for jobs, within what its agent.toml allows: the coordinator gives no more of it away."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from roundtable.client.policy.config import AgentConfig
+
+
+class SiloCapacity(NamedTuple):
+    """How many jobs at a time, GPUs, bytes of main memory; 0 bytes where that cannot be told."""
+
+    jobs: int
+    gpus: int
+    memory: int
+
+
+def capacity_of(config: AgentConfig) -> SiloCapacity:
+    """What this machine has, within [limits] and [policy]."""
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device.startswith("cuda:"):
+        gpus = min(gpus, 1)
+    if config.policy.max_gpus is not None:
+        gpus = min(gpus, config.policy.max_gpus)
+    return SiloCapacity(config.jobs, gpus, config.policy.memory_bytes or _physical_memory())
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0  # Neither macOS nor Windows tells it in this way.

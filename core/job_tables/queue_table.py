@@ -1,0 +1,67 @@
+"""`[queue]` and `[resources]`: when a coordinator gives the job its turn, and which silos it can use."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from roundtable.core.quantities import parse_size
+from roundtable.core.toml_tables import Name, Names, Table
+
+
+def _moment(value: object) -> object:
+    """RFC 3339 text, as TOML's own date and time or in quotes; it is stored as text, in UTC."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            raise ValueError(f"{value!r} is not a time; example: 2026-12-01T20:00:00Z") from None
+    if not isinstance(value, datetime):
+        raise ValueError(f"{value!r} is not a time; example: 2026-12-01T20:00:00Z")
+    if value.tzinfo is None:
+        raise ValueError(f"{value.isoformat()} names no time zone; example: 2026-12-01T20:00:00Z")
+    return value.astimezone(UTC).isoformat()
+
+
+def _size(value: str) -> str:
+    parse_size(value)
+    return value
+
+
+class QueueTable(Table):
+    """`[queue]`: the job's place among the jobs of a coordinator. A simulation begins at once."""
+
+    priority: int = Field(0, ge=-100, le=100, description="higher goes first; waiting raises it")
+    project: Name | None = Field(
+        None, description="whose share of the silos it counts for; default: the submitter"
+    )
+    after: Names = Field(
+        (), max_length=20, description="jobs, by identifier or name, that are finished before it begins"
+    )
+    start: Annotated[str, BeforeValidator(_moment)] = Field(
+        "1970-01-01T00:00:00+00:00", description="not before this time: 2026-12-01T20:00:00Z"
+    )
+
+    @property
+    def earliest(self) -> float:
+        """`start` in Unix time."""
+        return datetime.fromisoformat(self.start).timestamp()
+
+
+class ResourcesTable(Table):
+    """`[resources]`: what each silo must have, and gives to this job while it runs. Others are not asked."""
+
+    gpus: int = Field(0, ge=0, le=10_000, description="GPUs")
+    memory: Annotated[str, AfterValidator(_size)] | None = Field(
+        None, description='main memory, for example "16GiB"'
+    )
+    labels: dict[str, str] = Field(
+        default_factory=dict, max_length=20, description="[metadata] that it must declare: region = 'north'"
+    )
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory` in bytes; 0 where none is asked for."""
+        return 0 if self.memory is None else parse_size(self.memory)

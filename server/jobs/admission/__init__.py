@@ -1,0 +1,1 @@
+"""How a job comes in, and who gives it its turn."""

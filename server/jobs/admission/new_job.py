@@ -1,0 +1,83 @@
+"""From what an operator submits to the rows of a job, checked as far as it can be before a round."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError, EncodingError, LayoutError
+from roundtable.core.observability.tracking import check_inside, check_trackers
+from roundtable.engine import CentralNoise, RoundEngine
+from roundtable.server.jobs.job_driver import Submission, layout_of, plan_of
+from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.store import ArtifactRow, JobRow
+from roundtable.server.store.ledger import Total
+
+
+def new_job(
+    submission: Submission,
+    job: JobConfig,
+    population: int,
+    spent: Sequence[Total],
+    after: Sequence[str],
+    services: JobServices,
+) -> tuple[JobRow, ArtifactRow]:
+    """The rows of a job that nobody has begun. Blocks: reads its model.
+
+    `population`: how many silos there are for it; `spent`: what they bear already; `after`: the identifiers
+    of the jobs that it comes after. Raises ConfigError or PrivacyError for a job that cannot work.
+    """
+    path = services.artifacts.path(submission.model)
+    try:
+        layout = layout_of(submission.model, services)
+    except (EncodingError, LayoutError) as error:
+        reason = str(error).replace(str(path), f"artifact {submission.model[:12]}")
+        raise ConfigError(f"the initial model cannot be used: {reason}") from error
+    check_inside(job.tracking)
+    check_trackers(job.tracking)
+    plan = plan_of(job, layout, population, spent, services.populations.of(job))
+    if plan.aggregation.takes("root_update") and not services.trusted.offers(job.task):
+        raise ConfigError(
+            f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
+            f"and this coordinator has none for the task {job.task.name!r} with the parameters that the "
+            "job sets: give its coordinator.toml a table [root_data.NAME] with task, data and parameters"
+        )
+    engine = RoundEngine.begin(
+        job,
+        submission.model,
+        secrets.randbits(63),
+        separation=plan.separation,
+        strategy=plan.strategy,
+    )
+    noise = dict(plan.noise.settled) if isinstance(plan.noise, CentralNoise) else {}
+    now = services.clock()
+    row = JobRow(
+        id=submission.job,
+        name=job.title[:100],
+        request_id=submission.request_id,
+        submitter=submission.submitter,
+        submitter_role=submission.submitter_role,
+        config=job.to_json(),
+        initial_model=submission.model,
+        model=submission.model,
+        optimizer="",
+        status=engine.state.status,
+        reason=engine.state.reason,
+        rounds=job.rounds,
+        rounds_done=0,
+        snapshot={
+            "engine": engine.snapshot(),
+            "population": population,
+            "noise": noise,
+            "signature": submission.signature.hex(),
+            "certificate": submission.certificate.decode(),
+            "after": list(after),
+            "signed": {"time": submission.time, "coordinator": submission.coordinator},
+        },
+        version=1,
+        writer=services.writer,
+        submitted=now,
+        updated=now,
+    )
+    return row, ArtifactRow(submission.model, path.stat().st_size, "model", now)

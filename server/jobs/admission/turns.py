@@ -1,0 +1,156 @@
+"""Gives jobs their turns, and asks for them back, as `schedule` decides.
+
+Nothing of it is stored: who has a turn is what the engines of the jobs say, so that a coordinator that
+starts, or takes over, goes on with the same turns and the same order. One task decides; it waits until an
+engine has made its turn durable before it decides again, so that no silo is given away twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from roundtable.core.errors import RoundtableError
+from roundtable.engine import messages as m
+from roundtable.server.door.to_operators import QueuePlace
+from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.queue.contenders import amounts_of
+from roundtable.server.queue.decision import Amounts, Contender, Standing, schedule
+from roundtable.server.store import AgentRow
+
+log = logging.getLogger("roundtable.server.jobs.turns")
+
+LOOK_SECONDS = 5.0
+"""How long nothing may happen before the queue is looked at again: waiting raises jobs, and times come."""
+BUSY_SHARE = 0.1
+"""The most of this process's time that deciding may take."""
+
+
+class Turns:
+    """The queue of all jobs that are not over; `look` tells it that something may have changed.
+
+    `runners` and `silos` are those that there are and that are connected; `statuses` reads of jobs, by
+    identifier, how they stand; `ageing` are the seconds of waiting that are worth one step of priority.
+    """
+
+    def __init__(
+        self,
+        runners: Callable[[], Iterable[JobRunner]],
+        silos: Callable[[], Iterable[AgentRow]],
+        statuses: Callable[[frozenset[str]], Awaitable[Mapping[str, str]]],
+        clock: Callable[[], float],
+        ageing: float,
+    ) -> None:
+        self._runners = runners
+        self._silos = silos
+        self._statuses = statuses
+        self._clock = clock
+        self._ageing = ageing
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._capacities: dict[str, Amounts] = {}
+        self._ended: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Something has happened that may change who has a turn."""
+        self._wake.set()
+
+    def start(self) -> None:
+        """Begins to decide."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="turns of jobs")
+        self.look()
+
+    async def stop(self) -> None:
+        """Decides nothing more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def places(self) -> list[tuple[str, QueuePlace]]:
+        """How things stand now, by job: those with a turn, then those that wait, in their order."""
+        now, contenders = self._clock(), {each.job: each for each in self._contenders()}
+        return [
+            (standing.job, self._place(contenders[standing.job], standing, now))
+            for standing in self._schedule(list(contenders.values()), now)
+        ]
+
+    def _place(self, contender: Contender, standing: Standing, now: float) -> QueuePlace:
+        return QueuePlace(
+            place=standing.place,
+            project=contender.project,
+            priority=contender.priority,
+            level=contender.level(now, self._ageing),
+            since=contender.since,
+            reason=standing.reason,
+            expected=standing.expected or 0.0,
+            silos=len(contender.silos),
+            connected=contender.there,
+            least=contender.least,
+        )
+
+    def _contenders(self) -> list[Contender]:
+        found = (self._contender(runner, self._clock()) for runner in self._runners())
+        return [each for each in found if each is not None]
+
+    def _schedule(self, contenders: list[Contender], now: float) -> list[Standing]:
+        for silo in self._silos():
+            self._capacities[silo.name] = amounts_of(silo)
+        return schedule(contenders, self._capacities, now, self._ageing)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            began = time.monotonic()
+            try:
+                await self._decide()
+            except RoundtableError as error:
+                log.warning("the queue of jobs cannot be looked at: %s; it is tried again", error)
+            await asyncio.sleep((time.monotonic() - began) * (1 / BUSY_SHARE - 1))
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def _decide(self) -> None:
+        runners = {runner.row.id: runner for runner in self._runners()}
+        before = {job for runner in runners.values() if runner.waits for job in runner.after}
+        if unknown := frozenset(before - runners.keys() - self._ended.keys()):
+            self._ended |= await self._statuses(unknown)
+        orders = []
+        for standing in self._schedule(self._contenders(), self._clock()):
+            runner = runners[standing.job]
+            if runner.standing is None or runner.standing.reason != standing.reason:
+                runner.inbox.notify()
+            runner.standing = standing
+            if standing.verdict == "begins":
+                orders.append(runner.inbox.tell(m.Start()))
+            elif standing.verdict == "yields" and standing.reason:
+                orders.append(runner.inbox.tell(m.Yield(standing.reason)))
+        for outcome in await asyncio.gather(*orders, return_exceptions=True):
+            if isinstance(outcome, RoundtableError):
+                log.warning("a turn could not be given or taken back: %s; it is tried again", outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    def _contender(self, runner: JobRunner, now: float) -> Contender | None:
+        blocked = ""
+        if runner.waits:
+            blocked = self._unmet(runner)
+            if not blocked and runner.job.queue.earliest > now:
+                blocked = f"it begins at {runner.job.queue.start}"
+        return runner.contender(blocked)
+
+    def _unmet(self, runner: JobRunner) -> str:
+        """Which job this one still comes after; "" for none."""
+        living = {other.row.id: other.row.name for other in self._runners()}
+        for job in runner.after:
+            if job in living:
+                return f"it comes after {living[job]}, which is not finished"
+            if (status := self._ended.get(job, "finished")) != "finished":
+                return (
+                    f"it comes after job {job[:8]}, which is {status}: cancel this one, or submit both again"
+                )
+        return ""

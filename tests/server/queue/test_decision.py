@@ -1,0 +1,180 @@
+"""The queue of jobs: decided by hand for small cases, and played against a naive oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from queue_world import PlayedJob, QueueWorld, copied
+
+from roundtable.server.queue.decision import Contender, Standing, schedule
+
+HOUR = 3600.0
+ONE = {"jobs": 1.0}
+
+
+def contender(name: str, silos: str, **changes: object) -> Contender:
+    plain = Contender(name, name, name, 0, 0.0, False, frozenset(silos), len(silos), 1, ONE)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def decided(*contenders: Contender, now: float = 0.0, **capacities: dict[str, float]) -> dict[str, Standing]:
+    return {each.job: each for each in schedule(contenders, capacities, now, HOUR)}
+
+
+def verdicts(*contenders: Contender, now: float = 0.0, **capacities: dict[str, float]) -> str:
+    return " ".join(
+        f"{job}:{each.verdict}" for job, each in decided(*contenders, now=now, **capacities).items()
+    )
+
+
+def test_a_job_has_all_its_silos_or_none() -> None:
+    found = decided(
+        contender("a", "x", turn=True), contender("b", "xy", since=1.0), contender("c", "y", since=2.0)
+    )
+    assert (found["a"].verdict, found["b"].verdict, found["c"].verdict) == ("runs", "waits", "begins")
+    assert (found["b"].reason, found["b"].place) == ("a has its turn at x", 1)
+
+
+def test_priority_then_the_smaller_share_then_who_came_first() -> None:
+    assert verdicts(contender("a", "x", since=1.0), contender("b", "x", since=2.0)) == "a:begins b:waits"
+    later = contender("b", "x", since=2.0, priority=1)
+    assert verdicts(contender("a", "x", since=1.0), later) == "b:begins a:waits"
+    rich = contender("r", "y", turn=True, project="rich")
+    rivals = contender("a", "x", since=1.0, project="rich"), contender("b", "x", since=2.0, project="poor")
+    assert verdicts(rich, *rivals) == "r:runs b:begins a:waits"
+
+
+def test_the_dominant_share_is_of_the_resource_that_a_project_needs_most_of() -> None:
+    # Ghodsi et al. 2011, Section 4.1: of <9 CPUs, 18 GB> tasks take <1, 4> of A and <3, 1> of B: 3 and 2 run.
+    has = {"jobs": 9.0, "memory": 18.0}
+    waiting = [
+        contender(f"{who}{number}", "x", project=who, demand=demand, since=0.0)
+        for who, demand in (("a", {"jobs": 1.0, "memory": 4.0}), ("b", {"jobs": 3.0, "memory": 1.0}))
+        for number in range(5)
+    ]
+    found = schedule(waiting, {"x": has}, 0.0, HOUR)
+    begun = [each.job[0] for each in found if each.verdict == "begins"]
+    assert (begun.count("a"), begun.count("b")) == (3, 2)
+
+
+def test_waiting_lifts_a_job_above_one_that_has_its_turn_and_takes_it_at_its_rounds_end() -> None:
+    at = [contender("a", "x", turn=True, rest=HOUR * 9), contender("b", "x", since=0.0)]
+    early = decided(*at, now=HOUR - 1)
+    assert (early["a"].verdict, early["b"].verdict, early["b"].expected) == ("runs", "waits", HOUR)
+    late = decided(*at, now=HOUR)
+    assert late["a"] == Standing("a", "yields", "b goes first")
+    assert late["b"].reason == "begins when the rounds of a end"
+    # Nobody slips into what it was promised.
+    both, third = contender("b", "xy"), contender("c", "y", since=HOUR)
+    assert verdicts(replace(at[0], yielding=True), both, third, now=HOUR) == "a:yields b:waits c:waits"
+
+
+def test_a_job_that_cannot_begin_keeps_nobody_from_it() -> None:
+    starved = contender("a", "xyz", turn=True, starved=True, there=1, least=3)
+    assert verdicts(starved, contender("b", "x")) == "a:yields b:waits"
+    waiting_for_the_rest_of_its_cohort = replace(starved, there=3)
+    assert verdicts(waiting_for_the_rest_of_its_cohort, contender("b", "x")) == "a:runs b:waits"
+    found = decided(
+        contender("a", "xyz", there=1, least=3, shortage="1 of 3"), contender("b", "x", since=5.0)
+    )
+    assert (found["a"].reason, found["b"].verdict) == ("1 of 3", "begins")
+    found = decided(contender("a", "x", blocked="held by olga", priority=9), contender("b", "x"))
+    assert (found["a"].reason, found["b"].verdict) == ("held by olga", "begins")
+
+
+def test_a_silo_that_has_less_than_it_gave_away_gets_it_back_from_the_lowest() -> None:
+    turns = [contender(name, "x", turn=True, priority=p) for name, p in (("a", 1), ("b", 0), ("c", 2))]
+    found = decided(*turns, x={"jobs": 2.0})
+    assert [each.verdict for each in found.values()] == ["runs", "runs", "yields"]
+    assert found["b"].reason == "x has no room for it any more"
+    assert "yields" not in verdicts(*turns, x={"jobs": 3.0})
+
+
+RESOURCES = ("jobs", "gpus")
+SILOS = "vwxyz"
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[PlayedJob], dict[str, dict[str, float]]]:
+    capacities = {
+        s: {"jobs": float(draw(st.integers(1, 3))), "gpus": float(draw(st.integers(0, 2)))} for s in SILOS
+    }
+    jobs = []
+    for number in range(draw(st.integers(1, 9))):
+        demand = {"jobs": 1.0} | ({"gpus": 1.0} if draw(st.booleans()) else {})
+        fitting = [s for s in SILOS if all(capacities[s][r] >= amount for r, amount in demand.items())]
+        silos = frozenset(draw(st.sets(st.sampled_from(fitting), min_size=1)) if fitting else ())
+        if silos:
+            job = PlayedJob(
+                f"j{number}",
+                draw(st.floats(0, 5 * HOUR)),
+                silos,
+                draw(st.integers(1, 8)),
+                draw(st.floats(1.0, HOUR)),
+                draw(st.integers(-2, 2)),
+                draw(st.sampled_from("pqr")),
+                demand,
+            )
+            jobs.append(job)
+    return jobs, capacities
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds())
+def test_no_silo_is_given_away_twice_nobody_waits_for_nothing_and_all_jobs_end(
+    world: tuple[list[PlayedJob], dict[str, dict[str, float]]],
+) -> None:
+    jobs, capacities = world
+    played = QueueWorld(copied(jobs), capacities, HOUR)
+    played.play()
+    assert all(job.ended is not None for job in played.jobs.values()), (
+        "a job starved, or two wait for each other"
+    )
+    work = sum(job.rounds * job.seconds for job in jobs)
+    last = max((job.ended or 0.0 for job in played.jobs.values()), default=0.0)
+    idle_steps = HOUR * (len(jobs) + 1)
+    assert last <= max((job.at for job in jobs), default=0.0) + work + idle_steps
+
+
+def test_who_has_low_priority_has_its_turn_too_while_others_keep_coming() -> None:
+    stream = [PlayedJob(f"high{n}", 600.0 * n, frozenset("x"), 1, 600.0, priority=3) for n in range(200)]
+    low = PlayedJob("low", 1.0, frozenset("xy"), 2, 600.0)
+    world = QueueWorld([low, *stream], {"x": {"jobs": 1.0}, "y": {"jobs": 1.0}}, HOUR)
+    world.play(until=12 * HOUR)
+    assert low.began is not None
+    # Three steps to stand as high as they do, one more to take a turn from one; then its round at the most.
+    assert low.began <= 4 * HOUR + 600.0 + HOUR / 2
+
+
+@pytest.mark.slow
+def test_a_day_of_two_hundred_jobs_on_a_hundred_silos() -> None:
+    chance = np.random.default_rng(7)
+    names = [f"silo{n:03}" for n in range(100)]
+    capacities = {
+        name: {"jobs": float(chance.integers(1, 3)), "gpus": float(chance.integers(0, 5))} for name in names
+    }
+    jobs = []
+    for number in range(200):
+        demand = {"jobs": 1.0} | ({"gpus": 1.0} if chance.random() < 0.3 else {})
+        fitting = [n for n in names if all(capacities[n][r] >= amount for r, amount in demand.items())]
+        silos = frozenset(chance.choice(fitting, size=int(chance.integers(3, 30)), replace=False))
+        jobs.append(
+            PlayedJob(
+                f"job{number:03}",
+                float(chance.uniform(0, 24 * HOUR)),
+                silos,
+                int(chance.integers(3, 20)),
+                float(chance.lognormal(np.log(120.0), 0.7)),
+                int(chance.integers(-1, 2)),
+                str(chance.choice(list("pqrst"))),
+                demand,
+            )
+        )
+    world = QueueWorld(jobs, capacities, HOUR)
+    world.play()
+    assert all(job.ended is not None for job in jobs)
+    assert world.checks > 400
