@@ -373,9 +373,12 @@ class RoundEngine:
             self._phases.take_turn(now)
 
     def _on_yield(self, event: m.Yield, now: float) -> None:
-        if self.state.attempt is None or self.state.status not in ("waiting", "running") or self.queued:
+        attempt = self.state.attempt
+        if attempt is None or self.state.status not in ("waiting", "running") or self.queued:
             return
         if self.starved:
+            if attempt.phase == m.SELECT:
+                attempt.number -= 1  # Nobody was asked for it: it is no attempt that has failed.
             self._phases.wait_in_line(event.reason, now)
         else:
             self.state.yielding = event.reason

@@ -305,6 +305,8 @@ class JobRegistry:
         runner = self._runners.pop(job)
         self.turns.look()
         del self._tasks[job]
+        # A driver that failed has not answered what it never looked at: nobody waits for it for ever.
+        runner.inbox.abandon(())
         if task.cancelled():
             return
         if (error := task.exception()) is None:

@@ -107,6 +107,9 @@ class Turns:
                 await self._decide()
             except RoundtableError as error:
                 log.warning("the queue of jobs cannot be looked at: %s; it is tried again", error)
+            except Exception:
+                # All jobs wait for this task: it outlives what is wrong with one of them.
+                log.exception("the queue of jobs has failed; it is tried again")
             await asyncio.sleep((time.monotonic() - began) * (1 / BUSY_SHARE - 1))
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -115,10 +118,12 @@ class Turns:
                 continue
 
     async def _decide(self) -> None:
-        runners = {runner.row.id: runner for runner in self._runners()}
-        before = {job for runner in runners.values() if runner.waits for job in runner.after}
-        if unknown := frozenset(before - runners.keys() - self._ended.keys()):
+        before = {job for runner in self._runners() if runner.waits for job in runner.after}
+        living = {runner.row.id for runner in self._runners()}
+        if unknown := frozenset(before - living - self._ended.keys()):
             self._ended |= await self._statuses(unknown)
+        # Only now: jobs may have come meanwhile.
+        runners = {runner.row.id: runner for runner in self._runners()}
         orders = []
         for standing in self._schedule(self._contenders(), self._clock()):
             runner = runners[standing.job]
