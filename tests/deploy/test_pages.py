@@ -26,6 +26,7 @@ STEPS = [
     (OPERATOR, "Invite"),
     (SILO, "Install"),
     (OPERATOR, "Run a job"),
+    (OPERATOR, "Many jobs"),
     (OPERATOR, "The log of a job"),
     (OPERATOR, "Archives of the audit log"),
     (SILO, "Who decides"),
@@ -57,6 +58,7 @@ class Digits(rt.Task):
     def loss(self, model, batch): return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 JOB = 'task = "digits"\nrounds = 2\n\n[cohort]\nsize = 1\nminimum = 1\n'
+LATER = JOB + "\n[queue]\nstart = 2999-01-01T00:00:00Z\n"
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
@@ -233,13 +235,26 @@ def test_the_pages_do_what_they_say(people: dict[Path, Person]) -> None:
     assert sum(len(person.ran) for person in people.values()) >= 40
 
 
+def newest(operator: Person) -> str:
+    """The job that was submitted last."""
+    jobs = operator.run("roundtable job list --json").stdout
+    found = re.search(r'"id": "(\w+)"', jobs)
+    assert found, jobs
+    return found[1]
+
+
 def before(line: str, people: dict[Path, Person]) -> None:
-    """What lies there by then: archives after a year, a log that the coordinator's people have sent."""
-    silo = people[SILO]
+    """What is there by then: archives after a year, a log from the coordinator's people, a job in line."""
+    operator, silo = people[OPERATOR], people[SILO]
+    if line.startswith("roundtable job queue"):
+        (operator.folder / "later.toml").write_text(LATER)
+        sent = operator.run("roundtable job submit later.toml --json")
+        assert sent.returncode == 0, sent.stderr
+        operator.names["FINISHED"], operator.names["JOB"] = operator.names["JOB"], newest(operator)
     if line.startswith("roundtable audit") and "state/archives" in line:
         (silo.folder / "state" / "archives").mkdir(exist_ok=True)
     if line.startswith("roundtable audit cross-check coordinator.jsonl"):
-        sent = people[OPERATOR].run(f"roundtable audit export -o {silo.folder / 'coordinator.jsonl'}")
+        sent = operator.run(f"roundtable audit export -o {silo.folder / 'coordinator.jsonl'}")
         assert sent.returncode == 0, sent.stderr
 
 
@@ -250,11 +265,14 @@ def after(line: str, said: str, people: dict[Path, Person]) -> None:
     if line.startswith("roundtable invite"):
         silo.environment["ROUNDTABLE_TOKEN"] = max(said.split(), key=len)
     elif line.startswith("roundtable job submit"):
-        jobs = operator.run("roundtable job list --json").stdout
-        found = re.search(r'"id": "(\w+)"', jobs)
-        assert found, jobs
-        operator.names["JOB"] = found[1]
-        assert '"status": "finished"' in jobs
+        operator.names["JOB"] = newest(operator)
+        assert '"status": "finished"' in operator.run("roundtable job list --json").stdout
+    elif line.startswith("roundtable job queue"):
+        assert operator.names["JOB"][:6] in said
+    elif line.startswith("roundtable job hold"):
+        assert "review" in operator.run("roundtable job queue").stdout
+        assert operator.run(f"roundtable job cancel {operator.names['JOB']}").returncode == 0
+        operator.names["JOB"] = operator.names.pop("FINISHED")
     elif line == "roundtable clients list" and "JOB" not in operator.names:
         assert "north" not in said
     elif line.startswith("sudo roundtable"):
