@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from roundtable.client.durable_files import digest_of, replace_synced
 from roundtable.cluster.parallel.shards import plain_name
 from roundtable.cluster.parallel.text_collectives import broadcast_text
+from roundtable.cluster.stepping.diloco import OuterOptimizer
+from roundtable.cluster.stepping.sharded_optimizer import fill_state
 from roundtable.cluster.train.checkpoint_places import STATE, Mirror, superseded
-from roundtable.cluster.train.diloco import OuterOptimizer
 from roundtable.cluster.train.replica import Replica
-from roundtable.cluster.train.sharded_optimizer import fill_state
 from roundtable.core.errors import ResourceError
 
 _END = "end"

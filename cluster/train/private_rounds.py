@@ -20,9 +20,9 @@ from roundtable.client.training.private_training import fit_privately, own_noise
 from roundtable.client.training.silo_account import Payment, Protection
 from roundtable.client.worker.worker import Stopped
 from roundtable.cluster.parallel.shards import deltas
+from roundtable.cluster.stepping.sharded_optimizer import sharded_correction
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import StepReport, Watch, Wishes
-from roundtable.cluster.train.sharded_optimizer import sharded_correction
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.privacy_table import Private
 from roundtable.core.seeds import derive_seed

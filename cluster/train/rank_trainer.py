@@ -29,14 +29,8 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
-from roundtable.cluster.train.collective_sampling import CollectiveSampler
-from roundtable.cluster.train.diloco import OuterOptimizer
-from roundtable.cluster.train.frozen_weights import FrozenParts
-from roundtable.cluster.train.loss_guard import CheckpointTimes, refuse_step
-from roundtable.cluster.train.prefetch import Prefetched
-from roundtable.cluster.train.replica import Replica
-from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Watch, Wishes
-from roundtable.cluster.train.sharded_optimizer import (
+from roundtable.cluster.stepping.diloco import OuterOptimizer
+from roundtable.cluster.stepping.sharded_optimizer import (
     align_gradients,
     clip_gradients,
     gradient_norm,
@@ -44,6 +38,12 @@ from roundtable.cluster.train.sharded_optimizer import (
     set_decay,
     sharded_correction,
 )
+from roundtable.cluster.train.collective_sampling import CollectiveSampler
+from roundtable.cluster.train.frozen_weights import FrozenParts
+from roundtable.cluster.train.loss_guard import CheckpointTimes, refuse_step
+from roundtable.cluster.train.prefetch import Prefetched
+from roundtable.cluster.train.replica import Replica
+from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Watch, Wishes
 from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
 from roundtable.cluster.train.streams import StreamedBatches
 from roundtable.core.algorithms.known_algorithms import make_algorithm

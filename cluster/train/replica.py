@@ -26,7 +26,7 @@ from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions, TensorRandomness
 from roundtable.cluster.parallel.unsaved_constants import set_constants, shared_constants
-from roundtable.cluster.train.gradient_hooks import install
+from roundtable.cluster.stepping.gradient_hooks import install
 from roundtable.core.errors import LayoutError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task

@@ -29,10 +29,10 @@ from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.links import Links, known_links
 from roundtable.cluster.plan.model_probe import example_batch
+from roundtable.cluster.stepping.gradient_hooks import TopK, topk_hook
 from roundtable.cluster.train import checkpoints as saving
 from roundtable.cluster.train.checkpoint_places import Mirror
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
-from roundtable.cluster.train.gradient_hooks import TopK, topk_hook
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core import JobConfig, Layout, open_model
