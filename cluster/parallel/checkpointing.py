@@ -1,4 +1,4 @@
-"""Activation checkpointing: of each or every k-th block, of runs of blocks, or of all but matrix products."""
+"""Activation checkpointing: of each, every k-th or listed blocks, of runs of blocks, or of all but matrix products."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ def checkpoint_blocks(model: nn.Module, blocks: Sequence[str], strategy: Strateg
     options: dict[str, Any] = {}
     if strategy.checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-    for index, name in enumerate(blocks):
-        if index % strategy.checkpoint_every == 0:
-            parent, _, key = name.rpartition(".")
-            owner = model.get_submodule(parent)
-            owner._modules[key] = checkpoint_wrapper(model.get_submodule(name), **options)
+    for name in strategy.checkpointed(blocks):
+        parent, _, key = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        owner._modules[key] = checkpoint_wrapper(model.get_submodule(name), **options)
 
 
 def _without_caches(model: nn.Module) -> None:

@@ -6,9 +6,11 @@ torchtitan's models do, or be a Sequential's. Names of parameters stay those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -44,19 +46,48 @@ def partition(anatomy: Anatomy, stages: int) -> list[list[str]]:
     units = list(anatomy.units)
     if len(units) < stages:
         raise TaskError(f"the model has {len(units)} parts to cut between, fewer than {stages} stages")
-    sizes = [sum(weight.elements for weight in anatomy.within(unit)) for unit in units]
-    cost = {(i, 1): sum(sizes[:i]) for i in range(len(units) + 1)}
+    sizes = _elements(anatomy)
+    sums = list(accumulate((sizes[unit] for unit in units), initial=0))
+    cost = {(end, 1): sums[end] for end in range(len(units) + 1)}
     cut: dict[tuple[int, int], int] = {}
     for stage in range(2, stages + 1):
         for end in range(stage, len(units) + 1):
-            choices = [(max(cost[i, stage - 1], sum(sizes[i:end])), i) for i in range(stage - 1, end)]
-            cost[end, stage], cut[end, stage] = min(choices)
+            cost[end, stage], cut[end, stage] = _last_cut(sums, cost, stage, end)
     parts, end = [], len(units)
     for stage in range(stages, 0, -1):
         begin = cut[end, stage] if stage > 1 else 0
         parts.append(units[begin:end])
         end = begin
     return parts[::-1]
+
+
+def _elements(anatomy: Anatomy) -> dict[str, int]:
+    """Parameters of each unit."""
+    found = dict.fromkeys(anatomy.units, 0)
+    for weight in anatomy.weights:
+        unit = anatomy.unit_of(weight.name)
+        if unit is not None and unit != weight.name:
+            found[unit] += weight.elements
+    return found
+
+
+def _last_cut(
+    sums: Sequence[int], cost: Mapping[tuple[int, int], int], stage: int, end: int
+) -> tuple[int, int]:
+    """(the heaviest of `stage` stages up to unit `end`, where the last of them begins).
+
+    What lies before the cut grows with it and the last stage shrinks, so the best is where they meet.
+    """
+
+    def heaviest(cut: int) -> int:
+        return max(cost[cut, stage - 1], sums[end] - sums[cut])
+
+    cuts = range(stage - 1, end)
+    meet = cuts.start + bisect_left(cuts, True, key=lambda cut: cost[cut, stage - 1] >= sums[end] - sums[cut])
+    best = min((heaviest(cut), cut) for cut in (meet - 1, meet) if cut in cuts)
+    while best[1] - 1 in cuts and heaviest(best[1] - 1) == best[0]:
+        best = best[0], best[1] - 1
+    return best
 
 
 def refuse_cut(anatomy: Anatomy, stages: int) -> str:

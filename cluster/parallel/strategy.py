@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -62,8 +63,8 @@ class Strategy:
     """Everything that decides what each rank holds and computes.
 
     `micro_batch` is the most examples a rank runs at once; what is left of its share of a batch is
-    accumulated. `checkpoint_every` counts blocks (1: each); `sqrt` keeps only what goes
-    into each of about √n runs of n blocks. `reduction` is how gradients travel under DDP;
+    accumulated. `checkpoint_every` counts blocks (1: each), and `checkpoint_blocks` names those that are
+    checkpointed in its place; `sqrt` keeps only what goes into each of about √n runs of n blocks. `reduction` is how gradients travel under DDP;
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
     `batch_norm` layers take the statistics of the whole batch, or of each rank's micro-batch (`local`).
@@ -78,6 +79,7 @@ class Strategy:
     sequence_parallel: bool = False
     checkpointing: Checkpointing = "none"
     checkpoint_every: int = 1
+    checkpoint_blocks: tuple[str, ...] = ()
     offload: bool = False
     precision: Precision = "float32"
     reduction: Reduction = "exact"
@@ -109,6 +111,11 @@ class Strategy:
             raise ConfigError("offload = true needs zero2 or zero3, which keep parameters in shards")
         if (self.virtual_stages > 1) != (self.schedule == "interleaved"):
             raise ConfigError("virtual_stages above 1 and schedule = 'interleaved' belong together")
+        if self.checkpoint_blocks and self.checkpointing not in ("every", "selective"):
+            raise ConfigError(
+                f"checkpoint_blocks with checkpointing = {self.checkpointing!r}: only 'every' and 'selective' "
+                "take single blocks"
+            )
 
     def _check_apart(self) -> None:
         """Raises ConfigError for what does not go with replicas that train apart."""
@@ -135,7 +142,16 @@ class Strategy:
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Strategy:
         """The strategy that `to_plain` described."""
-        return cls(**{**values, "mesh": Mesh(**values["mesh"])})
+        blocks = tuple(values.get("checkpoint_blocks", ()))
+        return cls(**{**values, "mesh": Mesh(**values["mesh"]), "checkpoint_blocks": blocks})
+
+    def checkpointed(self, blocks: Sequence[str]) -> list[str]:
+        """Which of a rank's `blocks` are computed again one by one, under "every" and "selective"."""
+        if self.checkpointing not in ("every", "selective"):
+            return []
+        if self.checkpoint_blocks:
+            return [block for block in blocks if block in self.checkpoint_blocks]
+        return list(blocks[:: self.checkpoint_every])
 
     def halved(self) -> Strategy:
         """The strategy with half the micro-batch, after running out of memory."""
@@ -155,6 +171,8 @@ class Strategy:
             parts.append("sequence parallel")
         if self.checkpointing != "none":
             every = f" of every {self.checkpoint_every} blocks" if self.checkpoint_every > 1 else ""
+            if self.checkpoint_blocks:
+                every = f" of {len(self.checkpoint_blocks)} blocks"
             parts.append(f"checkpointing {self.checkpointing}{every}")
         parts.append("offload to CPU" if self.offload else "")
         parts.append(f"micro-batch {self.micro_batch}")

@@ -140,7 +140,9 @@ def _checkpointed(
         runs = [here[first : first + length] for first in range(0, len(here), length)]
         kept = {block: passed if block == run[0] else 0.0 for run in runs for block in run}
         return kept, max(sum(whole[block] for block in run) for run in runs)
-    chosen = [block for index, block in enumerate(here) if index % strategy.checkpoint_every == 0]
+    chosen = strategy.checkpointed(here)
+    if not chosen:
+        return whole, 0.0
     if strategy.checkpointing == "every":
         return whole | dict.fromkeys(chosen, passed), max(whole[block] for block in chosen)
     kept = whole | {block: products[block] + passed for block in chosen}

@@ -11,6 +11,7 @@ from cluster_models import Drawn, Knotted, Language
 from cluster_plans import STEPS, case, plan
 from ranks import run_ranks
 
+LISTED = ("blocks.0", "blocks.1", "blocks.3")
 TWO = [
     case("ddp", plan("ddp", dp=2)),
     case("zero1", plan("zero1", dp=2), {"schedule": "cosine", "schedule_warm_up": 1}),
@@ -35,6 +36,10 @@ TWO = [
     case("zero3 sqrt accumulated", plan("zero3", micro=1, fsdp=2, checkpointing="sqrt"), layers=6),
     case("tp sqrt", plan(tp=2, sequence_parallel=True, checkpointing="sqrt")),
     case("1f1b sqrt", plan(pp=2, checkpointing="sqrt")),
+    case("zero3 listed", plan("zero3", fsdp=2, checkpointing="every", checkpoint_blocks=LISTED)),
+    case("selective listed", plan("ddp", dp=2, checkpointing="selective", checkpoint_blocks=LISTED)),
+    case("tp listed", plan(tp=2, sequence_parallel=True, checkpointing="every", checkpoint_blocks=LISTED)),
+    case("1f1b listed", plan(pp=2, checkpointing="every", checkpoint_blocks=LISTED)),
     case("tp", plan(tp=2)),
     case("tp sequence", plan(tp=2, sequence_parallel=True)),
     case("tp tied", plan(tp=2, sequence_parallel=True), tied=True),
@@ -74,6 +79,7 @@ FAST = [
     "zero3",
     "zero3 selective",
     "zero3 sqrt",
+    "1f1b listed",
     "tp sequence",
     "1f1b ragged",
     "interleaved",
