@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -20,6 +20,7 @@ ACCOUNTANTS: tuple[str, ...] = get_args(Accountant)
 MOST_NOISE = 1e6
 LEAST_DELTA = 1e-13
 DROPOUT_TOLERANCE = 0.3
+LARGEST_RING: Final = 32
 QUANTILE, CLIP_LEARNING_RATE = 0.5, 0.2
 
 
@@ -74,6 +75,7 @@ class Masking:
     group_size: int | None
     corruption: float | None
     dropout_tolerance: float
+    ring_bits: int
 
 
 class NoPrivacy(Table):
@@ -89,6 +91,10 @@ class NoPrivacy(Table):
     group_size: GroupSize | None = Field(None, description=_GROUP_SIZE)
     corruption: Share | None = Field(None, description=_CORRUPTION)
     dropout_tolerance: Share = Field(DROPOUT_TOLERANCE, description=_DROPOUTS)
+    ring_bits: Literal[8, 12, 16, 32] = Field(
+        LARGEST_RING,
+        description="of a masked number; up to 16 the update is rotated before it is rounded, and weighs 1",
+    )
     public_evaluation: bool = Field(False, description=_PUBLIC)
 
     @model_validator(mode="after")
@@ -99,7 +105,7 @@ class NoPrivacy(Table):
                 "the median norm of an update"
             )
         plain = NoPrivacy.model_construct()
-        for key in ("clip_norm", "group_size", "corruption", "dropout_tolerance"):
+        for key in ("clip_norm", "group_size", "corruption", "dropout_tolerance", "ring_bits"):
             if not self.secure_aggregation and getattr(self, key) != getattr(plain, key):
                 raise ValueError(
                     f"{key} belongs to secure aggregation: set secure_aggregation = true, or leave it out; "
@@ -317,8 +323,11 @@ def groups_of(privacy: NoPrivacy | Private) -> int:
 def masking_of(privacy: NoPrivacy | Private) -> Masking | None:
     """The job's secure aggregation; None where updates travel in the clear, or with noise of their own."""
     match privacy:
-        case DistributedLevel(clip_norm=norm) | NoPrivacy(secure_aggregation=True, clip_norm=float(norm)):
-            return Masking(norm, privacy.group_size, privacy.corruption, privacy.dropout_tolerance)
+        case (
+            DistributedLevel(clip_norm=norm, bits=bits)
+            | NoPrivacy(secure_aggregation=True, clip_norm=float(norm), ring_bits=bits)
+        ):
+            return Masking(norm, privacy.group_size, privacy.corruption, privacy.dropout_tolerance, bits)
         case _:
             return None
 

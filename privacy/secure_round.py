@@ -1,10 +1,11 @@
 """A round of secure aggregation as every party works it out: parameters, a silo's vector, the mean.
 
-Silos, the coordinator and simulations compute the same from the job, the length of the model and the
-number of silos invited. A silo's vector is its rounded update and a tail with its weight, example
-count, clip bit and training loss, and in rounds that the job evaluates what the silo has measured of the
-model that the round begins with; under level `distributed` it is the update with its share of noise
-and nothing else, since exact sums beside a noisy one would tell more than the noise allows.
+Silos, the coordinator and simulations compute the same from the job, the length of the model and the number
+of silos invited. A silo's vector is its rounded update and a tail with its weight, example count, clip bit
+and training loss, and in rounds that the job evaluates what the silo has measured of the model that the
+round begins with. In rings of 16 bits and fewer the update is rotated by a public seed before it is
+rounded, and the mean is turned back. Under level `distributed` it is the update with its share of noise and
+nothing else, since exact sums beside a noisy one would tell more than the noise allows.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError
-from roundtable.core.privacy_table import DistributedLevel, Masking, masking_of
+from roundtable.core.privacy_table import LARGEST_RING, DistributedLevel, Masking, masking_of
 from roundtable.core.seeds import derive_seed
 from roundtable.privacy.collusion import colluding_share
 from roundtable.privacy.levels import distributed_noise
 from roundtable.privacy.mechanisms.distributed import DistributedDP, decode, encode
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise
+from roundtable.privacy.mechanisms.rotation import Rotation
 from roundtable.privacy.secagg import (
     ArraySource,
     Metric,
@@ -39,10 +41,12 @@ from roundtable.privacy.secagg import (
     choose_parameters,
     largest_group,
 )
-from roundtable.privacy.secagg.masks import Ring
+from roundtable.privacy.secagg.masks import Ring, wire_bytes
 from roundtable.privacy.secagg.parameters import FULL_GRAPH_UP_TO, MINIMUM_COHORT
+from roundtable.privacy.secagg.quantise import Rotate
 
-RING_BITS = 32
+ROTATED_UP_TO = 16
+"""Rings of so many bits are too coarse for updates as they are."""
 LARGEST_WEIGHT = 1 << 16
 LEAST_LEVELS = 1 << 13
 """A mean of silos of weight 1 is rounded to this part of the clip norm at worst."""
@@ -69,9 +73,10 @@ class SecureMean:
 
 @dataclass(frozen=True)
 class SecureRound:
-    """The arithmetic of one round. `tally` is there without noise, `noise` and `rotation` with it.
+    """The arithmetic of one round. `tally` is there without noise, `noise` with it.
 
-    `bounds` are those of the metrics of the model that the round begins with; empty where none are summed.
+    `rotation` is the seed of the public rotation, empty where nothing is rotated. `bounds` are those of the
+    metrics of the model that the round begins with; empty where none are summed.
     """
 
     parameters: SecAggParameters
@@ -89,21 +94,25 @@ class SecureRound:
         if masking is None:
             raise PrivacyError("this job asks for no secure aggregation: its updates travel one by one")
         uniform = job.aggregation.weighting == "uniform"
+        rotation = derive_seed(job.seed, round, "rotation").to_bytes(8, "little")
         if isinstance(job.privacy, DistributedLevel):
             noise = distributed_noise(job, columns)
             size = job.cohort.size or 0
             if invited > size:
                 raise PrivacyError(f"{invited} silos where noise for {size} was agreed on")
             parameters = _parameters(size, job, masking, noise.bits, 1)
-            rotation = derive_seed(job.seed, round, "rotation").to_bytes(8, "little")
             return cls(parameters, columns, True, None, noise, rotation)
         room = invited if masking.group_size is None else largest_group(masking.group_size, invited)
         bound = 1 if uniform else largest_weight(room)
-        parameters = _parameters(invited, job, masking, RING_BITS, bound)
+        parameters = _parameters(invited, job, masking, masking.ring_bits, bound)
+        rotation = rotation if masking.ring_bits <= ROTATED_UP_TO else b""
         bounds = job.evaluation.before(round)
         tested = (Metric(f"{_BEFORE}{name}", bounds[name], LARGEST_TEST) for name in sorted(bounds))
         tally = Tally.of(parameters, (Metric(_LOSS, LOSS_BOUND, bound), *tested))
-        return cls(parameters, columns, uniform, tally, None, b"", bounds)
+        found = cls(parameters, columns, uniform, tally, None, rotation, bounds)
+        # Refused here, before a round, where the ring has no room for so many.
+        _ = found.quantiser
+        return found
 
     @property
     def grouped(self) -> bool:
@@ -116,6 +125,11 @@ class SecureRound:
         return max(MINIMUM_COHORT, self.noise.survivors if self.noise is not None else 0)
 
     @property
+    def quantiser(self) -> Quantiser:
+        """How an update without noise is rounded."""
+        return Quantiser.of(self.parameters, self.columns if self.rotation else 0)
+
+    @property
     def length(self) -> int:
         """Ring elements that each silo submits."""
         return self.noise.length if self.noise is not None else self.columns + len(self._tail)
@@ -123,7 +137,7 @@ class SecureRound:
     @property
     def upload_bytes(self) -> int:
         """The size of a masked vector."""
-        return self.length * self.parameters.ring_bits // 8
+        return wire_bytes(self.length, self.parameters.ring_bits)
 
     def session(self, job: str, round: int, attempt: int) -> Session:
         """The protocol's name for an attempt."""
@@ -151,7 +165,7 @@ class SecureRound:
         bound = self.parameters.weight_bound
         weight = 1 if self.uniform else min(max(examples, 1), bound)
         tail = np.zeros(len(self._tail), dtype=np.uint32)
-        source = QuantisedUpdate(update, weight, Quantiser.of(self.parameters), tail, rounding)
+        source = QuantisedUpdate(update, weight, self.quantiser, tail, rounding, self._rotate)
         counters = {"weight": weight, "examples": examples, "clipped": int(source.clipped)}
         means = {f"{_BEFORE}{name}": (s / n, n) for name, (s, n) in (before or {}).items() if n > 0}
         measured = means if loss is None else {_LOSS: (loss, weight), **means}
@@ -175,12 +189,21 @@ class SecureRound:
                 f"{silos} silos give a total weight of {weight}, which no honest silos can: one of them "
                 "submitted something else than an update"
             )
-        mean = Quantiser.of(self.parameters).decode_mean(total[: self.columns], weight)
+        mean = torch.from_numpy(self.quantiser.decode_mean(total[: self.columns], weight))
+        if self.rotation:
+            Rotation(self.rotation, self.columns).back(mean)
         training = {"loss": metrics.pop(_LOSS)} if _LOSS in metrics else {}
         before = {name.removeprefix(_BEFORE): sums for name, sums in metrics.items()}
         account = {"silos": silos, "cohort": cohort, "weight": weight}
         account |= {"examples": counters["examples"], "clipped": counters["clipped"]}
-        return SecureMean(torch.from_numpy(mean), silos, training, account, before)
+        return SecureMean(mean, silos, training, account, before)
+
+    @property
+    def _rotate(self) -> Rotate | None:
+        if not self.rotation:
+            return None
+        rotation = Rotation(self.rotation, self.columns)
+        return lambda vector: rotation.forward(torch.from_numpy(vector))
 
     @property
     def _tail(self) -> Tally:
@@ -190,7 +213,7 @@ class SecureRound:
 
 def largest_weight(invited: int) -> int:
     """The bound on a silo's weight: more examples count as so many. It leaves `LEAST_LEVELS` of precision."""
-    return max(1, min(LARGEST_WEIGHT, ((1 << RING_BITS) - 1) // (2 * invited * LEAST_LEVELS)))
+    return max(1, min(LARGEST_WEIGHT, ((1 << LARGEST_RING) - 1) // (2 * invited * LEAST_LEVELS)))
 
 
 def fewest_survivors(job: JobConfig, invited: int) -> int:
@@ -202,7 +225,7 @@ def fewest_survivors(job: JobConfig, invited: int) -> int:
     if masking is None or masking.group_size is not None or invited <= FULL_GRAPH_UP_TO:
         return 0
     try:
-        return _parameters(invited, job, masking, RING_BITS, 1).least
+        return _parameters(invited, job, masking, LARGEST_RING, 1).least
     except PrivacyError:
         return 0
 

@@ -7,10 +7,11 @@ from roundtable.core.config import NORM_RATIO, WEIGHT_RATIO, JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.job_tables.metrics_table import check_summed
 from roundtable.core.measures.families import families_in
-from roundtable.core.privacy_table import DistributedLevel, NoPrivacy, masking_of
+from roundtable.core.privacy_table import DistributedLevel, Masking, NoPrivacy, masking_of
 from roundtable.engine.selection import quorum
 from roundtable.privacy import SecureRound, fewest_survivors, shared_noise
-from roundtable.privacy.secagg import MINIMUM_COHORT, Least, overrun
+from roundtable.privacy.secagg import MINIMUM_COHORT, Least, Quantiser, largest_group, overrun
+from roundtable.privacy.secure_round import ROTATED_UP_TO
 
 FEWEST_GROUPS = 3
 """Groups that a robust rule needs at least: of two means it cannot outvote either."""
@@ -41,6 +42,7 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
             f"aggregation.validation: {hidden}; silos clip to clip_norm, so leave policy and max_norm out"
         )
     _check_ratios(job, hidden)
+    _check_ring(job, masking)
     in_the_clear = not job.evaluation.bounds and (job.evaluation.every != 0 or job.stop.metric is not None)
     if in_the_clear and not job.privacy.public_evaluation:
         raise PrivacyError(
@@ -93,6 +95,22 @@ def _check_ratios(job: JobConfig, hidden: str) -> None:
             )
 
 
+def _check_ring(job: JobConfig, masking: Masking) -> None:
+    """Small rings hold a sum of few levels: a weight each would take most of them."""
+    if isinstance(job.privacy, DistributedLevel) or masking.ring_bits > ROTATED_UP_TO:
+        return
+    if job.aggregation.weighting != "uniform":
+        raise PrivacyError(
+            f"privacy.ring_bits = {masking.ring_bits} with aggregation.weighting = "
+            f'"{job.aggregation.weighting}": an integer of so few bits has no room for the examples of each '
+            'silo; set aggregation.weighting = "uniform", or leave ring_bits out'
+        )
+    size = job.cohort.size
+    if size is not None:
+        room = size if masking.group_size is None else largest_group(masking.group_size, size)
+        Quantiser(masking.ring_bits, room, 1, masking.clip_norm)
+
+
 def sums_exactly(job: JobConfig) -> bool:
     """Whether rounds reveal sums without noise: two sums from the same model reveal their difference."""
     return isinstance(job.privacy, NoPrivacy) and job.privacy.secure_aggregation
@@ -136,8 +154,8 @@ def secure_summary(job: JobConfig, columns: int) -> str:
     if masking is None:
         return ""
     silos = job.cohort.size or job.simulation.clients
-    parameters = SecureRound.of(job, columns, silos, 1).parameters
-    text = parameters.summary()
+    round = SecureRound.of(job, columns, silos, 1)
+    parameters, text = round.parameters, f"{round.parameters.summary()}; {_precision(round)}"
     if masking.group_size is None:
         return text
     count = silos // masking.group_size
@@ -149,6 +167,22 @@ def secure_summary(job: JobConfig, columns: int) -> str:
         f"withstands {hostile} hostile silos. Secrecy holds for certain against {parameters.corrupt} "
         f"colluding silos; with {many} of {silos}, some group holds more than that with probability "
         f"{chance:.2g}"
+    )
+
+
+def _precision(round: SecureRound) -> str:
+    """What a silo sends, and how far off rounding leaves the mean."""
+    sent = f"a silo sends {round.upload_bytes:,} bytes a round"
+    if round.noise is not None:
+        return f"{sent}, of {round.parameters.ring_bits} bits a number"
+    quantiser, parameters = round.quantiser, round.parameters
+    error = quantiser.expected_error(round.columns, parameters.n)
+    turned = ", after a public random rotation" if round.rotation else ""
+    weights = "" if round.uniform else f" and weights of {parameters.weight_bound}"
+    return (
+        f"{sent}: {parameters.ring_bits} bits a number{turned}, {quantiser.top:,} levels on either side of "
+        f"zero; rounding puts the mean of all {parameters.n}{weights} off by at most {error:.2g} in L2 norm "
+        f"({error / parameters.clip_norm:.2g} of clip_norm)"
     )
 
 

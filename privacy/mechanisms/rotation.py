@@ -1,18 +1,57 @@
-"""The randomised Hadamard rotation: spreads a vector's length evenly over its entries, and back."""
+"""The randomised Hadamard rotation: spreads a vector's length evenly over its entries, and back.
+
+`rotate` pads to a power of two. `Rotation` does not: it turns the first N and then the last N entries of a
+vector, N being the largest power of two that fits. Each is orthogonal, and so are both together.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import math
-from functools import lru_cache
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from roundtable.privacy.mechanisms.hadamard import transform
 from roundtable.privacy.mechanisms.noise import KeyStream
 
-_FACTOR_BITS = 5
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """An orthogonal map of R^length that all parties draw from a public `seed`.
+
+    Whatever unit vector comes in, each entry that comes out is a sum of independent signs with a variance
+    of at most 1/N < 2/length, so beyond t/√N with probability at most 2 exp(−t²/2) (Hoeffding); for vectors
+    whose length is not all in one half the variance is 1/length or so.
+    """
+
+    seed: bytes
+    length: int
+
+    def forward(self, vector: Tensor) -> None:
+        """Turns a contiguous float32 CPU vector [length], in place."""
+        first, last = self._windows(vector)
+        flip(first, self.seed + b"first")
+        transform(first)
+        if last is not None:
+            flip(last, self.seed + b"last")
+            transform(last)
+
+    def back(self, vector: Tensor) -> None:
+        """The inverse of `forward`, in place."""
+        first, last = self._windows(vector)
+        if last is not None:
+            transform(last)
+            flip(last, self.seed + b"last")
+        transform(first)
+        flip(first, self.seed + b"first")
+
+    def _windows(self, vector: Tensor) -> tuple[Tensor, Tensor | None]:
+        whole = 1 << (self.length.bit_length() - 1)
+        return vector[:whole], vector[self.length - whole :] if whole < self.length else None
 
 
 def padded_length(length: int) -> int:
@@ -24,40 +63,22 @@ def rotate(vector: Tensor, seed: bytes) -> Tensor:
     """H D x / √n for float32 `[d]`, padded to a power of two n; D are signs from the public `seed`."""
     padded = torch.zeros(padded_length(vector.numel()))
     padded[: vector.numel()] = vector
-    return hadamard(padded.mul_(signs(seed, padded.numel())))
+    flip(padded, seed)
+    return transform(padded)
 
 
 def unrotate(vector: Tensor, seed: bytes, length: int) -> Tensor:
-    """The inverse of `rotate`: its first `length` entries. H is symmetric and its own inverse."""
-    return hadamard(vector).mul_(signs(seed, vector.numel()))[:length]
+    """The inverse of `rotate`: its first `length` entries. Overwrites `vector`."""
+    transform(vector)
+    flip(vector, seed)
+    return vector[:length]
 
 
-def signs(seed: bytes, count: int) -> Tensor:
-    """±1 from a stream cipher under the hash of `seed`: the same at every party."""
+def flip(vector: Tensor, seed: bytes) -> None:
+    """Gives the entries signs from a stream cipher under the hash of `seed`, in place: the same at every
+    party."""
     stream = KeyStream(hashlib.blake2b(seed, digest_size=32, person=b"rt-rotate").digest())
-    bits = np.unpackbits(stream.words((count + 63) // 64).view(np.uint8), count=count)
-    return torch.from_numpy(bits).to(torch.float32).mul_(2.0).sub_(1.0)
-
-
-def hadamard(vector: Tensor) -> Tensor:
-    """The orthonormal Walsh–Hadamard transform of a float32 vector whose length is a power of two.
-
-    As products with small Hadamard matrices, each over one digit of the index; the product with the
-    transposed view brings the next digit to the end, so that nothing is copied.
-    """
-    length = vector.numel()
-    bits = length.bit_length() - 1
-    result = vector
-    while bits > 0:
-        digit = min(bits, _FACTOR_BITS)
-        result = torch.mm(_matrix(digit), result.view(-1, 1 << digit).t()).view(-1)
-        bits -= digit
-    return result / math.sqrt(length)
-
-
-@lru_cache(maxsize=8)
-def _matrix(bits: int) -> Tensor:
-    matrix = torch.ones(1, 1)
-    for _ in range(bits):
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
+    for block in torch.split(vector, _BLOCK):
+        words = stream.words((block.numel() + 63) // 64).view(np.uint8)
+        bits = torch.from_numpy(np.unpackbits(words, count=block.numel()))
+        block.mul_(bits.to(torch.float32).mul_(2.0).sub_(1.0))

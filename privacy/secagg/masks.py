@@ -1,8 +1,9 @@
 """Ring elements, and masks expanded from 32-byte keys by AES-256 in counter mode, in cache-sized pieces.
 
-A ring of 2^16 is computed in uint16, the rings of 2^24 and 2^32 in uint32 (whose wrap-around is a
-multiple of 2^24 too); on the wire an element takes `ring_bits / 8` bytes, little-endian. A key is
-used for one mask of one attempt, so the counter always starts at the same block.
+A ring of 2^b is computed in the smallest word that holds it (uint8, uint16 or uint32), whose wrap-around
+is a multiple of 2^b; on the wire an element takes b bits, little-endian: two of 12 bits take three bytes,
+and a last one that is left over two. A key is used for one mask of one attempt, so the counter always
+starts at the same block.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from roundtable.core.errors import PrivacyError, ProtocolError
 
 PIECE_BYTES = 1 << 18
 """Bytes of keystream expanded at a time: a piece, its mask and the sum stay in the second-level cache."""
-RING_BITS = (16, 24, 32)
+RING_BITS = (8, 12, 16, 24, 32)
 
 Ring: TypeAlias = npt.NDArray[Any]
-"""Unsigned ring elements, shape (length,): uint16 or uint32, see `ring_dtype`."""
+"""Unsigned ring elements, shape (length,): uint8, uint16 or uint32, see `ring_dtype`."""
+_WORDS = {8: "<u1", 12: "<u2", 16: "<u2", 24: "<u4", 32: "<u4"}
 
 
 class VectorSource(Protocol):
@@ -54,7 +56,7 @@ def ring_dtype(ring_bits: int) -> np.dtype[Any]:
     """The dtype that sums modulo 2^ring_bits are computed in."""
     if ring_bits not in RING_BITS:
         raise PrivacyError(f"a ring of {ring_bits} bits is not supported; use one of {RING_BITS}")
-    return np.dtype("<u2") if ring_bits == 16 else np.dtype("<u4")
+    return np.dtype(_WORDS[ring_bits])
 
 
 def piece_length(ring_bits: int) -> int:
@@ -107,8 +109,18 @@ def _keystream(key: bytes) -> CipherContext:
     return Cipher(AES(key), GCM(bytes(12))).encryptor()
 
 
+def wire_bytes(length: int, ring_bits: int) -> int:
+    """Bytes that so many ring elements take on the wire."""
+    return (length * ring_bits + 7) // 8
+
+
 def pack(values: Ring, ring_bits: int) -> memoryview:
-    """The wire form of ring elements: `ring_bits / 8` bytes each. No copy for 16 and 32 bits."""
+    """The wire form of ring elements, `wire_bytes` long. No copy for 8, 16 and 32 bits.
+
+    An odd number of elements of 12 bits cannot be followed by others.
+    """
+    if ring_bits == 12:
+        return _pack_pairs(values)
     if ring_bits == 24:
         raw = values.view(np.uint8).reshape(-1, 4)[:, :3]
         return np.ascontiguousarray(raw).data.cast("B")
@@ -116,18 +128,47 @@ def pack(values: Ring, ring_bits: int) -> memoryview:
 
 
 def unpack(data: memoryview, ring_bits: int) -> Ring:
-    """Ring elements from their wire form; a view where that is possible."""
-    width = ring_bits // 8
-    if len(data) % width:
+    """Ring elements from their wire form; a view where that is possible. ProtocolError for another form."""
+    length = len(data) * 8 // ring_bits
+    if len(data) != wire_bytes(length, ring_bits):
         raise ProtocolError(f"{len(data)} bytes are not a whole number of {ring_bits}-bit ring elements")
+    if ring_bits == 12:
+        return _unpack_pairs(data, length)
     if ring_bits != 24:
         return np.frombuffer(data, dtype=ring_dtype(ring_bits))
-    wide = np.zeros((len(data) // 3, 4), dtype=np.uint8)
+    wide = np.zeros((length, 4), dtype=np.uint8)
     wide[:, :3] = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3)
     return wide.reshape(-1).view("<u4")
 
 
+def _pack_pairs(values: Ring) -> memoryview:
+    pairs, odd = divmod(len(values), 2)
+    packed = np.empty(wire_bytes(len(values), 12), dtype=np.uint8)
+    first, second = values[0 : 2 * pairs : 2], values[1::2]
+    triples = packed[: 3 * pairs].reshape(-1, 3)
+    triples[:, 0] = first & 0xFF
+    triples[:, 1] = (first >> 8) | (second & 0xF) << 4
+    triples[:, 2] = second >> 4
+    if odd:
+        packed[-2:] = values[-1] & 0xFF, values[-1] >> 8
+    return packed.data.cast("B")
+
+
+def _unpack_pairs(data: memoryview, length: int) -> Ring:
+    raw = np.frombuffer(data, dtype=np.uint8)
+    pairs, odd = divmod(length, 2)
+    triples = raw[: 3 * pairs].reshape(-1, 3).astype(np.uint16)
+    values = np.empty(length, dtype=ring_dtype(12))
+    values[0 : 2 * pairs : 2] = triples[:, 0] | (triples[:, 1] & 0xF) << 8
+    values[1::2] = triples[:, 1] >> 4 | triples[:, 2] << 4
+    if odd:
+        if raw[-1] >> 4:
+            raise ProtocolError("the four bits behind the last ring element are not zero")
+        values[-1] = int(raw[-2]) | int(raw[-1]) << 8
+    return values
+
+
 def reduce_ring(values: Ring, ring_bits: int) -> None:
     """Bring sums computed in a wider word back below 2^ring_bits, in place."""
-    if ring_bits == 24:
-        np.bitwise_and(values, np.uint32(0xFFFFFF), out=values)
+    if ring_bits in (12, 24):
+        np.bitwise_and(values, values.dtype.type((1 << ring_bits) - 1), out=values)

@@ -26,7 +26,7 @@ from roundtable.privacy.secagg.custody import Cohort
 from roundtable.privacy.secagg.framing import Envelope, Kind, seal, unseal
 from roundtable.privacy.secagg.graph import NONCE_BYTES, combine_beacon, commit
 from roundtable.privacy.secagg.keys import Session, session_id, verifier
-from roundtable.privacy.secagg.masks import Ring, reduce_ring, ring_dtype, unpack
+from roundtable.privacy.secagg.masks import Ring, reduce_ring, ring_dtype, unpack, wire_bytes
 from roundtable.privacy.secagg.parameters import SecAggParameters
 from roundtable.privacy.secagg.payloads import (
     DIGEST_BYTES,
@@ -187,20 +187,18 @@ class SecAggServer:
             return envelope.sender
         data = np.frombuffer(body, dtype=np.uint8).data
         ring_bits = self.plan.ring_bits
-        width = ring_bits // 8
-        if len(data) != self.session.length * width:
-            raise ProtocolError(
-                f"the masked vector of {envelope.sender} has {len(data)} bytes, "
-                f"not {self.session.length * width}"
-            )
+        wanted = wire_bytes(self.session.length, ring_bits)
+        if len(data) != wanted:
+            raise ProtocolError(f"the masked vector of {envelope.sender} has {len(data)} bytes, not {wanted}")
         if blake3.blake3(data).digest() != exactly(envelope.payload, DIGEST_BYTES, "a digest"):
             raise ProtocolError(f"the masked vector of {envelope.sender} is not the one that it signed for")
         self._admit(envelope)
-        step = _ADDED_AT_ONCE * width
+        step, place = wire_bytes(_ADDED_AT_ONCE, ring_bits), 0
         for start in range(0, len(data), step):
             piece = unpack(data[start : start + step], ring_bits)
-            total = self._sum[start // width : start // width + len(piece)]
+            total = self._sum[place : place + len(piece)]
             np.add(total, piece, out=total)
+            place += len(piece)
         return envelope.sender
 
     @property

@@ -49,6 +49,10 @@ class Tally:
     metrics: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.digit_bits < 1:
+            raise PrivacyError(
+                f"a ring of 2^{self.ring_bits} has no room for a sum of {self.capacity} silos; use a larger ring"
+            )
         names = [metric.name for metric in self.metrics]
         if len(set(names)) != len(names):
             raise PrivacyError(f"the metrics {names} repeat a name")

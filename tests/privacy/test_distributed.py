@@ -27,8 +27,10 @@ from roundtable.privacy import (
     gaussian_charge,
     skellam,
 )
+from roundtable.privacy.mechanisms import hadamard
 from roundtable.privacy.mechanisms.distributed import _round
-from roundtable.privacy.mechanisms.rotation import hadamard, rotate, unrotate
+from roundtable.privacy.mechanisms.hadamard import transform
+from roundtable.privacy.mechanisms.rotation import Rotation, rotate, unrotate
 
 SEED = b"round 1"
 
@@ -87,13 +89,43 @@ def test_the_rotation_keeps_lengths_and_comes_back(length: int, seed: bytes) -> 
     vector = torch.randn(length, generator=torch_generator(length))
     rotated = rotate(vector, seed)
     assert float(rotated.norm()) == pytest.approx(float(vector.norm()), rel=1e-5)
-    torch.testing.assert_close(unrotate(rotated, seed, length), vector, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(unrotate(rotated.clone(), seed, length), vector, atol=1e-5, rtol=1e-5)
 
 
 def test_the_transform_is_hadamards() -> None:
-    columns = torch.stack([hadamard(row) for row in torch.eye(64)])
+    columns = torch.stack([transform(row.clone()) for row in torch.eye(64)])
     expected = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)]) / 8
     torch.testing.assert_close(columns, expected)
+
+
+@given(length=st.integers(1, 700), seed=st.binary(max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_the_rotation_without_padding_keeps_lengths_and_comes_back(length: int, seed: bytes) -> None:
+    vector = torch.randn(length, generator=torch_generator(length))
+    turned, rotation = vector.clone(), Rotation(seed, length)
+    rotation.forward(turned)
+    assert float(turned.norm()) == pytest.approx(float(vector.norm()), rel=1e-5)
+    rotation.back(turned)
+    torch.testing.assert_close(turned, vector, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", [0, 3000, 4999])
+def test_whatever_the_vector_no_rotated_entry_is_beyond_the_bound(where: int) -> None:
+    """One entry, a dense block, and all in one half: each spread to within five deviations, √2 at worst."""
+    for width in (1, 40, 1900):
+        vector = torch.zeros(5000)
+        vector[min(where, 5000 - width) : where + width] = 1.0
+        vector /= vector.norm()
+        Rotation(SEED, 5000).forward(vector)
+        assert float(vector.abs().max()) < 5.0 * math.sqrt(2.0 / 5000)
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 256, 1 << 13, 1 << 18])
+def test_the_kernel_gives_the_bits_of_torch(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    vector = torch.randn(length, generator=torch_generator(length))
+    compiled = transform(vector.clone())
+    monkeypatch.setattr(hadamard, "_library", lambda: None)
+    assert torch.equal(compiled, transform(vector.clone()))
 
 
 def test_the_rotation_spreads_a_single_entry() -> None:

@@ -75,6 +75,31 @@ def test_metrics_of_the_model_before_the_round_are_summed_as_plain_ones_are() ->
     assert mean.training["loss"][1] == 381
 
 
+@pytest.mark.parametrize(("ring", "silos"), [(8, 10), (12, 20), (16, 20)])
+def test_small_rings_give_the_mean_within_the_error_that_the_plan_states(ring: int, silos: int) -> None:
+    """The vector is that many bits shorter, and what the plan says of the error holds."""
+    uniform = '[aggregation]\nweighting = "uniform"'
+    small = job(f"clip_norm = 2.0\nring_bits = {ring}", uniform)
+    round, rows = SecureRound.of(small, COLUMNS, silos, 3), vectors(silos, 5.0)
+    sources = [round.encode(row, 7, 0.5) for row in rows]
+    assert len(sources[0]) == round.length
+    assert round.upload_bytes == (round.length * ring + 7) // 8 < 4 * COLUMNS * (ring + 4) // 32
+    mean = round.decode(plain_sum(sources, round.parameters).total, silos, silos)
+    exact = rows.mean(0, dtype=np.float64) * 2.0 / 5.0
+    error = float(np.linalg.norm(mean.vector.numpy() - exact))
+    assert error < round.quantiser.expected_error(COLUMNS, silos)
+    assert mean.account["clipped"] == silos
+    assert mean.training["loss"] == (pytest.approx(0.5 * silos, abs=1e-2), silos)
+
+
+def test_the_rotation_is_the_jobs_and_the_rounds() -> None:
+    uniform = '[aggregation]\nweighting = "uniform"'
+    small = job("clip_norm = 2.0\nring_bits = 8", uniform)
+    seeds = {SecureRound.of(small, COLUMNS, 4, number).rotation for number in (1, 2, 3)}
+    assert len(seeds) == 3
+    assert SecureRound.of(job(), COLUMNS, 4, 1).rotation == b""
+
+
 def test_weights_are_bounded_and_uniform_ones_are_one() -> None:
     round, rows = SecureRound.of(job(), COLUMNS, 4, 1), vectors(4)
     bound = round.parameters.weight_bound

@@ -54,6 +54,16 @@ def test_fast_masking_gives_the_same_bits_and_says_so(run):
     assert "no masks were made" in fast.history.records[0].charge["secure_aggregation"]
 
 
+@pytest.mark.parametrize("ring", [8, 12])
+def test_small_rings_give_the_same_bits_masked_and_not(run, ring):
+    small = {**SECURE, "privacy": {**SECURE["privacy"], "ring_bits": ring, "clip_norm": 2.0}, "rounds": 2}
+    real, fast = run(**small), run(**small, simulation__masking="fast")
+    plain = run(**UNIFORM, rounds=2)
+    assert torch.equal(real.model.vector, fast.model.vector)
+    off = (real.model.vector - plain.model.vector).norm()
+    assert 0 < off < {8: 1.0, 12: 0.1}[ring]
+
+
 @pytest.mark.parametrize("masking", ["real", "fast"])
 def test_too_few_survivors_fail_the_attempt(run, masking):
     lost = {"simulation__dropouts": {"dropout": 0.6}, "cohort__size": 8, "cohort__minimum": 1}

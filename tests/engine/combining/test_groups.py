@@ -198,3 +198,33 @@ def test_the_promise_is_put_in_words_with_its_probabilities() -> None:
     many = parse_job(f'task = "t"\n[cohort]\nsize = 300\n{privacy}')
     assert "privacy fails with probability 2^-4" in secure_summary(many, 50)
     assert secure_summary(parse_job('task = "t"'), 50) == ""
+
+
+MASKED = 'level = "none"\nsecure_aggregation = true\n'
+
+
+@pytest.mark.parametrize(
+    ("ring", "size", "top", "sent"), [(8, 10, 12, 55), (12, 10, 204, 83), (32, 10, 214_748_364, 220)]
+)
+def test_the_plan_says_levels_bytes_and_error(ring: int, size: int, top: int, sent: int) -> None:
+    small = job("mean", "", f"ring_bits = {ring}", f"size = {size}", "uniform", MASKED)
+    text = secure_summary(small, 50)
+    round = SecureRound.of(small, 50, size, 1)
+    assert f"sends {round.upload_bytes:,} bytes" in text
+    assert f"{top:,} levels on either side of zero" in text
+    assert ("public random rotation" in text) == (ring < 32)
+    assert round.upload_bytes >= sent
+    error = round.quantiser.expected_error(50, size)
+    assert f"({error / 2.0:.2g} of clip_norm)" in text
+
+
+@pytest.mark.parametrize(
+    ("ring", "size", "weighting", "reason"),
+    [(8, 10, "examples", "no room for the examples"), (8, 128, "uniform", "sum of 128 silos")],
+)
+def test_rings_without_room_are_refused_before_the_first_round(
+    ring: int, size: int, weighting: str, reason: str
+) -> None:
+    small = job("mean", "", f"ring_bits = {ring}", f"size = {size}", weighting, MASKED)
+    with pytest.raises(PrivacyError, match=reason):
+        make_plan(small, size)

@@ -55,6 +55,18 @@ async def test_the_model_is_the_one_that_all_could_see(federation: Federation) -
     assert record["training"] == {"loss": [pytest.approx(45.0, abs=1e-3), 90]}
 
 
+async def test_a_small_ring_travels_in_fewer_bytes_and_gives_nearly_the_same_mean(
+    federation: Federation,
+) -> None:
+    uniform = '[cohort]\nsize = 3\n[aggregation]\nweighting = "uniform"\n'
+    async with federation.coordinator(), federation.agents(federation.trainers(COLUMNS)):
+        exact, _ = await finished_model(federation, SECURE + uniform, "wide")
+        small, history = await finished_model(federation, SECURE + "ring_bits = 12\n" + uniform, "small")
+    # Of updates of norm 1, clipped to 2: each of the two rounds is off by 5 · 2 / (2 · 682 √3) at most.
+    assert 0 < (exact - small).norm() < 2 * 10 / (2 * 682 * 3**0.5)
+    assert history[0]["charge"]["weight"] == 3
+
+
 async def submit(operator: Operator, text: str = "", rounds: int = 1) -> str:
     job = await operator.submit(SECURE + text, rounds=rounds, vector=torch.zeros(COLUMNS))
     return str(job.id)
