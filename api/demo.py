@@ -17,10 +17,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import roundtable
 from roundtable.child_processes import Children
 from roundtable.core.errors import ConfigError, ResourceError, UnavailableError
 from roundtable.core.identity.credentials import create_ca, issue
+from roundtable.starters import BUILT_EXAMPLES
 
 if TYPE_CHECKING:
     from roundtable.core.config import JobConfig
@@ -46,17 +46,12 @@ class DemoResult:
     history: list[Mapping[str, Any]]
 
 
-def example_folder(name: str = "digits") -> Path:
-    """Where an example lies: inside the package, which in a source tree links to `examples/`."""
-    return (Path(roundtable.__file__).parent / "examples" / name).resolve()
-
-
 class Demo:
     """One demonstration in `folder`, which is made anew."""
 
     def __init__(self, folder: Path, overrides: Mapping[str, Any] | None = None) -> None:
         self.folder = folder.absolute()
-        self.example = example_folder()
+        self.example = BUILT_EXAMPLES["digits"].folder
         self._overrides = dict(overrides or {})
         self._address = ""
         # The names and the number that the simulation of the same job file uses.

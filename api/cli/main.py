@@ -26,6 +26,7 @@ from roundtable.cli.doctor import doctor
 from roundtable.cli.jobs.clients import clients
 from roundtable.cli.jobs.job import job
 from roundtable.cli.jobs.privacy import privacy
+from roundtable.cli.new import new
 from roundtable.cli.shared.output import say, say_error, show_error
 from roundtable.cli.silo.client import client
 from roundtable.cli.simulate import simulate
@@ -82,6 +83,7 @@ for command in (
     invite,
     job,
     model,
+    new,
     operators,
     privacy,
     server,

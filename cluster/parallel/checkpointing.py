@@ -1,4 +1,4 @@
-"""Activation checkpointing: of each, every k-th or listed blocks, of runs of blocks, or of all but matrix products."""
+"""Activation checkpointing: of each, every k-th or listed blocks, of runs of them, or of all but products."""
 
 from __future__ import annotations
 

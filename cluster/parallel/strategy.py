@@ -64,7 +64,8 @@ class Strategy:
 
     `micro_batch` is the most examples a rank runs at once; what is left of its share of a batch is
     accumulated. `checkpoint_every` counts blocks (1: each), and `checkpoint_blocks` names those that are
-    checkpointed in its place; `sqrt` keeps only what goes into each of about √n runs of n blocks. `reduction` is how gradients travel under DDP;
+    checkpointed in its place; `sqrt` keeps only what goes into each of about √n runs of n blocks.
+    `reduction` is how gradients travel under DDP;
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
     `batch_norm` layers take the statistics of the whole batch, or of each rank's micro-batch (`local`).
@@ -113,8 +114,8 @@ class Strategy:
             raise ConfigError("virtual_stages above 1 and schedule = 'interleaved' belong together")
         if self.checkpoint_blocks and self.checkpointing not in ("every", "selective"):
             raise ConfigError(
-                f"checkpoint_blocks with checkpointing = {self.checkpointing!r}: only 'every' and 'selective' "
-                "take single blocks"
+                f"checkpoint_blocks with checkpointing = {self.checkpointing!r}: only 'every' and "
+                "'selective' take single blocks"
             )
 
     def _check_apart(self) -> None:

@@ -51,7 +51,7 @@ class Tally:
     def __post_init__(self) -> None:
         if self.digit_bits < 1:
             raise PrivacyError(
-                f"a ring of 2^{self.ring_bits} has no room for a sum of {self.capacity} silos; use a larger ring"
+                f"a ring of 2^{self.ring_bits} cannot hold a sum of {self.capacity} silos; use a larger ring"
             )
         names = [metric.name for metric in self.metrics]
         if len(set(names)) != len(names):

@@ -14,7 +14,8 @@ import torch
 
 import roundtable as rt
 from roundtable.core.errors import UnavailableError
-from roundtable.demo import Demo, example_folder
+from roundtable.demo import Demo
+from roundtable.starters import BUILT_EXAMPLES
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes left over in /proc")
 
@@ -48,7 +49,7 @@ def test_demo_gives_bit_for_bit_what_the_simulation_gives(tmp_path: Path) -> Non
     assert not _left_over(folder)
     # One client after the other, as the agents train; other backends differ in the order of sums.
     alike = {"rounds": 3, "simulation.backend": "sequential"}
-    simulated = rt.simulate(example_folder() / "job.toml", overrides=alike)
+    simulated = rt.simulate(BUILT_EXAMPLES["digits"].folder / "job.toml", overrides=alike)
     federated, other = rt.load_model(found["model"]), simulated.model.state_dict()
     assert federated.keys() == other.keys()
     assert all(torch.equal(federated[name], other[name]) for name in federated)

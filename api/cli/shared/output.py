@@ -64,6 +64,10 @@ def show_error(error: click.ClickException) -> None:
         say(err=True)
         say(f"Interrupted. {error.message}", err=True)
         return
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        # A group without a command: its help is the whole message.
+        say_lines(error.format_message(), err=True)
+        return
     if isinstance(error, click.UsageError) and error.ctx is not None:
         say_lines(error.ctx.get_usage(), err=True)
         say(f"Try '{error.ctx.command_path} --help' for help.", err=True)

@@ -1,0 +1,14 @@
+"""The job learns something, in a simulation: run it with `pytest`."""
+
+from pathlib import Path
+
+import roundtable as rt
+
+HERE = Path(__file__).parent
+
+
+def test_it_learns():
+    result = rt.simulate(HERE / "job.toml")
+    first, last = result.history[0], result.history[-1]
+    assert last["class_accuracy"] > first["class_accuracy"]
+    assert last["class_accuracy"] > 0.8
