@@ -24,6 +24,7 @@ from roundtable.aggregation.optimizers import (
 from roundtable.aggregation.pipeline import AggregationConfig, AggregationResult, aggregate
 from roundtable.aggregation.preaggregation import PRE_AGGREGATIONS
 from roundtable.aggregation.registry import ENTRY_POINT_GROUP, RULES, RuleResult, find_rule, rule_names
+from roundtable.aggregation.rows.encoded_matrix import rows_in_files
 from roundtable.aggregation.rows.file_matrix import FileMatrix
 from roundtable.aggregation.rows.gram import combine, gram, squared_distances, squared_norms
 from roundtable.aggregation.rows.matrix import MixedRows, TensorMatrix, UpdateMatrix
@@ -63,6 +64,7 @@ __all__ = [
     "find_rule",
     "gram",
     "make_optimizer",
+    "rows_in_files",
     "rule_names",
     "rules",
     "squared_distances",

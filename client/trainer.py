@@ -13,7 +13,7 @@ from roundtable.client.durable_files import write_file
 from roundtable.client.step_key import StepKey
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
-from roundtable.core.encodings import get_encoding
+from roundtable.core.encodings import NO_KEY, StreamKey, get_encoding
 
 Figures = Mapping[str, float]
 """A training step's figures, by the names of the wire's StepFigures; unknown ones are left out."""
@@ -83,7 +83,7 @@ class Trainer(Protocol):
         """Stops; work that runs is lost."""
 
 
-def write_update(path: Path, delta: Tensor, encoding: str) -> tuple[str, int]:
+def write_update(path: Path, delta: Tensor, encoding: str, key: StreamKey = NO_KEY) -> tuple[str, int]:
     """Encodes a float32 delta into a file; returns (BLAKE3, bytes)."""
-    blocks: Iterator[memoryview] = get_encoding(encoding).encode(delta)
+    blocks: Iterator[memoryview] = get_encoding(encoding).encode(delta, key)
     return write_file(path, blocks)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roundtable.core.config import JobConfig, job_from_json, load_job, parse_job
-    from roundtable.core.encodings import ENCODINGS, Encoding, get_encoding
+    from roundtable.core.encodings import Encoding, get_encoding
     from roundtable.core.errors import RoundtableError, SiteFailure
     from roundtable.core.initial_model import initial_model
     from roundtable.core.layout import Layout, LayoutRules
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "config": ("JobConfig", "job_from_json", "load_job", "parse_job"),
-    "encodings": ("ENCODINGS", "Encoding", "get_encoding"),
+    "encodings": ("Encoding", "get_encoding"),
     "errors": ("RoundtableError", "SiteFailure"),
     "initial_model": ("initial_model",),
     "layout": ("Layout", "LayoutRules"),
@@ -33,7 +33,6 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "ENCODINGS",
     "ArrayTask",
     "Encoding",
     "JobConfig",

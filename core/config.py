@@ -17,7 +17,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from roundtable.core.algorithms.known_algorithms import AlgorithmField
 from roundtable.core.algorithms.table import AlgorithmTable
-from roundtable.core.encodings import ENCODINGS
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import DISCOUNTED_BY, Discount, make_discount
 from roundtable.core.job_tables.metrics_table import MetricsTable
@@ -25,6 +24,7 @@ from roundtable.core.job_tables.model_table import ModelTable
 from roundtable.core.job_tables.queue_table import QueueTable, ResourcesTable
 from roundtable.core.job_tables.simulation_table import SimulationTable
 from roundtable.core.job_tables.task_table import JobTaskTable, named_task
+from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.measures.families import MOST_CELLS, expanded
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import NoPrivacy, Privacy
@@ -277,14 +277,6 @@ class StopTable(Table):
         return self
 
 
-class TransferTable(Table):
-    """`[transfer]`: the form in which vectors travel."""
-
-    encoding: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of updates; models travel as float32"
-    )
-
-
 class TrackingTable(Table):
     """`[tracking]`: where the rounds' figures go beside the job's own history; each needs its extra."""
 
@@ -390,6 +382,3 @@ def job_from_json(text: str) -> JobConfig:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"job: not valid JSON: {error}") from error
     return validate(JobConfig, TomlDocument(values, "job", ""))
-
-
-assert set(ENCODINGS) == {"float32", "bfloat16"}, "TransferTable.encoding must list the registry"

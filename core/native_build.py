@@ -18,13 +18,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-_FLAGS = ("-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
 
 
-def load_kernels(source: Path, headers: Sequence[Path] = (), level: str = "-O3") -> ctypes.CDLL | None:
+def load_kernels(
+    source: Path, headers: Sequence[Path] = (), level: str = "-O3", *, fused: bool = True
+) -> ctypes.CDLL | None:
     """The library of a source file that includes `headers`, compiled if need be.
 
+    `fused` lets the compiler round a product and a sum once, where the processor can: faster, with other last
+    bits than on one that cannot.
     None where there can be none; why is logged, as a warning if it is an error.
     """
     if os.environ.get("ROUNDTABLE_KERNELS", "").lower() in ("off", "0"):
@@ -34,15 +38,17 @@ def load_kernels(source: Path, headers: Sequence[Path] = (), level: str = "-O3")
         _log.info("no C++ compiler found: %s is not compiled, what it does runs slower", source.name)
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler, source, headers, level)))
+        return ctypes.CDLL(
+            str(_compiled(compiler, source, headers, (level, f"-ffp-contract={'fast' if fused else 'off'}")))
+        )
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("%s could not be compiled, what it does runs slower: %s", source.name, error)
         return None
 
 
-def _compiled(compiler: str, source: Path, headers: Sequence[Path], level: str) -> Path:
+def _compiled(compiler: str, source: Path, headers: Sequence[Path], how: Sequence[str]) -> Path:
     """The shared library of these files, compiler and processor, built into the cache where it is missing."""
-    flags = (level, *_FLAGS)
+    flags = (*how, *_FLAGS)
     recipe = [compiler, *flags, platform.machine(), _processor()]
     text = b"\0".join(path.read_bytes() for path in (source, *headers))
     name = hashlib.blake2b(text + "\0".join(recipe).encode(), digest_size=16).hexdigest()

@@ -930,7 +930,7 @@ class UploadHeader(google.protobuf.message.Message):
     layout: builtins.str
     """Layout that the vector has; empty in UploadStatus where nothing is left to be sent, and a receipt alone is asked for."""
     encoding: builtins.str
-    """Name of the encoding: float32, bfloat16, or "masked" in secure aggregation."""
+    """Chain of encodings, as in [transfer] up: float32, int4(block=256); or "masked" in secure aggregation."""
     examples: builtins.int
     """Training examples behind this update; 0 for a masked one, which holds the number inside."""
     offset: builtins.int

@@ -14,6 +14,7 @@ from roundtable.client.training.local_work import LocalWork
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
+from roundtable.core.encodings import get_encoding
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
 from roundtable.core.privacy_table import hides_figures
@@ -160,6 +161,7 @@ def can_sum(job: JobConfig) -> bool:
     table, attack = job.aggregation, job.simulation.attack
     return (
         table.rule == "mean"
+        and get_encoding(job.transfer.up).dense_dtype is not None
         and not table.pre
         and table.weighting in ("examples", "uniform")
         and table.validation.max_norm is None

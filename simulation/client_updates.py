@@ -6,17 +6,19 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix
 from roundtable.aggregation.weighting import capped
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, summable
 from roundtable.client.training.private_training import CANNOT_SAMPLE
-from roundtable.core.encodings import get_encoding
+from roundtable.core.encodings import StreamKey, get_encoding
+from roundtable.core.encodings.journey import travelled
 from roundtable.core.errors import PrivacyError, TaskError
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.engine import Mean, Received, Rows
-from roundtable.engine.messages import Aggregate, Update
+from roundtable.engine.messages import Aggregate, Step, Update
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
 from roundtable.simulation.checkpoint import LocalState
 from roundtable.simulation.ledger import SimulatedLedger
@@ -38,7 +40,7 @@ class ClientUpdates:
         self.local: dict[int, LocalState] = {}
         self.pending: dict[int, LocalState] = {}
         self._attackers = Attackers.of(world.job)
-        self._dense = get_encoding(world.job.transfer.encoding).dense_dtype
+        self._encoding = get_encoding(world.job.transfer.up)
         self._secure = SecureAggregation.of(world.job, world.layout.size)
         self._before: dict[str, Metrics] = {}
         self._warned: set[str] = set()
@@ -60,13 +62,20 @@ class ClientUpdates:
         return [count or 0 for count in self.backend.examples(list(self._work(indices)))]
 
     def train(
-        self, round: int, vector: Tensor, indices: Sequence[int], places: Sequence[int], *, paid: bool = False
+        self,
+        step: Step,
+        vector: Tensor,
+        indices: Sequence[int],
+        places: Sequence[int],
+        *,
+        paid: bool = False,
     ) -> Iterator[tuple[int, Trained | Failed]]:
         """Trains clients, the update of `indices[i]` into row `places[i]`; gives each one's row and answer.
 
         What an earlier update had left with a client and no round has used is forgotten. `paid` is what a
         resumed run makes again: no account is charged.
         """
+        round = step.round
         if self._rows is None:
             self._rows = self.backend.rows(self._capacity)
         for index in indices:
@@ -83,7 +92,7 @@ class ClientUpdates:
         for answer in self.backend.train(round, vector, list(self._work(indices)), rows):
             place = place_of[answer.client]
             if isinstance(answer, Trained):
-                self._received(answer, self._rows[place])
+                self._received(answer, self._rows[place], step)
             yield place, answer
 
     def evaluate(self, round: int, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
@@ -180,10 +189,11 @@ class ClientUpdates:
         self.local.update({index: self.pending[index] for index in used if index in self.pending})
         self.pending = {index: self.pending[index] for index in waiting if index in self.pending}
 
-    def _received(self, answer: Trained, row: Tensor) -> None:
-        """The rounding of the encoding, as if the update had travelled; and what stays at the client."""
-        if self._dense is not None and self._dense != row.dtype:
-            row.copy_(row.to(self._dense))
+    def _received(self, answer: Trained, row: Tensor, step: Step) -> None:
+        """What the encoding makes of the update, as if it had travelled; and what stays at the client."""
+        if row.numel() and self._encoding.dense_dtype != torch.float32:
+            key = StreamKey(self.world.job.seed, answer.client, step.round, step.attempt)
+            travelled(self._encoding, row, key)
         if answer.local:
             self.pending[self.world.names.index_of(answer.client)] = answer.local
 

@@ -42,7 +42,7 @@ class ClientWork:
         self._progress = progress
         self._due: dict[int, AnswerDue] = {}
         self._dropouts = Dropouts.of(world.job)
-        up = get_encoding(world.job.transfer.encoding).encoded_size(world.layout.size)
+        up = get_encoding(world.job.transfer.up).encoded_size(world.layout.size)
         self._transfer = Transfer(4 * world.layout.size, up or 4 * world.layout.size)
 
     def ask_to_train(self, step: m.Step, indices: Sequence[int], asked: Sequence[float]) -> None:
@@ -85,7 +85,7 @@ class ClientWork:
         due_next = heapq.nsmallest(wanted, same, key=lambda due: (due.at, due.index))
         chosen = sorted(due.index for due in due_next)
         rows = self._updates.free_rows(len(chosen), {*held, *(row for row, _ in self.answers.values())})
-        answers = self._updates.train(step.round, vector, chosen, rows)
+        answers = self._updates.train(step, vector, chosen, rows)
         for done, (row, answer) in enumerate(answers, start=1):
             self.answers[self._world.names.index_of(answer.client)] = (row, answer)
             self._progress(step, done, len(chosen))

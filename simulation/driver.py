@@ -121,8 +121,8 @@ class Driver:
         state, index_of = self._engine.state, self.world.names.index_of
         for name, update in state.buffer.items():
             assert update.asked is not None
-            asked = update.asked[0]
-            vector = self._earlier[asked - 1]
+            asked = m.Step(*update.asked, m.TRAIN)
+            vector = self._earlier[asked.round - 1]
             for _ in self._updates.train(asked, vector, [index_of(name)], [update.row], paid=True):
                 pass
         there = {index_of(name): given for name, given in state.at_work.items() if not given.away}

@@ -10,6 +10,7 @@ hashed as they are read (`row_digests.py`).
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,10 +32,43 @@ from roundtable.aggregation.rows.row_digests import RowDigests
 from roundtable.core.errors import InvalidUpdate
 from roundtable.core.paths import AnyPath
 
-_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class FileMatrix:
+class FileRows(ABC):
+    """Rows that lie in files, one in each: those that are not chosen need not be read."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def columns(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @abstractmethod
+    def block(self, start: int, stop: int) -> torch.Tensor: ...
+
+    @abstractmethod
+    def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]: ...
+
+    @abstractmethod
+    def subset(self, indices: Sequence[int]) -> FileRows:
+        """The rows named by `indices` as a matrix of their own: the other files are not read at all."""
+
+    def select(self, indices: Sequence[int]) -> UpdateMatrix:
+        return SelectedFiles(self, indices, self.subset(indices))
+
+
+class FileMatrix(FileRows):
     """Rows of little-endian values in files: row i is `columns` values from byte `offset` of file i.
 
     `digests` are the BLAKE3 of each row's bytes; where they are given, every pass over the rows ends with
@@ -46,12 +80,12 @@ class FileMatrix:
         self,
         paths: Sequence[AnyPath],
         columns: int,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         offset: int = 0,
         digests: Sequence[str] = (),
     ) -> None:
         if dtype not in _STORED:
-            raise InvalidUpdate("layout", f"rows are stored as float32 or bfloat16, not {dtype!r}")
+            raise InvalidUpdate("layout", f"rows are stored as float32, bfloat16 or float16, not {dtype!r}")
         self._paths = [Path(path) for path in paths]
         self._columns = columns
         self._stored = _STORED[dtype]
@@ -70,27 +104,23 @@ class FileMatrix:
                 )
 
     @property
+    @override
     def rows(self) -> int:
         return len(self._paths)
 
     @property
+    @override
     def columns(self) -> int:
         return self._columns
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
+    @override
     def block(self, start: int, stop: int) -> torch.Tensor:
         with ExitStack() as stack:
             files = self._open(stack)
             buffer = torch.empty(self.rows, stop - start, dtype=self._stored)
             return self._read(files, buffer, start, stop, self._here)
 
+    @override
     def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         width = min(block_width(self.rows, 4, budget_bytes // 2), max(self.columns, 1))
         ranges = list(block_ranges(self.columns, width))
@@ -107,11 +137,8 @@ class FileMatrix:
                     ahead = reader.submit(self._read, files, following, *ranges[index + 1], own)
                 yield start, stop, values.float()
 
-    def select(self, indices: Sequence[int]) -> UpdateMatrix:
-        return SelectedFiles(self, indices, self.subset(indices))
-
+    @override
     def subset(self, indices: Sequence[int]) -> FileMatrix:
-        """The rows named by `indices` as a matrix of their own: the other files are not read at all."""
         chosen = object.__new__(FileMatrix)
         chosen._paths = [self._paths[index] for index in indices]
         chosen._columns, chosen._stored, chosen._offset = self._columns, self._stored, self._offset
@@ -152,9 +179,9 @@ class FileMatrix:
 
 
 class SelectedFiles(SelectedRows):
-    """Some rows of a `FileMatrix`; the files of the others are not read."""
+    """Some rows of `FileRows`; the files of the others are not read."""
 
-    def __init__(self, base: UpdateMatrix, indices: Sequence[int], files: FileMatrix) -> None:
+    def __init__(self, base: UpdateMatrix, indices: Sequence[int], files: FileRows) -> None:
         super().__init__(base, indices)
         self.files = files
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from roundtable.aggregation.conditions import NotFinite
-from roundtable.aggregation.rows.file_matrix import FileMatrix, SelectedFiles
+from roundtable.aggregation.rows.file_matrix import FileRows, SelectedFiles
 from roundtable.aggregation.rows.kernels import blocks_with_kernels
 from roundtable.aggregation.rows.matrix import CELL, MixedRows, SelectedRows, UpdateMatrix, block_ranges
 from roundtable.aggregation.rows.reductions import as_numpy, combine_block, in_float64, sum_over_cells
@@ -148,7 +148,7 @@ def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None 
     used = np.flatnonzero(factors)
     size = matrix.rows * matrix.columns
     matrix = matrix.files if isinstance(matrix, SelectedFiles) else matrix
-    if isinstance(matrix, FileMatrix) and len(used) < matrix.rows:
+    if isinstance(matrix, FileRows) and len(used) < matrix.rows:
         matrix, factors = matrix.subset(used.tolist()), factors[used]
     if out is None:
         out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)

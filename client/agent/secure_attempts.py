@@ -156,8 +156,8 @@ class SecureAttempts:
         not hold the sum.
         """
         self._expect_news(step)
-        if job.transfer.encoding != "float32":
-            raise WorkFailed("refused", "secure aggregation masks float32 updates (transfer.encoding)")
+        if job.transfer.up != "float32":
+            raise WorkFailed("refused", "secure aggregation masks float32 updates (transfer.up)")
         own, directory = self._own(), self._directory(identities)
         least = self._config.policy.minimum_cohort
         if directory.get(self._name) != own.key.public_key().public_bytes_raw():

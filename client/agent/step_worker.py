@@ -113,7 +113,7 @@ class StepWorker:
             digest=trained.digest,
             size=trained.size,
             layout=work.layout,
-            encoding=work.job.transfer.encoding,
+            encoding=work.job.transfer.up,
             told=self._gate.trained(work.job, trained.examples, trained.metrics),
             model=model,
         )

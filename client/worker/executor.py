@@ -31,6 +31,7 @@ from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.encodings import StreamKey
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
@@ -121,7 +122,12 @@ class Executor:
         warm.mode = protection.mode
         if NAME in update.local and local is None:
             say_if_lost(order)
-        digest, size = write_update(Path(order.output), update.delta, warm.config.transfer.encoding)
+        digest, size = write_update(
+            Path(order.output),
+            update.delta,
+            warm.config.transfer.up,
+            StreamKey(warm.config.seed, self.settings.client, order.round, order.attempt),
+        )
         self._state.save(order.job, (order.round, order.attempt), update.local, order.counted)
         return TrainedUpdate(digest, size, update.examples, update.metrics)
 

@@ -25,6 +25,7 @@ from roundtable.client.worker.silo_state import SiloState
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
+from roundtable.core.encodings import StreamKey
 from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, PrivacyError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
@@ -152,8 +153,8 @@ class ScriptTrainer:
             pay = payment(self._accounts, *work.step[:3], *self._limit)
             delta = await asyncio.to_thread(add_own_noise, delta, work.job, Protection(pay))
             examples, metrics = 1, {}
-        encoding = work.job.transfer.encoding
-        digest, size = await asyncio.to_thread(write_update, work.output, delta, encoding)
+        key = StreamKey(work.job.seed, work.client, work.step.round, work.step.attempt)
+        digest, size = await asyncio.to_thread(write_update, work.output, delta, work.job.transfer.up, key)
         self._state.save(work.step.job, (work.step.round, work.step.attempt), mine, work.kept)
         return TrainedUpdate(digest, size, examples, metrics)
 

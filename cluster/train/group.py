@@ -371,7 +371,7 @@ class GroupExecutor:
 
         At level example buffers stay as they were: no noise covers what training fills them with.
         """
-        output, encoding = Path(order.output), trainer.job.transfer.encoding
+        output, encoding = Path(order.output), trainer.job.transfer.up
         tensors = list(trainer.replica.tensors())
         leaving = [each for each in tensors if _learns(each) or not is_example_level(trainer.job)]
         first = dist.get_rank() == 0

@@ -89,8 +89,8 @@ def _check_place(job: JobConfig, said: str, place: AlgorithmPlace) -> None:
         raise PrivacyError(f"{said} it declares no rule for the noise on it: leave out privacy.level")
     if masked and place.masks is None:
         raise PrivacyError(f"{said} it declares no rule for masks: leave out privacy.secure_aggregation")
-    if job.transfer.encoding != "float32" and place.compression is None:
-        raise ConfigError(f'{said} it declares no rule for rounding it: set transfer.encoding = "float32"')
+    if job.transfer.up != "float32" and place.compression is None:
+        raise ConfigError(f'{said} it declares no rule for rounding it: set transfer.up = "float32"')
     plain = job.aggregation.rule == "mean" and not job.aggregation.pre
     if place.rules == "mean" and not plain:
         raise ConfigError(

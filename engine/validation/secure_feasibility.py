@@ -235,8 +235,7 @@ def _check_secure_rounds(job: JobConfig) -> None:
         raise PrivacyError(
             'cohort.strategy = "data_size": example counts stay hidden under secure aggregation'
         )
-    if job.transfer.encoding != "float32":
+    if job.transfer.up != "float32":
         raise PrivacyError(
-            f"transfer.encoding = {job.transfer.encoding!r}: masked vectors travel in a form of their own; "
-            "leave it out"
+            f"transfer.up = {job.transfer.up!r}: masked vectors travel in a form of their own; leave it out"
         )

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from roundtable.aggregation import FileMatrix
+from roundtable.aggregation import rows_in_files
 from roundtable.core.config import JobConfig
+from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.models import Model, model_digest, open_model
 from roundtable.engine.combining.combine import Combined, combine
 from roundtable.engine.combining.new_model import new_model
@@ -83,7 +84,8 @@ def _combined(
         for row in rows
     ]
     paths = [bundle.object(row.digest) for row in rows]
-    matrix = FileMatrix(paths, old.layout.size, job.transfer.encoding)
+    keys = [StreamKey(job.seed, row.client, row.round, row.attempt) for row in rows]
+    matrix = rows_in_files(paths, old.layout.size, get_encoding(job.transfer.up), keys)
     state = initial_server_state(plan, old.layout.size)
     if committed.state:
         state = ServerState.from_model(open_model(bundle.object(committed.state)))

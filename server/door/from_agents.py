@@ -49,6 +49,7 @@ MAX_SUM = 1e100
 """Of a metric. Such sums times 2^53, added up over any number of silos, are far from overflow."""
 _MAX_TEXT = 2000
 _MAX_NAME = 100
+_MAX_CHAIN = 200
 _MAX_TASKS, _MAX_METADATA, _MAX_DEVICES = 1000, 100, 100
 MAX_SEEN = 1000
 MAX_REASON = 200
@@ -97,14 +98,15 @@ def offer_of(header: agent_pb2.UploadHeader) -> UploadOffer:
         flaw = flaw or f"the update's metrics are refused: {error}"
     if header.examples > bounds.MOST_COUNT:
         flaw = flaw or f"the update claims {header.examples} examples; at most 2^53 can be"
-    for text in (content.digest, header.layout, header.encoding, header.model):
+    for text in (content.digest, header.layout, header.model):
         bounds.text(text, _MAX_NAME, "a name in an upload's header")
+    bounds.text(header.encoding, _MAX_CHAIN, "the encoding in an upload's header")
     return UploadOffer(
         at=at,
         digest=printable(content.digest),
         size=min(content.size, bounds.MOST_BYTES),
         layout=printable(header.layout),
-        encoding=printable(header.encoding),
+        encoding=printable(header.encoding, _MAX_CHAIN),
         examples=min(header.examples, bounds.MOST_COUNT),
         metrics=metrics,
         offset=bounds.within(header.offset, 0, bounds.MOST_BYTES, "an upload's offset"),

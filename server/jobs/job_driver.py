@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
@@ -86,8 +85,6 @@ def plan_of(
     plan = make_plan(job, population, slices, worst_charges(job.privacy, spent))
     if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
         check_all(budgets_of(job.privacy, whose), spent, charge)
-    if get_encoding(job.transfer.encoding).dense_dtype is None:
-        raise ConfigError(f"transfer.encoding = {job.transfer.encoding!r} is not offered by this coordinator")
     return plan
 
 

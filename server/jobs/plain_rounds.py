@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from roundtable.aggregation import FileMatrix
+from roundtable.aggregation import rows_in_files
 from roundtable.core.config import JobConfig
-from roundtable.core.encodings import get_encoding
+from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.errors import SiteFailure, StorageError
 from roundtable.engine import Rows
 from roundtable.engine import messages as m
@@ -16,7 +16,7 @@ from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.round_collection import Pay
 from roundtable.server.storage.artifact_store import DamagedArtifact
-from roundtable.server.storage.finite_check import ContentCheck, FiniteCheck
+from roundtable.server.storage.finite_check import ContentCheck, EncodedCheck, FiniteCheck
 
 
 class DamagedUpdates(StorageError):
@@ -31,7 +31,8 @@ class PlainRounds:
     """The collection without a protocol: it needs no messages and no state beside the uploads."""
 
     def __init__(self, job: JobConfig, columns: int, services: JobServices) -> None:
-        self._encoding = job.transfer.encoding
+        self._encoding = get_encoding(job.transfer.up)
+        self._seed = job.seed
         self._columns = columns
         self._services = services
 
@@ -40,11 +41,12 @@ class PlainRounds:
 
     def problem(self, client: str, offer: UploadOffer) -> str:
         encoding = self._encoding
-        if offer.encoding != encoding:
-            return f"the update is encoded as {offer.encoding!r}, the job says {encoding!r}"
-        expected = get_encoding(encoding).encoded_size(self._columns)
-        if offer.size != expected:
-            return f"the update has {offer.size} bytes; {self._columns} values of {encoding} are {expected}"
+        if offer.encoding != encoding.chain:
+            return f"the update is encoded as {offer.encoding!r}, the job says {encoding.chain!r}"
+        expected, most = encoding.encoded_size(self._columns), encoding.size_bound(self._columns)
+        if offer.size != expected and (expected is not None or offer.size > most):
+            size = f"at most {most}" if expected is None else expected
+            return f"the update has {offer.size} bytes; {self._columns} values of {encoding.chain} are {size}"
         if offer.examples < 1:
             return (
                 f"the update claims {offer.examples} examples; between 1 and 2^53 can be: a silo without "
@@ -52,10 +54,12 @@ class PlainRounds:
             )
         return ""
 
-    def content_check(self) -> ContentCheck:
-        dtype = get_encoding(self._encoding).dense_dtype
-        assert dtype is not None, "submission refuses other encodings"
-        return FiniteCheck(dtype)
+    def content_check(self, client: str, offer: UploadOffer) -> ContentCheck:
+        dtype, step = self._encoding.dense_dtype, offer.at.step
+        if dtype is not None:
+            return FiniteCheck(dtype)
+        key = StreamKey(self._seed, client, step.round, step.attempt)
+        return EncodedCheck(self._encoding, self._columns, key)
 
     def arrived(self, client: str, offer: UploadOffer) -> None:
         return
@@ -80,7 +84,8 @@ class PlainRounds:
         compute = self._services.compute
         paths = await asyncio.get_running_loop().run_in_executor(compute, self._paths, action)
         digests = [update.digest for update in action.updates]
-        return Rows(FileMatrix(paths, self._columns, self._encoding, digests=digests), action.updates)
+        keys = [StreamKey(self._seed, each.client, *asked_in(each, action.step)) for each in action.updates]
+        return Rows(rows_in_files(paths, self._columns, self._encoding, keys, digests), action.updates)
 
     def take_up(self, step: m.Step) -> None:
         return
@@ -102,3 +107,8 @@ class PlainRounds:
         if damaged:
             raise DamagedUpdates(damaged)
         return paths
+
+
+def asked_in(update: m.Update, step: m.Step) -> tuple[int, int]:
+    """The (round, attempt) in which the update was asked for."""
+    return update.asked or (step.round, step.attempt)

@@ -28,7 +28,7 @@ class RoundCollection(Protocol):
     def problem(self, client: str, offer: UploadOffer) -> str:
         """What is wrong with an offered upload, in words; empty if nothing is."""
 
-    def content_check(self) -> ContentCheck:
+    def content_check(self, client: str, offer: UploadOffer) -> ContentCheck:
         """What the bytes of one upload are to be shown to, in order."""
 
     def arrived(self, client: str, offer: UploadOffer) -> None:

@@ -181,7 +181,7 @@ class Uploads:
     async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Outcome:
         update = offer.update
         await self._pay(offer)
-        check = offer.runner.collection.content_check()
+        check = offer.runner.collection.content_check(offer.client, offer.update)
         offer.runner.inbox.post(m.WorkStarted(offer.client, offer.step, "uploading"))
         artifacts = self._services.artifacts
         writer = artifacts.receive(offer.owner, update.digest, update.size, check, update.offset)
@@ -217,9 +217,8 @@ class Uploads:
             writer.check()
         except TransferError as error:
             return await self._corrupted_upload(offer, error)
-        if check.first_bad is not None:
+        if problem := await transfer.in_thread(self._threads, check.flaw, writer.path):
             writer.forget()
-            problem = f"the update is not finite: element {check.first_bad} is NaN or infinite"
             return await self._reject(offer, "invalid_update", problem)
         threads = self._services.artifacts.threads(self._threads)
         digest, size = await transfer.in_thread(threads, writer.finish)

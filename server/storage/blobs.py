@@ -60,7 +60,7 @@ class BlobWriter:
         offset: int | None = None,
         direct: bool = False,
     ) -> None:
-        self._path = partial
+        self.path = partial
         self._size = size
         self._digest = digest
         self._adopt = adopt
@@ -75,11 +75,11 @@ class BlobWriter:
     def open(self) -> BlobWriter:
         """Opens the file and takes in what is there; `close` belongs to it."""
         try:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             self._go_on(self._from)
             self._direct = self._direct and _set_direct(self._file, True)
         except OSError as error:
-            raise os_error(error, self._path) from error
+            raise os_error(error, self.path) from error
         return self
 
     def write(self, data: bytes | memoryview) -> None:
@@ -92,7 +92,7 @@ class BlobWriter:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
-            raise os_error(error, self._path) from error
+            raise os_error(error, self.path) from error
         self._absorb(view)
         if not self._direct and self.offset - self._write_back_from >= WRITE_BACK_BYTES:
             _start_write_back(self._file, self._write_back_from, self.offset - self._write_back_from)
@@ -112,14 +112,14 @@ class BlobWriter:
         digest = self.check()
         try:
             os.fsync(self._file)
-            self._adopt(self._path, digest)
+            self._adopt(self.path, digest)
         except OSError as error:
-            raise os_error(error, self._path) from error
+            raise os_error(error, self.path) from error
         return digest, self.offset
 
     def forget(self) -> None:
         """Deletes what has arrived."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Closes the file; what has arrived stays."""

@@ -241,8 +241,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert caught.value.reason == "layout"
     with pytest.raises(InvalidUpdate, match="is missing"):
         FileMatrix([tmp_path / "none"], 1)
-    with pytest.raises(InvalidUpdate, match="float16"):
-        FileMatrix([path], 1, "float16")  # type: ignore[arg-type]
+    with pytest.raises(InvalidUpdate, match="float64"):
+        FileMatrix([path], 1, "float64")  # type: ignore[arg-type]
 
 
 def test_a_file_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:

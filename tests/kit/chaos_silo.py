@@ -37,7 +37,7 @@ def main() -> None:
                 return await super().train(work, progress)
             columns = open_model(work.model).layout.size
             delta = delta_of(work.step.round, values["name"], columns)
-            digest, size = write_update(work.output, delta, work.job.transfer.encoding)
+            digest, size = write_update(work.output, delta, work.job.transfer.up)
             return TrainedUpdate(digest, size, EXAMPLES, {"loss": (LOSS * EXAMPLES, EXAMPLES)})
 
     unvary(values["name"])

@@ -40,7 +40,7 @@ class GivenTrainer:
         self.steps.append(work.step)
         self.began.set()
         await self.gate.wait()
-        digest, size = write_update(work.output, self.delta(work.step.round), work.job.transfer.encoding)
+        digest, size = write_update(work.output, self.delta(work.step.round), work.job.transfer.up)
         sums = {"loss": (self.loss * self.examples, self.examples), "secret": (1.0, self.examples)}
         return TrainedUpdate(digest, size, self.examples, sums)
 

@@ -40,7 +40,7 @@ def test_for_a_robust_rule_updates_come_back_whole(cluster, run):
         "rounds": 2,
         "aggregation__rule": "median",
         "simulation__attack": {"name": "sign_flip", "count": 2},
-        "transfer__encoding": "bfloat16",
+        "transfer__up": "bfloat16",
     }
     reference = run(**settings)
     result = run(**settings, simulation__backend="ray")

@@ -150,7 +150,7 @@ def test_batchnorm_counters_stay_with_their_clients(run):
 
 
 def test_bfloat16_updates_are_rounded_as_if_they_had_travelled(run):
-    exact, rounded = run(rounds=1), run(rounds=1, transfer__encoding="bfloat16")
+    exact, rounded = run(rounds=1), run(rounds=1, transfer__up="bfloat16")
     difference = (exact.model.vector - rounded.model.vector).abs().max()
     assert 0 < difference < 0.01
 

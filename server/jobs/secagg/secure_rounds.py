@@ -135,7 +135,7 @@ class SecureRounds:
         except ProtocolError as error:
             return str(error)
 
-    def content_check(self) -> AnyContent:
+    def content_check(self, client: str, offer: UploadOffer) -> AnyContent:
         """A check that accepts everything: masked values are uniform."""
         return AnyContent()
 

@@ -361,7 +361,7 @@ def test_secure_aggregation_needs_little() -> None:
         (QUIET + SECURE + "[cohort]\nsize = 2", "fewer than 3 silos"),
         (QUIET + SECURE + "[cohort]\nsize = 3\nover_selection = 1.5", "leave it at 1"),
         (QUIET + SECURE + '[cohort]\nstrategy = "data_size"', "example counts stay hidden"),
-        (QUIET + SECURE + '[transfer]\nencoding = "bfloat16"', "masked vectors travel"),
+        (QUIET + SECURE + '[transfer]\nup = "bfloat16"', "masked vectors travel"),
     ],
 )
 def test_secure_aggregation_refuses_what_makes_no_sense_with_it(text: str, message: str) -> None:

@@ -222,7 +222,7 @@ async def test_a_new_upload_takes_the_place_of_a_stalled_one(
 
 
 async def test_a_bfloat16_update(pair: list[ScriptedAgent], operator: Operator) -> None:
-    job = await operator.submit(PAIR + '\n[transfer]\nencoding = "bfloat16"', rounds=1)
+    job = await operator.submit(PAIR + '\n[transfer]\nup = "bfloat16"', rounds=1)
     instructions = [await train(agent) for agent in pair]
     for agent, instruction, value in zip(pair, instructions, (1.0, 2.0), strict=True):
         data = torch.full((4,), value, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()

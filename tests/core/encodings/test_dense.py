@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.core import ENCODINGS, get_encoding
+from roundtable.core import get_encoding
 from roundtable.core.encodings import BLOCK_ELEMENTS
 from roundtable.core.errors import EncodingError
 
-VECTORS = st.lists(st.floats(width=32, allow_nan=False), max_size=50).map(torch.tensor)
+VECTORS = st.lists(st.floats(-(2.0**127), 2.0**127, width=32), max_size=50).map(torch.tensor)
 
 
 def encoded(name: str, vector: torch.Tensor) -> bytes:
@@ -37,10 +37,10 @@ def test_bfloat16_is_the_nearest_bfloat16(vector: torch.Tensor) -> None:
     assert torch.equal(out, vector.bfloat16().float())
 
 
-@pytest.mark.parametrize("name", list(ENCODINGS))
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("elements", [0, 1, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1])
 def test_blocks_add_up_to_the_stated_size(name: str, elements: int) -> None:
-    vector = torch.arange(elements, dtype=torch.float32)
+    vector = torch.arange(elements, dtype=torch.float32) % 50_000
     encoding = get_encoding(name)
     blocks = [bytes(block) for block in encoding.encode(vector)]
     assert max(map(len, blocks), default=0) <= 4 * BLOCK_ELEMENTS

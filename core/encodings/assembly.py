@@ -1,0 +1,84 @@
+"""Puts the stages of a chain together, for a layout: the encodings by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import ValidationError
+
+from roundtable.core.encodings.block_integers import BlockIntegers, IntegerTable
+from roundtable.core.encodings.chain import StageText, parse_chain
+from roundtable.core.encodings.codec import Codec, CodecEncoding
+from roundtable.core.encodings.dense import Dense, NoParameters
+from roundtable.core.encodings.encoding import Encoding
+from roundtable.core.errors import EncodingError
+from roundtable.core.toml_tables import Table
+
+
+class _CodecKind(NamedTuple):
+    """A stage by name: its parameters, and what makes it of them."""
+
+    table: type[Table]
+    make: Callable[..., Codec]
+
+
+CODECS: dict[str, _CodecKind] = {
+    "float32": _CodecKind(NoParameters, lambda table: Dense(torch.float32)),
+    "bfloat16": _CodecKind(NoParameters, lambda table: Dense(torch.bfloat16)),
+    "float16": _CodecKind(NoParameters, lambda table: Dense(torch.float16)),
+    "int8": _CodecKind(IntegerTable, lambda table: BlockIntegers(8, table)),
+    "int4": _CodecKind(IntegerTable, lambda table: BlockIntegers(4, table)),
+    "int2": _CodecKind(IntegerTable, lambda table: BlockIntegers(2, table)),
+}
+
+
+def canonical(chain: object) -> str:
+    """The text of a chain as it travels and is compared; ValueError that says what is wrong with it."""
+    stages = parse_chain(chain)
+    text = " | ".join(str(stage) for stage in stages)
+    try:
+        get_encoding(text)
+    except EncodingError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+@functools.lru_cache(maxsize=64)
+def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
+    """The encoding that a chain means; EncodingError that names the stage and what would be right."""
+    try:
+        stages = parse_chain(chain)
+    except ValueError as error:
+        raise EncodingError(str(error)) from error
+    if len(stages) > 1:
+        raise EncodingError(f"{stages[1].name!r} cannot follow {stages[0].name!r}")
+    return CodecEncoding(chain, _codec(stages[0]))
+
+
+def _codec(stage: StageText) -> Codec:
+    kind = CODECS.get(stage.name)
+    if kind is None:
+        raise EncodingError(f"unknown encoding {stage.name!r}; known: {', '.join(CODECS)}")
+    return kind.make(parameters(stage, kind.table))
+
+
+def parameters(stage: StageText, table: type[Table]) -> Table:
+    """The checked parameters of a stage; EncodingError that names the wrong one."""
+    try:
+        return table.model_validate(dict(stage.given))
+    except ValidationError as error:
+        raise EncodingError(f"{stage.name}: {_said(error.errors(), table)}") from None
+
+
+def _said(errors: Sequence[object], table: type[Table]) -> str:
+    first = errors[0]
+    assert isinstance(first, dict)
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(table.model_fields)
+        return f"it has no parameter {key!r}" + (f"; known: {known}" if known else "; it takes none")
+    return f"{key} = {first['input']!r}: {str(first['msg']).removeprefix('Value error, ')}"
