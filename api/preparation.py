@@ -55,14 +55,14 @@ def _prepared(job: JobConfig, path: Path, start: Path | None) -> Prepared:
     model = initial_model(job, task, algorithm)
     if start is not None:
         model = _started(start, model, job.task.name)
-    slices = tuple(place for _, place in model.layout.slices())
+    slices = tuple(place for _, place in model.layout.sent.slices())
     population = likely_population(job)
     plan = make_plan(job, population, slices, folder=folder)
     if job.cohort.size is not None or job.round.buffer is not None:
         check_rule(job, plan, population)
     check_task(task, job, model.layout)
     check_task_with(algorithm, task, model.layout)
-    weak = weak_signal_of(job, plan, population, model.layout.size)
+    weak = weak_signal_of(job, plan, population, model.layout.sent.size)
     warnings = (weak, _not_simulated(job), _not_submitted(job))
     return Prepared(job, task, model, tuple(warning for warning in warnings if warning))
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from roundtable.core.errors import LayoutError
 from roundtable.core.tensor_spec import (
+    BESIDE,
     DTYPES,
     Kind,
     Rule,
@@ -139,9 +140,16 @@ class Layout:
     @cached_property
     def model(self) -> Layout:
         """The part that is the model: this layout, unless an algorithm has places behind it."""
-        if not any(spec.kind == "algorithm" for spec in self.tensors):
+        if not any(spec.kind in BESIDE for spec in self.tensors):
             return self
-        return Layout(tuple(spec for spec in self.tensors if spec.kind != "algorithm"))
+        return Layout(tuple(spec for spec in self.tensors if spec.kind not in BESIDE))
+
+    @cached_property
+    def sent(self) -> Layout:
+        """The part that an update has, always a first part: without what only the server sends."""
+        if not any(spec.kind == "told" for spec in self.tensors):
+            return self
+        return Layout(tuple(spec for spec in self.tensors if spec.kind != "told"))
 
     @cached_property
     def places(self) -> dict[str, slice]:
@@ -149,14 +157,23 @@ class Layout:
         return {
             spec.name.removeprefix(_PLACE): slice(spec.offset, spec.offset + spec.size)
             for spec in self.tensors
-            if spec.kind == "algorithm"
+            if spec.kind in BESIDE
         }
 
-    def with_places(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-        """The layout of this model's vector with further vectors of these names and shapes behind it."""
+    def with_places(
+        self, shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, tuple[int, ...]] | None = None
+    ) -> Layout:
+        """The layout of this model's vector with further vectors of these names and shapes behind it.
+
+        Those that are only `told` to clients come last.
+        """
         specs, offset = list(self.tensors), self.size
-        for name, shape in shapes.items():
-            specs.append(TensorSpec(_PLACE + name, shape, "float32", "algorithm", "average", offset))
+        kinds: list[tuple[Kind, Mapping[str, tuple[int, ...]]]] = [
+            ("algorithm", shapes),
+            ("told", told or {}),
+        ]
+        for kind, name, shape in ((kind, *item) for kind, group in kinds for item in group.items()):
+            specs.append(TensorSpec(_PLACE + name, shape, "float32", kind, "average", offset))
             offset += specs[-1].size
         return Layout(tuple(specs))
 

@@ -332,6 +332,17 @@ def masking_of(privacy: NoPrivacy | Private) -> Masking | None:
             return None
 
 
+def bound_of(privacy: NoPrivacy | Private) -> float | None:
+    """The norm to which every update is clipped as a whole; None where none is, or it is not known before."""
+    match privacy:
+        case ClientLevel(clipping="flat") | FtrlLevel() | ClientLocalLevel() | DistributedLevel():
+            return privacy.clip_norm
+        case NoPrivacy(secure_aggregation=True):
+            return privacy.clip_norm
+        case _:
+            return None
+
+
 def hides_figures(privacy: NoPrivacy | Private) -> bool:
     """Whether a silo's own losses and counts must not be seen beside what it sends."""
     return not isinstance(privacy, NoPrivacy) or privacy.secure_aggregation

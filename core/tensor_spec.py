@@ -25,8 +25,11 @@ from roundtable.core.errors import LayoutError
 
 Rule = Literal["average", "local", "drop", "frozen"]
 """`frozen`: every party makes the tensor itself, with the values whose digest is in the layout."""
-Kind = Literal["parameter", "buffer", "algorithm"]
-"""What a tensor is to the model; `algorithm`: nothing, it is a vector that an algorithm sends beside it."""
+Kind = Literal["parameter", "buffer", "algorithm", "told"]
+"""What a tensor is to the model; `algorithm`: nothing, it is a vector that an algorithm sends beside it;
+`told`: one that the server alone sends, and no update holds."""
+BESIDE = ("algorithm", "told")
+"""Kinds that lie behind the model, in this order."""
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -179,16 +182,22 @@ def _check_places(specs: tuple[TensorSpec, ...]) -> None:
             raise LayoutError(
                 f"tensor {spec.name!r} is frozen without a digest of its values, or has one in vain"
             )
-        behind = bool(seen) and next(reversed(seen.values())).kind == "algorithm"
-        if spec.kind == "algorithm" and (spec.rule, spec.dtype, spec.alias_of) != (
-            "average",
-            "float32",
-            None,
-        ):
-            raise LayoutError(f"{spec.name!r} is an algorithm's vector and does not travel as float32")
-        if behind and spec.kind != "algorithm":
-            raise LayoutError(f"tensor {spec.name!r} of the model lies behind an algorithm's vector")
+        _check_beside(spec, next(reversed(seen.values())).kind if seen else "parameter")
         seen[spec.name] = spec
+
+
+def _check_beside(spec: TensorSpec, last: Kind) -> None:
+    """What goes along beside the model lies behind it, as float32, and what is only told behind that."""
+    if spec.kind in BESIDE and (spec.rule, spec.dtype, spec.alias_of) != (
+        "average",
+        "float32",
+        None,
+    ):
+        raise LayoutError(f"{spec.name!r} is an algorithm's vector and does not travel as float32")
+    if last in BESIDE and spec.kind not in BESIDE:
+        raise LayoutError(f"tensor {spec.name!r} of the model lies behind an algorithm's vector")
+    if last == "told" and spec.kind != "told":
+        raise LayoutError(f"{spec.name!r} is sent by clients and lies behind what only the server sends")
 
 
 def _compact(value: Any) -> str:

@@ -61,7 +61,8 @@ class SecureMean:
     """What the coordinator learns of a round: the mean update, float32 [columns], over so many silos.
 
     `training` holds the summed training loss as (sum, weight), `before` the summed metrics of the model that
-    the round began with as (sum, examples); `account` what was done, for the record.
+    the round began with as (sum, examples); `account` what was done, for the record; `divisor` by how many
+    the sum was divided where that are not the silos in it.
     """
 
     vector: Tensor
@@ -69,6 +70,7 @@ class SecureMean:
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     account: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    divisor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ class SecureRound:
             denominator = cohort if self.grouped else self.noise.cohort
             noisy = decode(total, self.noise, self.rotation, silos).div_(denominator)
             charge = {"charge": self.noise.charge.to_json(), "noise_multiplier": self.noise.noise_multiplier}
-            return SecureMean(noisy, silos, account={"level": "distributed", "silos": silos, **charge})
+            account = {"level": "distributed", "silos": silos, **charge}
+            return SecureMean(noisy, silos, account=account, divisor=denominator)
         counters, metrics = self._tail.decode(total[self.columns :], silos)
         weight = counters["weight"]
         if not silos <= weight <= silos * self.parameters.weight_bound:

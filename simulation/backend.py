@@ -119,7 +119,7 @@ class Backend(Protocol):
         """How many clients it likes to be given at once, where the work is divided among several of it."""
 
     def rows(self, count: int) -> Tensor:
-        """A float32 tensor [at least count, layout.size] for updates, where this backend writes best.
+        """A float32 tensor [at least count, layout.sent.size] for updates, where this backend writes best.
 
         It may be on a GPU, in shared memory or a mapped file. Its contents are not initialised, and
         a later call may give the same memory again.
@@ -153,7 +153,7 @@ class Summing(Protocol):
         """Whether it does so for this job; `rows` then has no columns."""
 
     def total(self, weights: Mapping[int, float]) -> Tensor:
-        """Σ weight · update over clients by number that have trained since `rows`: float32 [layout.size]."""
+        """Σ weight · update over clients by number that have trained since `rows` [layout.sent.size]."""
 
 
 def can_sum(job: JobConfig) -> bool:

@@ -41,7 +41,7 @@ class ClientUpdates:
         self.pending: dict[int, LocalState] = {}
         self._attackers = Attackers.of(world.job)
         self._encoding = get_encoding(world.job.transfer.up)
-        self._secure = SecureAggregation.of(world.job, world.layout.size)
+        self._secure = SecureAggregation.of(world.job, world.layout.sent.size)
         self._before: dict[str, Metrics] = {}
         self._warned: set[str] = set()
         self._rows: Tensor | None = None

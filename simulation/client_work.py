@@ -42,8 +42,8 @@ class ClientWork:
         self._progress = progress
         self._due: dict[int, AnswerDue] = {}
         self._dropouts = Dropouts.of(world.job)
-        up = get_encoding(world.job.transfer.up).encoded_size(world.layout.size)
-        self._transfer = Transfer(4 * world.layout.size, up or 4 * world.layout.size)
+        up = get_encoding(world.job.transfer.up).encoded_size(world.layout.sent.size)
+        self._transfer = Transfer(4 * world.layout.size, up or 4 * world.layout.sent.size)
 
     def ask_to_train(self, step: m.Step, indices: Sequence[int], asked: Sequence[float]) -> None:
         """Works out when each client, asked at time `asked`, will answer, or how it will not."""

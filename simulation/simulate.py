@@ -82,13 +82,13 @@ def simulate(
         check_trackers(job.tracking)
         world = make_world(job, task, folder)
         layout = world.layout
-        slices = tuple(place for _, place in layout.slices())
+        slices = tuple(place for _, place in layout.sent.slices())
         plan = make_plan(job, job.simulation.clients, slices, folder=folder)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_task(world.task, job, layout)
         check_task_with(world.algorithm, world.task, layout)
-        weak = weak_signal_of(job, plan, job.simulation.clients, layout.size)
+        weak = weak_signal_of(job, plan, job.simulation.clients, layout.sent.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
         backend, why = make_backend(world)

@@ -32,6 +32,14 @@ NEEDED: Mapping[str, Document] = {
 }
 """Hyperparameters without a default."""
 
+ROWS: Mapping[str, Document] = {
+    **{name: {"name": name, "steps": 4} for name in BUILTINS},
+    "scaffold, epochs": {"name": "scaffold", "usual_steps": 4},
+    "scaffold, option 1": {"name": "scaffold", "option": 1, "steps": 4},
+    "fednova, epochs": {"name": "fednova"},
+}
+"""`[algorithm]` of each line of the table: with a number of steps, and where epochs make a difference."""
+
 _CLIPPED = {"clip_norm": 10.0}
 _NOISY = {**_CLIPPED, "delta": 1e-5, "noise_multiplier": 1.0}
 COLUMNS: Mapping[str, Document] = {
@@ -51,13 +59,15 @@ CLUSTER, HOOKED = "silo cluster", "recorded steps"
 
 def document_of(name: str, column: str = "") -> Document:
     """The job, as its file would say it, of an algorithm in a column of the table."""
-    composition = BUILTINS[name].composition
+    own = {**NEEDED.get(ROWS[name]["name"], {}), **ROWS[name]}
+    kind = BUILTINS[own["name"]]
+    composition = kind(kind.Table.model_validate(own)).composition
     weightings = composition.weightings
     document: Document = {
         "task": "t",
         "rounds": 2,
         "evaluation": {"every": 0},
-        "algorithm": {"name": name, **NEEDED.get(name, {})},
+        "algorithm": own,
         "aggregation": {"weighting": min(weightings) if weightings else "examples"},
     }
     if composition.one_by_one:
@@ -90,13 +100,15 @@ def markdown() -> str:
     columns = [HOOKED, CLUSTER, *COLUMNS]
     reasons: dict[str, int] = {}
     lines = [f"| algorithm | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
-    for name in BUILTINS:
+    for name in ROWS:
         cells = []
         for column in columns:
-            why = refusal(name, column).replace(f"algorithm {name!r}", "it")
+            why = refusal(name, column).replace(f"algorithm {ROWS[name]['name']!r}", "it")
             why = re.sub(r"privacy.level = '\w+': it (is not.*?)(?:; it goes with.*)", r"it \1", why)
             cells.append(f"no ({reasons.setdefault(why, len(reasons) + 1)})" if why else "yes")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        plain, _, variant = name.partition(", ")
+        label = f"`{plain}`, {variant}" if variant else f"`{plain}`"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in reasons.items())])
 
 

@@ -299,10 +299,13 @@ def refusing() -> Iterator[None]:
 
 
 def model_values(model: Path) -> tuple[int, str]:
-    """The elements of the model's vector, and the digest of their values: a header with other notes, or other
-    names of tensors, makes no other model. Reads the whole file."""
-    vector = open_model(model).vector
-    return len(vector), blake3(vector.detach().contiguous().view(torch.uint8).numpy().data).hexdigest()
+    """The elements of an update of this model, and the digest of the model's values: a header with other
+    notes, or other names of tensors, makes no other model. Reads the whole file."""
+    opened = open_model(model)
+    vector = opened.vector
+    return opened.layout.sent.size, blake3(
+        vector.detach().contiguous().view(torch.uint8).numpy().data
+    ).hexdigest()
 
 
 def _sum_of(masked: Masked) -> tuple[int, str, str]:

@@ -13,6 +13,7 @@ from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Se
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import InvalidUpdate, TaskError
 from roundtable.core.layout import Layout
+from roundtable.core.privacy_table import bound_of
 
 _PREFIX = "algorithm/"
 
@@ -62,7 +63,7 @@ class AlgorithmRound:
         return bool(self._layout.places) or type(self.algorithm).end is not ClientAlgorithm.end
 
     def end(self, row: Tensor, steps: int) -> dict[str, Tensor]:
-        """Ends the round: `row` [layout.size] begins with local − global and receives what is sent instead.
+        """Ends the round: `row` [layout.sent.size] begins with local − global and receives what is sent.
 
         Gives the tensors that the client keeps. Raises TaskError where the algorithm gives other places than
         it declared, InvalidUpdate where one is not finite.
@@ -77,7 +78,7 @@ class AlgorithmRound:
         return {_PREFIX + name: value for name, value in sent.kept.items()}
 
     def _put_places(self, sent: Sent, row: Tensor) -> None:
-        places = self._layout.places
+        places = self._layout.sent.places
         if set(sent.up) != set(places):
             raise TaskError(
                 f"algorithm {self.algorithm.table.name!r}: end() gave the places {sorted(sent.up)}, and "
@@ -128,6 +129,7 @@ def begun(
         layout=layout.model,
         trained=trained,
         measure=measure if algorithm.measures else None,
+        bound=bound_of(work.job.privacy),
     )
 
 

@@ -121,7 +121,7 @@ def _train_module(
             # A loss on its way is as exact as one that arrives.
             progress = execution.progress if isinstance(job.privacy, NoPrivacy) else None
             loop.fit(iter(batches), correct, watched(progress, work, data))
-        row = torch.empty(work.layout.size) if execution.out is None else execution.out
+        row = torch.empty(work.layout.sent.size) if execution.out is None else execution.out
         delta = row[: layout.size]
         layout.flatten(module, delta).sub_(start)
         if by_example:

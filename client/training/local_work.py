@@ -63,9 +63,9 @@ class Execution:
     """Where and how the work is done.
 
     `progress` is called with (examples seen, examples to see, recent loss). `out`, if given, receives the
-    update: float32 on CPU of shape [layout.size]. `protection` serves where the silo itself makes the update
-    private. With `micro_batch`, no more than so many examples are in memory at once: the same batches, their
-    gradients added up from parts.
+    update: float32 on CPU of shape [layout.sent.size]. `protection` serves where the silo itself makes the
+    update private. With `micro_batch`, no more than so many examples are in memory at once: the same batches,
+    their gradients added up from parts.
     """
 
     device: str | torch.device = "cpu"
@@ -79,7 +79,8 @@ class Execution:
 class LocalUpdate:
     """What one client's training gives.
 
-    `delta` is local − global, and behind it the algorithm's places: float32 of shape [layout.size];
+    `delta` is local − global, and behind it the algorithm's places: float32 of shape
+    [layout.sent.size];
     `examples` the size of the training set; `loss` the mean training loss over the round; `metrics` named
     (sum, count), the loss among them; `local` the tensors that the client keeps, as training left them.
     """

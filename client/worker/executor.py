@@ -211,7 +211,7 @@ class Executor:
             model = initial_state(task, config.seed)
             algorithm = make_algorithm(config.algorithm)
             layout = algorithm_layout(config.model.rules(), algorithm, model)
-            out = torch.empty(layout.size)
+            out = torch.empty(layout.sent.size)
             warm = self._warm = _WarmJob(order.job, config, task, algorithm, model, layout, out)
         start = open_model(Path(order.model), warm.layout)
         if not warm.layout.fingerprint == start.layout.fingerprint == order.layout:

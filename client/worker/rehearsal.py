@@ -82,7 +82,7 @@ def rehearse(
     begins(3)
     work = LocalWork(job, layout, vector, 1, settings.client, None, algorithm)
     free = Protection(lambda privacy, charge: None)
-    out = torch.empty(layout.size)
+    out = torch.empty(layout.sent.size)
     train(task, made, training, work, Execution(device=device, protection=free, out=out))
     evaluates = isinstance(job.privacy, NoPrivacy) or job.privacy.public_evaluation
     if evaluates:

@@ -29,6 +29,7 @@ from roundtable.core.layout import Layout
 class AlgorithmPlace:
     """A named vector behind the model; `shape` None: one value for each of the model's.
 
+    Where it is not `sent` the server alone fills it, no update holds it, and the rules are about nothing.
     Each rule says what may be done to what a client sends there; None where nobody has shown that it is
     sound, and a job that would do it is refused.
 
@@ -37,6 +38,7 @@ class AlgorithmPlace:
     masks        "sum": the server needs no more than the weighted sum over clients
     compression  "as_update": in the job's encoding, with its rounding
     rules        "mean", or "rows": any rule that weighs whole rows, as for the update
+    remedy       what a job can set so that a rule holds that is missing here
     """
 
     name: str
@@ -46,6 +48,8 @@ class AlgorithmPlace:
     masks: Literal["sum"] | None = None
     compression: Literal["as_update"] | None = None
     rules: Literal["mean", "rows"] = "mean"
+    sent: bool = True
+    remedy: str = ""
 
     def size(self, model: int) -> int:
         """Values that it takes behind a model of so many."""
@@ -59,10 +63,10 @@ class Composition:
     levels: of privacy. weightings: of the mean. Local training: `momentum`, `weight_decay`, a task's own
     optimizer, gradient clipping by `max_gradient_norm`. At the server: sums that are `masked`, a
     `server_optimizer` other than plain averaging, `averaged_buffers` (running statistics in the flat vector).
-    `schedule`: a learning rate that changes within a
-    round. `rules`: "mean", or any that gives one vector for many. The rest: `buffered` rounds, tasks without
-    gradients (ArrayTask). `one_by_one`: a round asks one client, in turn. `task_method`: what the task must
-    have beside its own.
+    `schedule`: a learning rate that changes within a round. `rules`: "mean", or any that gives one vector for
+    many. `adaptive_clipping`: whether updates may be clipped to a norm that clients do not know before, or by
+    layer. The rest: `buffered` rounds, tasks without gradients (ArrayTask). `one_by_one`: a round asks one
+    client, in turn. `task_method`: what the task must have beside its own.
     """
 
     levels: frozenset[str] = frozenset({"none"})
@@ -76,6 +80,7 @@ class Composition:
     server_optimizer: bool = True
     averaged_buffers: bool = True
     rules: Literal["mean", "any"] = "any"
+    adaptive_clipping: bool = True
     buffered: bool = False
     arrays: bool = False
     one_by_one: bool = False
@@ -90,7 +95,8 @@ class ClientRound:
     vector: the model as received [d]. down: the places as received. kept: what `end` returned in the last
     round that counted; empty before the first. layout: of [d]. trained: where in [d] the trained parameters
     lie. `measure` gives (mean loss, gradient [d]) over all training examples at the weights as they are, for
-    an algorithm that declares `measures`. `tune(module, steps, rate)` takes steps of plain SGD with the job's
+    an algorithm that declares `measures`. bound: the norm to which all that a client sends is clipped by the
+    job, None where it is not. `tune(module, steps, rate)` takes steps of plain SGD with the job's
     batches on a module; in an evaluation alone. scratch: what hooks hand to later hooks of the same round.
     """
 
@@ -104,6 +110,7 @@ class ClientRound:
     trained: Sequence[slice]
     measure: Callable[[], tuple[float, Tensor]] | None = None
     tune: Callable[[nn.Module, int, float], None] | None = None
+    bound: float | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
 
     def on_trained(self, values: Tensor) -> Tensor:
@@ -112,6 +119,14 @@ class ClientRound:
         for place in self.trained:
             found[place] = values[place]
         return found
+
+    def clipped(self, update: Tensor, times: float = 1.0) -> Tensor:
+        """The update as the job will clip it, for state that must agree with what arrives; `times` is what it
+        and its places measure together for each unit of its own norm."""
+        norm = times * float(torch.linalg.vector_norm(update, dtype=torch.float64))
+        if self.bound is None or not norm > self.bound:
+            return update
+        return update * (self.bound / norm)
 
 
 @dataclass(frozen=True)
@@ -144,8 +159,8 @@ class ClientAlgorithm:
     """One way to train at a client. An instance serves one job; what differs by client is in the round."""
 
     Table: ClassVar[type[AlgorithmTable]] = AlgorithmTable
-    places: ClassVar[tuple[AlgorithmPlace, ...]] = ()
-    composition: ClassVar[Composition] = Composition()
+    places: tuple[AlgorithmPlace, ...] = ()
+    composition: Composition = Composition()
     measures: bool = False
 
     def __init__(self, table: AlgorithmTable) -> None:
@@ -198,10 +213,12 @@ class ClientAlgorithm:
 class ServerRound:
     """A round as the server ends it: `model` [d] and `places` are those that the clients began from.
 
-    update, up: the job's aggregate of what came back. present of population: the clients whose updates are in
-    it, of all that there are now; more may join. state: what the last committed round's `step` returned.
-    work: (share of the mean, training examples) of each update, where single updates are known. `optimize`
-    moves the model by an update as the job's server optimizer does, once.
+    update, up: the job's aggregate of what came back, a sum divided by `divisor`, the number of updates if
+    no noise asks for a constant. present of population: the clients whose updates are in it, or as many as
+    were expected where that is a secret, of all that there are now; more may join. bound: as at the client.
+    state: what the last committed round's `step` returned. work: (share of the mean, training examples) of
+    each update, where single updates are known. `optimize` moves the model by an update as the job's server
+    optimizer does, once.
     """
 
     number: int
@@ -210,10 +227,12 @@ class ServerRound:
     update: Tensor
     up: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
-    present: int
+    present: float
     population: int
     optimize: Callable[[Tensor], Tensor]
     work: Sequence[tuple[float, int]] = ()
+    divisor: float = 0.0
+    bound: float | None = None
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,12 @@ class FedDyn(ClientAlgorithm):
     composition = Composition(
         weightings=frozenset({"uniform"}),
         gradient_clipping=False,
-        masked=True,
+        adaptive_clipping=False,
         server_optimizer=False,
         averaged_buffers=False,
         rules="mean",
-        reason="its server holds h, the plain mean of all clients' g_i, which nothing else may move",
+        reason="its server holds h, the plain mean of all clients' g_i, which nothing else may move, and in "
+        "which noise would add up",
     )
 
     @override
@@ -63,6 +64,7 @@ class FedDyn(ClientAlgorithm):
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
+        update = round.clipped(update)
         return Sent(update, {}, {_GRADIENT: _own(round) - self._alpha * round.on_trained(update)})
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -21,6 +23,7 @@ from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.toml_tables import Finite
 
 _SQUARED = "squared_norm"
+_SHARE = 0.25
 
 
 class FedExpTable(AlgorithmTable):
@@ -30,12 +33,18 @@ class FedExpTable(AlgorithmTable):
 
 
 class FedExp(ClientAlgorithm):
-    """FedAvg at the client; in the place `squared_norm` ‖Δ_i‖² goes along."""
+    """FedAvg at the client; in the place `squared_norm` ‖Δ_i‖² goes along.
+
+    Where the job clips to C it goes as ‖Δ_i‖²/4C, at most a quarter of C, in one norm with the update.
+    """
 
     Table = FedExpTable
-    places = (AlgorithmPlace(_SQUARED, shape=(1,)),)
+    places = (AlgorithmPlace(_SQUARED, shape=(1,), clipping="joint", masks="sum"),)
     composition = Composition(
-        own_optimizers=True, schedule=True, reason="the norms of updates are a second release"
+        own_optimizers=True,
+        schedule=True,
+        adaptive_clipping=False,
+        reason="the norms of updates are a second release",
     )
 
     @override
@@ -45,7 +54,14 @@ class FedExp(ClientAlgorithm):
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
-        return Sent(update, {_SQUARED: update.double().square().sum().float().reshape(1)})
+        update = round.clipped(update, math.hypot(1.0, _SHARE))
+        square = update.double().square().sum() * _unit(round.bound)
+        return Sent(update, {_SQUARED: square.float().reshape(1)})
+
+
+def _unit(bound: float | None) -> float:
+    """By what ‖Δ_i‖² is multiplied on its way."""
+    return 1.0 if bound is None else _SHARE / bound
 
 
 class FedExpServer(ServerAlgorithm):
@@ -57,5 +73,5 @@ class FedExpServer(ServerAlgorithm):
     @override
     def step(self, round: ServerRound) -> Moved:
         mean = float(round.update.double().square().sum())
-        rate = max(1.0, float(round.up[_SQUARED]) / (2 * (mean + self._epsilon)))
+        rate = max(1.0, float(round.up[_SQUARED]) / _unit(round.bound) / (2 * (mean + self._epsilon)))
         return Moved(round.optimize(round.update * rate), {_SQUARED: torch.zeros(1)})

@@ -18,6 +18,7 @@ from roundtable.core.algorithms.contract import (
     ServerAlgorithm,
     ServerRound,
 )
+from roundtable.core.algorithms.fedavg import ANY_LEVEL, WHOLE_UPDATE_LEVELS
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import AggregationError
@@ -38,17 +39,26 @@ class FedNova(ClientAlgorithm):
     """x ← x − τ_eff Σ p_i (x − y_i)/‖a_i‖₁ with τ_eff = Σ p_i ‖a_i‖₁ (section 4, equations 6 and 7).
 
     A client sends Δ_i/‖a_i‖₁. τ_eff scales everybody's update, so it follows at the server from the steps
-    that the job gives a client of so many examples, not from a number that a client could choose. With equal
-    steps it is FedAvg.
+    that the job gives a client of so many examples, not from a number that a client could choose. With the
+    job's number of steps it is FedAvg, and clients send Δ_i.
     """
 
     Table = FedNovaTable
-    composition = Composition(
-        gradient_clipping=False,
-        masked=False,
-        rules="mean",
-        reason="its server has to know each client's share and steps, and ‖a_i‖₁ those of a linear optimizer",
-    )
+
+    def __init__(self, table: AlgorithmTable) -> None:
+        super().__init__(table)
+        equal = table.equal_steps
+        assert isinstance(table, FedNovaTable)
+        # τ_eff = K is of [algorithm] steps; DP-SGD may be told others.
+        levels = ANY_LEVEL if table.tau == "effective" else WHOLE_UPDATE_LEVELS
+        self.composition = Composition(
+            levels=levels if equal else frozenset({"none"}),
+            gradient_clipping=False,
+            masked=equal,
+            rules="any" if equal else "mean",
+            reason="its server has to know each client's share and steps, and ‖a_i‖₁ those of a linear "
+            "optimizer" + ("" if equal else ", unless algorithm.steps says them for all"),
+        )
 
     @override
     def step(self) -> LocalStep:
@@ -62,6 +72,8 @@ class FedNova(ClientAlgorithm):
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
+        if self.table.equal_steps:
+            return Sent(update)
         return Sent(update / round.step.effective_steps(steps, round.rate))
 
 
@@ -74,6 +86,11 @@ class FedNovaServer(ServerAlgorithm):
 
     @override
     def step(self, round: ServerRound) -> Moved:
+        table = self._table
+        if table.steps is not None and table.equal_steps:
+            plain = self._step.effective_steps(table.steps, table.rate(round.number))
+            factor = table.steps / plain if table.tau == "steps" else 1.0
+            return Moved(round.optimize(round.update * factor if factor != 1.0 else round.update))
         if not round.work:
             raise AggregationError("fednova: no client's share is known, and τ_eff is their mean")
         total = sum(share for share, _ in round.work)

@@ -116,9 +116,10 @@ def same_layouts(one: AlgorithmTable, other: AlgorithmTable) -> bool:
     """
     if any(isinstance(table, UnreadTable) for table in (one, other)):
         return False
-    kinds = [find_algorithm(table.name, None) for table in (one, other)]
-    shapes = [[(place.name, place.shape) for place in kind.places] for kind in kinds]
-    return shapes[0] == shapes[1] and all(k.local_tensors is ClientAlgorithm.local_tensors for k in kinds)
+    made = [make_algorithm(table) for table in (one, other)]
+    shapes = [[(place.name, place.shape, place.sent) for place in each.places] for each in made]
+    plain = ClientAlgorithm.local_tensors
+    return shapes[0] == shapes[1] and all(type(each).local_tensors is plain for each in made)
 
 
 def find_algorithm(name: str, folder: Path | None = None) -> type[ClientAlgorithm]:

@@ -23,10 +23,10 @@ def algorithm_layout(
     layout = Layout.of(made, rules)
     if not algorithm.places:
         return layout
-    shapes = {
-        place.name: (layout.size,) if place.shape is None else place.shape for place in algorithm.places
-    }
-    return layout.with_places(shapes)
+    shapes: list[dict[str, tuple[int, ...]]] = [{}, {}]
+    for place in algorithm.places:
+        shapes[not place.sent][place.name] = (layout.size,) if place.shape is None else place.shape
+    return layout.with_places(*shapes)
 
 
 def initial_vector(layout: Layout, made: nn.Module | Mapping[str, Tensor]) -> Tensor:

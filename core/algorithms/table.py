@@ -78,6 +78,11 @@ class AlgorithmTable(Table):
         return self.schedule != "constant" or self.schedule_warm_up > 0
 
     @property
+    def equal_steps(self) -> bool:
+        """Whether every client of a round takes the job's number of steps."""
+        return self.steps is not None
+
+    @property
     def passes(self) -> int:
         """Passes over the silo's data a round, where no steps are given."""
         return self.epochs or 1

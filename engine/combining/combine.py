@@ -6,6 +6,7 @@ received (in memory or as mapped files) and store what comes out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -124,7 +125,16 @@ def combine(
             delta = _of_groups(plan, received, state, round, seed, diagnose)
     present = _present(received, delta.account)
     work = _work(received, delta.account) if plan.server is not None else ()
-    step = ServerStep(plan, model, delta.vector, round, present, max(population, present), work)
+    divisor = present
+    match plan.noise, received:
+        case ((FreshNoise(mechanism) | CorrelatedRounds(mechanism)), _):
+            # How many there were may be a secret: the model must not tell it.
+            present = divisor = mechanism.expected_cohort
+        case _, Mean():
+            divisor = received.divisor or present
+    step = ServerStep(
+        plan, model, delta.vector, round, present, max(population, math.ceil(present)), divisor, work
+    )
     optimizer, vector = step.take(state.optimizer)
     if not is_finite(vector):
         raise AggregationError(
@@ -133,7 +143,7 @@ def combine(
     return Combined(vector, replace(delta.state, optimizer=optimizer), delta.account)
 
 
-def _present(received: Received, account: RoundAccount) -> int:
+def _present(received: Received, account: RoundAccount) -> float:
     """Updates that are in the aggregate, as far as that is known."""
     match received:
         case Rows():

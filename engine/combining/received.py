@@ -37,7 +37,8 @@ class Mean:
     `combine` takes the vector over and may write the new model into it. `weights` are the shares of the
     clients where these are no secret, `examples` what each has trained on; `training` are the round's summed
     training metrics as (sum, count), `before` those of the model that the round began with; `account` is what
-    the round's record says of how the mean was made.
+    the round's record says of how the mean was made. `divisor` is by how many the sum was divided, if not by
+    those that are in it.
     """
 
     vector: Tensor
@@ -46,11 +47,18 @@ class Mean:
     account: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     examples: Mapping[str, int] = field(default_factory=dict)
+    divisor: float = 0.0
 
     @classmethod
     def of_secure_sum(cls, mean: SecureMean) -> Mean:
         """The mean that secure aggregation has unmasked."""
-        return cls(mean.vector, training=mean.training, account=mean.account, before=mean.before)
+        return cls(
+            mean.vector,
+            training=mean.training,
+            account=mean.account,
+            before=mean.before,
+            divisor=mean.divisor,
+        )
 
 
 @dataclass(frozen=True)

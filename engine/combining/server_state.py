@@ -12,7 +12,7 @@ from roundtable.aggregation import OptimizerState
 from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
-from roundtable.engine.combining.server_step import initial_optimizer_state
+from roundtable.engine.combining.server_step import initial_optimizer_state, sent_size
 from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise
 from roundtable.engine.validation.round_plan import Plan
 
@@ -85,6 +85,6 @@ def initial_server_state(plan: Plan, columns: int) -> ServerState:
         case FreshNoise(mechanism) if mechanism.adaptive is not None:
             return replace(state, clip_norm=mechanism.bound)
         case CorrelatedRounds(ftrl=ftrl):
-            return replace(state, drawn=ftrl.init(columns).history)
+            return replace(state, drawn=ftrl.init(sent_size(plan, columns)).history)
         case _:
             return state

@@ -30,16 +30,25 @@ def initial_optimizer_state(plan: Plan, columns: int) -> OptimizerState:
     return OptimizerState({**state.vectors, **own}, state.scalars)
 
 
+def sent_size(plan: Plan, columns: int) -> int:
+    """Values of an update of a vector of so many: what only the server sends is not in it."""
+    if plan.server is None:
+        return columns
+    return plan.server.sent_size(plan.server.model_size(columns))
+
+
 @dataclass(frozen=True)
 class ServerStep:
-    """The step of round `round` (from 1): `update` is the aggregate of `present` of `population` clients."""
+    """The step of round `round` (from 1): `update` is the aggregate of `present` of `population` clients,
+    divided by `divisor` of them."""
 
     plan: Plan
     vector: Tensor
     update: Tensor
     round: int
-    present: int
+    present: float
     population: int
+    divisor: float
     work: Sequence[tuple[float, int]] = ()
 
     def take(self, state: OptimizerState) -> tuple[OptimizerState, Tensor]:
@@ -68,12 +77,18 @@ class ServerStep:
                 model=self.vector[:size],
                 places={name: self.vector[place] for name, place in places.items()},
                 update=self.update[:size],
-                up={name: self.update[place] for name, place in places.items()},
+                up={
+                    name: self.update[place]
+                    for name, place in places.items()
+                    if place.stop <= len(self.update)
+                },
                 state={n.removeprefix(_STATE): v for n, v in state.vectors.items() if n.startswith(_STATE)},
                 present=self.present,
                 population=self.population,
                 optimize=optimize,
                 work=self.work,
+                divisor=self.divisor,
+                bound=self.plan.bound,
             )
         )
         if set(moved.places) != set(places):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from roundtable.core.algorithms.contract import AlgorithmPlace, ClientAlgorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.core.privacy_table import NoPrivacy, masking_of
+from roundtable.core.privacy_table import ClientLevel, ExampleLevel, NoPrivacy, masking_of
 
 
 def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
@@ -40,9 +40,11 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
             "for a round; leave them out"
         )
     _check_round(job, algorithm, f"{said}{why}")
+    if not composition.adaptive_clipping:
+        _check_known_bound(job, said)
     if algorithm.places and algorithm.server() is None:
         raise ConfigError(f"{said} declares places and no server() that says what becomes of them")
-    for place in algorithm.places:
+    for place in (place for place in algorithm.places if place.sent):
         _check_place(job, f"{said} sends {place.name!r} beside its update, and", place)
 
 
@@ -74,6 +76,31 @@ def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
         )
 
 
+def _check_known_bound(job: JobConfig, said: str) -> None:
+    """A client has to know what of its update will count, as what it keeps follows from that."""
+    known = f"{said}: what a client keeps or tells follows from its update as it counts, "
+    if isinstance(job.privacy, ClientLevel) and job.privacy.clipping != "flat":
+        raise PrivacyError(
+            f"privacy.clipping = {job.privacy.clipping!r} and {known}and it cannot know that before; set "
+            'clipping = "flat"'
+        )
+    if job.aggregation.validation.policy == "clip":
+        raise ConfigError(
+            f'aggregation.validation.policy = "clip" and {known}and it cannot know that before; set policy = '
+            '"exclude"'
+        )
+    if job.transfer.up not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(
+            f"transfer.up = {job.transfer.up!r} and {known}and that encoding changes it too much; "
+            'set transfer.up = "float32", "bfloat16" or "float16"'
+        )
+    if isinstance(job.privacy, ExampleLevel) and job.privacy.local_steps is not None:
+        raise PrivacyError(
+            f"privacy.local_steps and {said}: its steps are those of [algorithm]; set algorithm.steps in its "
+            "place"
+        )
+
+
 def keeps_own(algorithm: ClientAlgorithm) -> bool:
     """Whether a client's model is not the global one alone."""
     own = type(algorithm).local_tensors is not ClientAlgorithm.local_tensors
@@ -83,8 +110,12 @@ def keeps_own(algorithm: ClientAlgorithm) -> bool:
 def _check_place(job: JobConfig, said: str, place: AlgorithmPlace) -> None:
     """Everything that this job would do to an update, it would do to this vector too."""
     private, masked = not isinstance(job.privacy, NoPrivacy), masking_of(job.privacy) is not None
-    if (private or masked or job.aggregation.validation.max_norm is not None) and place.clipping is None:
-        raise PrivacyError(f"{said} it declares no rule for clipping it: leave out privacy and max_norm")
+    or_set = f", or {place.remedy}" if place.remedy else ""
+    unlike = job.aggregation.validation.max_norm is not None and place.noise is None
+    if (private or masked or unlike) and place.clipping is None:
+        raise PrivacyError(
+            f"{said} it declares no rule for clipping it: leave out privacy and max_norm{or_set}"
+        )
     if private and place.noise is None:
         raise PrivacyError(f"{said} it declares no rule for the noise on it: leave out privacy.level")
     if masked and place.masks is None:

@@ -26,6 +26,7 @@ from roundtable.core.privacy_table import (
     FtrlLevel,
     NoPrivacy,
     Private,
+    bound_of,
 )
 from roundtable.engine.foreign_selection import check_strategy, find_strategy
 from roundtable.engine.selection import Strategy
@@ -66,10 +67,14 @@ class ServerPart:
         stated = sum(place.size(0) for place in self.places)
         return (columns - stated) // (1 + sum(place.shape is None for place in self.places))
 
+    def sent_size(self, size: int) -> int:
+        """Values of an update of a model of so many."""
+        return size + sum(place.size(size) for place in self.places if place.sent)
+
     def slices(self, size: int) -> dict[str, slice]:
         """Where each place lies behind a model of so many values."""
         slices, start = {}, size
-        for place in self.places:
+        for place in sorted(self.places, key=lambda place: not place.sent):
             slices[place.name] = slice(start, start + place.size(size))
             start += place.size(size)
         return slices
@@ -100,6 +105,11 @@ class Plan:
                 return ftrl.charge(round)
             case SiloNoise() | NoiseElsewhere():
                 return None
+
+    @property
+    def bound(self) -> float | None:
+        """The norm to which every update is clipped as a whole; None where it is not known before."""
+        return bound_of(self.privacy)
 
     @property
     def silo_charge(self) -> Charge | None:

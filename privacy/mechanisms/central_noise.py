@@ -21,9 +21,8 @@ from roundtable.privacy.mechanisms.clipping import AdaptiveClip, clip_factor
 from roundtable.privacy.mechanisms.gaussian import standard_normal
 from roundtable.privacy.mechanisms.gaussian_mechanism import noise_onto, to_grid
 from roundtable.privacy.mechanisms.noise import NoiseSource
+from roundtable.privacy.secagg.quantise import CLIPPED
 
-# A silo that clips sends a norm of C to within rounding: it counts as clipped, or C would shrink for ever.
-_CLIPPED = 1.0 - 2.0**-16
 # Small enough for a core's cache in float64, long enough to hide the cost of each call.
 _BLOCK_ENTRIES, _NARROWEST, _WIDEST = 1 << 18, 1 << 12, 1 << 16
 
@@ -153,8 +152,9 @@ class CentralDP:
     ) -> AdaptiveClip | None:
         if self.adaptive is None:
             return None
+        # Those within rounding of C count as clipped, or it would shrink for ever.
         bits = (
-            norms < self.bound * _CLIPPED if within is None else torch.tensor(within, dtype=torch.bool)[valid]
+            norms < self.bound * CLIPPED if within is None else torch.tensor(within, dtype=torch.bool)[valid]
         )
         centred = float(bits.to(torch.float64).sub_(0.5).sum())
         return self.adaptive.apply(centred, float(standard_normal(source, 1)[0]))

@@ -38,6 +38,8 @@ from roundtable.privacy.secagg.parameters import SecAggParameters
 
 DEVIATIONS = 5.0
 """The largest rotated coordinate that counts, in standard deviations of one of a vector at the clip norm."""
+CLIPPED = 1.0 - 2.0**-16
+"""Who clips sends a norm of C to within rounding: it counts as clipped from this share of C on."""
 _BLOCK = 1 << 16
 
 Rotate = Callable[[npt.NDArray[np.float32]], None]
@@ -151,8 +153,8 @@ class QuantisedUpdate:
         self._weight = weight
         self._tail = np.zeros(0, dtype=ring_dtype(quantiser.ring_bits)) if tail is None else tail
         norm = _norm(update)
-        self.clipped = norm > quantiser.clip_norm
-        shrink = quantiser.clip_norm / norm if self.clipped else 1.0
+        self.clipped = norm > quantiser.clip_norm * CLIPPED
+        shrink = quantiser.clip_norm / norm if norm > quantiser.clip_norm else 1.0
         if rotate is not None:
             # Clipped before it is turned: the sums of a long vector could be too large for float32.
             self._update = np.multiply(update, shrink, dtype=np.float32)

@@ -254,7 +254,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         known, found = await self._services.database.read(lambda c: (totals(c, whose), limits(c)))
         settled = with_settled_noise(job, row.snapshot["noise"])
         told = await asyncio.to_thread(
-            reports.job_privacy, row, settled, layout.size, plan, whose, known, found.get(whose)
+            reports.job_privacy, row, settled, layout.sent.size, plan, whose, known, found.get(whose)
         )
         return to_operators.job_privacy_to(told)
 

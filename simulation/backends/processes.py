@@ -107,7 +107,7 @@ class Processes:
         if self._shared_rows is None or self._shared_rows.rows < count:
             if self._shared_rows is not None:
                 self._shared_rows.close()
-            self._shared_rows = SharedFloats.create(count, self.world.layout.size)
+            self._shared_rows = SharedFloats.create(count, self.world.layout.sent.size)
             for worker in self._workers:
                 self._send_memory(worker)
         return self._shared_rows.tensor
@@ -250,7 +250,9 @@ class Processes:
                 if item.local:
                     tensors.append(dict(item.local))
             rows = [
-                order.rows[place].storage_offset() // self.world.layout.size for place in places if order.rows
+                order.rows[place].storage_offset() // self.world.layout.sent.size
+                for place in places
+                if order.rows
             ]
             message = {"op": order.op, "round": order.round, "work": work, "rows": rows}
             try:

@@ -70,7 +70,7 @@ class Host:
         answers: list[tuple[Trained | Failed, np.ndarray | None]] = []
         model = torch.from_numpy(vector.copy())
         for item in self._work(work):
-            row = torch.empty(self._world.layout.size)
+            row = torch.empty(self._world.layout.sent.size)
             for answer in self._backend.train(round, model, [item], [row]):
                 row = row.to(self._dense).float()
                 if self._summing:
@@ -86,8 +86,8 @@ class Host:
         return list(self._backend.evaluate(round, model, list(self._work(work))))
 
     def total(self, weights: Mapping[int, float]) -> np.ndarray:
-        """Σ weight · update over these clients, float64 [layout.size]."""
-        total = torch.zeros(self._world.layout.size, dtype=torch.float64)
+        """Σ weight · update over these clients, float64 [layout.sent.size]."""
+        total = torch.zeros(self._world.layout.sent.size, dtype=torch.float64)
         for index, weight in sorted(weights.items()):
             total.add_(self._updates[index], alpha=weight)
         return total.numpy()
@@ -135,7 +135,7 @@ class RayCluster:
         self._round: tuple[int, Any, dict[int, Work]] = (0, None, {})
         self._home: dict[int, _Actor] = {}
         self._actors: list[_Actor] = []
-        self._rows = torch.empty(0, world.layout.size)
+        self._rows = torch.empty(0, world.layout.sent.size)
         self._start()
 
     @property
@@ -152,7 +152,7 @@ class RayCluster:
         if self.sums_updates:
             return torch.empty(count, 0)
         if len(self._rows) < count:
-            self._rows = allocate_rows(count, self.world.layout.size)
+            self._rows = allocate_rows(count, self.world.layout.sent.size)
         return self._rows
 
     def examples(self, work: Sequence[Work]) -> list[int | None]:
@@ -177,7 +177,7 @@ class RayCluster:
             yield answer
 
     def total(self, weights: Mapping[int, float]) -> Tensor:
-        """Σ weight · update over clients by number, float32 [layout.size]: each node sends one vector."""
+        """Σ weight · update over clients by number [layout.sent.size]: each node sends one vector."""
         while True:
             self._train_again(weights)
             try:

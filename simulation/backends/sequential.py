@@ -47,7 +47,7 @@ class Sequential:
         self.device = device
         self._trained = trained_task(world, torch.device(device))
         self._model: nn.Module | Mapping[str, Tensor] = initial_state(world.task, world.job.seed)
-        self._rows = torch.empty(0, world.layout.size)
+        self._rows = torch.empty(0, world.layout.sent.size)
 
     @property
     def description(self) -> str:
@@ -56,7 +56,7 @@ class Sequential:
 
     def rows(self, count: int) -> Tensor:
         if len(self._rows) < count:
-            self._rows = allocate_rows(count, self.world.layout.size)
+            self._rows = allocate_rows(count, self.world.layout.sent.size)
         return self._rows
 
     def examples(self, work: Sequence[Work]) -> list[int | None]:
@@ -74,7 +74,7 @@ class Sequential:
             yield from self._evaluate_some(round, vector, left)
 
     def close(self) -> None:
-        self._rows = torch.empty(0, self.world.layout.size)
+        self._rows = torch.empty(0, self.world.layout.sent.size)
 
     def _train(self, round: int, vector: Tensor, item: Work, row: Tensor) -> Trained:
         world = self.world

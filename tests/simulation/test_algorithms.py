@@ -148,7 +148,7 @@ def test_a_run_that_is_taken_up_again_ends_with_the_same_bits(run, tmp_path):
     ("settings", "words"),
     [
         ({"aggregation__weighting": "examples"}, "weighting = 'examples' and algorithm 'scaffold'"),
-        ({"aggregation__rule": "median"}, "'control' beside its update, and that is meant to be averaged"),
+        ({"aggregation__rule": "median"}, 'set rule = "mean" without pre'),
         ({"transfer__up": "bfloat16"}, "no rule for rounding it"),
         ({"algorithm__max_gradient_norm": 1.0}, "max_gradient_norm and algorithm 'scaffold'"),
         (

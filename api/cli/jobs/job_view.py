@@ -48,14 +48,14 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
             "aggregation": job.aggregation.rule,
             "privacy": job.privacy.level,
             "parameters": layout.size,
-            "bytes a round and silo": 4 * layout.size,
+            "bytes a round and silo": 4 * layout.sent.size,
             "tensors that do not travel": staying,
             "frozen": travel_note(job, layout) or "nothing: all that is trained travels",
             "layout": layout.fingerprint,
             "digest": job.digest,
         }
         | warning
-        | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.size)) else {})
+        | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.sent.size)) else {})
     )
 
 

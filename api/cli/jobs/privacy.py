@@ -47,13 +47,13 @@ def plan(file: Path, overrides: dict[str, Any], image: Path | None, group: int |
     with interruptible("Nothing was changed."), working("solving for the noise, and comparing mechanisms"):
         prepared = prepare(file, overrides)
         job = prepared.job
-        plan_of_job = privacy_plan(job, likely_population(job), prepared.model.layout.size)
+        plan_of_job = privacy_plan(job, likely_population(job), prepared.model.layout.sent.size)
         if image is not None:
             plot(plan_of_job, image)
         of_group = None
         if group is not None:
             population, noise = likely_population(job), plan_of_job.noise_multiplier
-            of_group = group_spending(job, noise, population, prepared.model.layout.size, group)
+            of_group = group_spending(job, noise, population, prepared.model.layout.sent.size, group)
     if as_json:
         print_json({**asdict(plan_of_job), **({"group": group, "group_epsilon": of_group} if group else {})})
         return

@@ -87,7 +87,7 @@ class Stacked:
         self._pool: Pool | None = None
         self._stack: Stack | None = None
         self._most = 0
-        self._kept = torch.empty(0, world.layout.size)
+        self._kept = torch.empty(0, world.layout.sent.size)
         self._trained: Sequence[slice] = ()
         self._slots: dict[int, int] = {}
 
@@ -145,10 +145,10 @@ class Stacked:
         return [self._slots[item.index] for item in work]
 
     def total(self, weights: Mapping[int, float]) -> Tensor:
-        """Σ weight · update over clients by number that have trained since `rows`: float32 [layout.size]."""
+        """Σ weight · update over clients by number that have trained since `rows` [layout.sent.size]."""
         slots = torch.tensor([self._slots[index] for index in weights], device=self._kept.device)
         factors = torch.tensor(list(weights.values()), dtype=torch.float64, device=self._kept.device)
-        total = torch.empty(self.world.layout.size, device=self._kept.device)
+        total = torch.empty(self.world.layout.sent.size, device=self._kept.device)
         for start in range(0, len(total), _COLUMNS):
             block = self._kept[:, start : start + _COLUMNS].index_select(0, slots)
             total[start : start + _COLUMNS] = factors @ block.double()
@@ -160,16 +160,16 @@ class Stacked:
     def close(self) -> None:
         self.fallback.close()
         self._pool = self._stack = None
-        self._kept = torch.empty(0, self.world.layout.size)
+        self._kept = torch.empty(0, self.world.layout.sent.size)
 
     def _allocate(self, count: int) -> Tensor:
         """Where updates go: a GPU's memory if they stay there, else memory that it can write to by itself."""
-        size = 4 * count * self.world.layout.size
+        size = 4 * count * self.world.layout.sent.size
         if self.device.type == "cuda" and self.sums_updates and size <= self._free():
-            return torch.empty(count, self.world.layout.size, device=self.device)
+            return torch.empty(count, self.world.layout.sent.size, device=self.device)
         if self.device.type == "cuda" and size <= ROWS_IN_MEMORY:
-            return torch.empty(count, self.world.layout.size, pin_memory=True)
-        return allocate_rows(count, self.world.layout.size)
+            return torch.empty(count, self.world.layout.sent.size, pin_memory=True)
+        return allocate_rows(count, self.world.layout.sent.size)
 
     def _free(self) -> int:
         """What one thing may take of a GPU's memory: updates, the stack, or half of it data."""
@@ -278,7 +278,7 @@ class Stacked:
         if not rules.ends:
             client.row.copy_(self._rounded(change), non_blocking=True)
             return {}
-        own = torch.empty(self.world.layout.size)
+        own = torch.empty(self.world.layout.sent.size)
         own[: len(change)].copy_(change)
         kept = rules.end(own, steps)
         client.row.copy_(self._rounded(own), non_blocking=True)
