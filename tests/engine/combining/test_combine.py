@@ -336,7 +336,7 @@ NOISY = "[privacy]\nlevel = 'distributed'\nclip_norm = 1.0\ndelta = 1e-3\nnoise_
 
 def test_secure_aggregation_needs_little() -> None:
     plan = make_plan(job(SECURE + QUIET), population=3)
-    assert masking_of(plan.privacy) == Masking(1.0, None, None, 0.3)
+    assert masking_of(plan.privacy) == Masking(1.0, None, None, 0.3, 32)
     assert plan.noise == NoiseElsewhere()
     make_plan(job('[stop]\nmetric = "accuracy"\n' + SUMMED + SECURE), population=3)
 
