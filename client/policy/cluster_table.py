@@ -98,7 +98,9 @@ class ClusterTable(Table):
         "torchrun", description="external: Slurm or Kubernetes starts the ranks (deploy/cluster)"
     )
     interface: str | None = Field(None, description="network interface of the ranks, for example eth0")
-    precision: Literal["float32", "bfloat16"] = Field("float32", description="of forward and backward")
+    precision: Literal["auto", "float32", "tf32", "bfloat16", "float16"] = Field(
+        "auto", description="of forward and backward; auto: bfloat16 or float16 on GPUs that have it"
+    )
     peak_flops: float | None = Field(
         None, gt=0, description="of one device, for utilisation; default: what is known of the GPU"
     )

@@ -8,7 +8,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +267,7 @@ class ClusterTrainer:
         devices = Advice.read(self._folder).usable(resources.devices)
         if not devices:
             raise WorkFailed("gpu_error", "every device of this silo has failed")
-        here = Resources(resources.nodes, len(devices), resources.memory, resources.device)
+        here = replace(resources, devices=len(devices))
         self._leave_settings(here)
         self.launches += 1
         self._devices = devices
@@ -358,7 +358,7 @@ def figures_of(step: dict[str, Any]) -> dict[str, float]:
         "communication_seconds": step["communicating"],
         "waiting_seconds": step["waiting"],
     }
-    return {name: value for name, value in figures.items() if value is not None}
+    return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
 def _tells_least(report: Report) -> int:

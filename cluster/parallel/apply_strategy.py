@@ -30,7 +30,7 @@ from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.meta_init import allocate, tie, tied_names
 from roundtable.cluster.parallel.packed_layers import pack
 from roundtable.cluster.parallel.split_attention import split_attention
-from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.strategy import Precision, Strategy
 from roundtable.cluster.parallel.tensor_parallel import Stream, TensorParallel
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.core.errors import TaskError
@@ -144,14 +144,14 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
     So do blocks that share parameters with others: a parameter can be gathered by one group only. What the
     `last` part gives to the loss is float32.
     """
-    half = strategy.precision == "bfloat16"
+    half = strategy.half
     options: dict[str, Any] = {
         "mesh": meshes.fsdp if strategy.local_steps or strategy.mesh.dp == 1 else meshes.hybrid,
         # A pipeline runs a stage many times a step: gathering for each would cost more than it saves.
         "reshard_after_forward": strategy.data_parallel == "zero3" and strategy.mesh.pp == 1,
     }
-    if half:
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if half is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(half, torch.float32)
     if strategy.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     if strategy.mesh.ep > 1:
@@ -162,10 +162,18 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
                 fully_shard(module, **{**options, "mesh": outer})
     for name in standing_alone(model, blocks):
         fully_shard(model.get_submodule(name), **options)
-    if half and last:
+    if half is not None and last:
         # Logits too: a loss computed in bfloat16 has three digits, and so has every gradient after it.
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(half, torch.float32, torch.float32)
     fully_shard(model, **options)
+
+
+def set_products(precision: Precision, device: torch.device) -> None:
+    """Lets float32 products of a GPU be in TF32, but where float32 was asked for."""
+    if device.type == "cuda":
+        tf32 = precision != "float32"
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
 
 
 class Replicated(DistributedDataParallel):

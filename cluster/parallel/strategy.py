@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from typing_extensions import override
 
 from roundtable.core.errors import ConfigError
@@ -13,7 +14,7 @@ from roundtable.core.errors import ConfigError
 DataParallel = Literal["none", "ddp", "zero1", "zero2", "zero3"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Checkpointing = Literal["none", "every", "sqrt", "selective"]
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 BatchStatistics = Literal["synchronised", "local"]
 Reduction = Literal["exact", "bfloat16", "powersgd", "topk"]
 
@@ -104,6 +105,11 @@ class Strategy:
             raise ConfigError("data_parallel = 'none' leaves the ranks of dp without a common gradient")
         if self.reduction != "exact" and kind != "ddp":
             raise ConfigError(f"reduction = {self.reduction!r} is a hook of DDP; data_parallel is {kind!r}")
+        if self.precision == "float16" and self.reduction in ("powersgd", "topk"):
+            raise ConfigError(
+                f"precision = 'float16' and reduction = {self.reduction!r}: what it keeps back for later "
+                "steps would keep a gradient that overflowed; use exact, bfloat16 or precision = 'bfloat16'"
+            )
         if self.local_steps and mesh.dp == 1:
             raise ConfigError("local_steps lets the replicas of dp train apart, and there is only one")
         if self.local_steps:
@@ -135,6 +141,11 @@ class Strategy:
                 "local_steps and offload = true: the replicas meet over the devices' network, where "
                 "parameters in CPU memory are not; leave one of the two out"
             )
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The two-byte type of forward and backward; None where those are in float32."""
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision)
 
     def to_plain(self) -> dict[str, Any]:
         """JSON values."""

@@ -79,7 +79,7 @@ class Pass:
         shape = next((call.output for call in self.trace.calls if call.name in blocks and call.output), None)
         if shape is None:
             return 0.0
-        half = self.strategy.precision == "bfloat16" and self.strategy.data_parallel in ("zero2", "zero3")
+        half = self.strategy.half is not None and self.strategy.data_parallel in ("zero2", "zero3")
         item = 2 if half else self.anatomy.weights[0].itemsize
         return (
             prod(shape)

@@ -134,7 +134,8 @@ def _variants(
     reduction: Reduction,
 ) -> Iterator[Strategy]:
     """Without and with checkpointing, from large micro-batches to single examples."""
-    hand = table.strategy
+    hand, precision = table.strategy, table.precision
+    assert precision != "auto", "settled before"
     share = max(1, -(-job.algorithm.batch_size // mesh.data))
     sequence_parallel = hand.sequence_parallel
     if sequence_parallel is None:
@@ -154,15 +155,21 @@ def _variants(
                 checkpointing=checkpointing,
                 checkpoint_every=hand.checkpoint_every or 1,
                 offload=offload,
-                precision=table.precision,
-                reduction=hand.reduction
-                or (reduction if kind == "ddp" and not hand.local_steps else "exact"),
+                precision=precision,
+                reduction=hand.reduction or _reduction(table, kind, reduction),
                 batch_norm=hand.batch_norm or "synchronised",
                 local_steps=hand.local_steps or 0,
                 outer_learning_rate=hand.outer_learning_rate or 1.0,
                 outer_momentum=hand.outer_momentum or 0.0,
                 unused=bool(probe.trace.unused) and kind in ("ddp", "zero1") and not hand.local_steps,
             )
+
+
+def _reduction(table: ClusterTable, kind: DataParallel, measured: Reduction) -> Reduction:
+    """How gradients travel where the links ask for `measured`: low-rank factors keep back what overflows."""
+    if kind != "ddp" or table.strategy.local_steps:
+        return "exact"
+    return "bfloat16" if table.precision == "float16" and measured == "powersgd" else measured
 
 
 def _whole(

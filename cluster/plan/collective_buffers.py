@@ -54,7 +54,7 @@ def buffers_of(
     sizes = [size for key, size in groups.items() if key]
     largest, several = max(sizes, default=0.0), len(sizes) > 1
     # Weights and gradients are in bfloat16, and are reduced in float32.
-    half = 0.5 if strategy.precision == "bfloat16" else 1.0
+    half = 0.5 if strategy.half is not None else 1.0
     copies = 2.0 if gloo else 1.0 + half
     flat = half * largest if gloo else 0.0
     if strategy.data_parallel == "zero2" or strategy.mesh.pp > 1:

@@ -94,7 +94,7 @@ def _rank(
         # The weights at the last meeting, and the outer optimizer's momentum.
         optimizer += gradients * (2 if strategy.outer_momentum else 1)
     temporaries = gradients * probe.optimizer_temporaries / share
-    half = strategy.precision == "bfloat16" and shards_weights(strategy)
+    half = strategy.half is not None and shards_weights(strategy)
     traced = probe.half if half and probe.half is not None else probe.trace
     run = activations(Pass(anatomy, traced, probe.tensor_parallel, strategy), units, rank, accumulated)
     groups = _groups(probe, strategy, here)

@@ -15,6 +15,7 @@ from roundtable.cluster.plan.candidates import candidates
 from roundtable.cluster.plan.diloco_plan import diloco_table
 from roundtable.cluster.plan.links import Links, reduction_for
 from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe, estimate
+from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.privacy_composition import is_example_level, narrowed, with_noisy_gradient
 from roundtable.cluster.plan.resources import Resources, format_bytes
 from roundtable.cluster.plan.step_composition import check_step
@@ -65,11 +66,12 @@ def make_plan(
     check_step(job)
     check_by_hand(resources, table)
     allowed = int(resources.memory * HEADROOM)
+    table, why_precision = settled(table, resources, job)
     private = is_example_level(job)
     table = narrowed(job, resources, table)
     reduction, why_reduction = reduction_for(None if private else links)
     apart, why_apart = diloco_table(probe, resources, job, table, links)
-    reasons = [reason for reason in (why_apart, "" if apart else why_reduction) if reason]
+    reasons = [each for each in (why_precision, why_apart, "" if apart else why_reduction) if each]
     smallest: dict[_Key, tuple[int, Strategy]] = {}
     for strategy in chain.from_iterable(
         candidates(probe, resources, job, each, reduction, reasons) for each in (apart, table) if each

@@ -54,7 +54,7 @@ def narrowed(job: JobConfig, resources: Resources, table: ClusterTable) -> Clust
     if table.precision != "float32":
         raise PrivacyError(
             f"[cluster] precision = {table.precision!r} with privacy.level = 'example': clipped gradients "
-            "are checked against plain backward passes, which bfloat16 is too coarse for; use float32"
+            "are checked against plain backward passes, which it is too coarse for; use float32"
         )
     degrees = {"tp": 1, "pp": 1, "fsdp": 1, "ep": 1, "dp": resources.world}
     kind = {"data_parallel": "ddp" if resources.world > 1 else "none", "sequence_parallel": False}

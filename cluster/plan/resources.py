@@ -17,6 +17,9 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.errors import ConfigError
 
+GpuProducts = Literal["bfloat16", "float16", "float32"]
+NEWEST: GpuProducts = "bfloat16"
+
 
 def format_bytes(count: float) -> str:
     """For people: 1.50 GiB, 312 MiB."""
@@ -29,12 +32,22 @@ def format_bytes(count: float) -> str:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a plan may use. `memory` is one device's, in bytes; `device` is cuda or cpu."""
+    """What a plan may use. `memory` is one device's, in bytes; `device` is cuda or cpu.
+
+    `gpus` is the type that GPUs among them multiply fastest: bfloat16 from Ampere on, float16 on Volta and
+    Turing, float32 before. Those that are not here to be asked are taken for new ones.
+    """
 
     nodes: int
     devices: int
     memory: int
     device: Literal["cuda", "cpu"] = "cuda"
+    gpus: GpuProducts = "bfloat16"
+
+    @property
+    def fast(self) -> GpuProducts:
+        """The type that the devices multiply fastest: float32 on a CPU."""
+        return "float32" if self.device == "cpu" else self.gpus
 
     @property
     def world(self) -> int:
@@ -50,9 +63,9 @@ class Resources:
     def with_world(self, world: int) -> Resources:
         """As many devices in all, over whole nodes where that goes up, else on one."""
         if world % self.devices == 0:
-            return Resources(world // self.devices, self.devices, self.memory, self.device)
+            return replace(self, nodes=world // self.devices)
         if world < self.devices:
-            return Resources(1, world, self.memory, self.device)
+            return replace(self, nodes=1, devices=world)
         raise ConfigError(
             f"a world of {world} is not a whole number of nodes with {self.devices} devices each; "
             "set nodes and devices in [cluster]"
@@ -68,10 +81,13 @@ def find_resources(table: ClusterTable) -> Resources:
     devices = table.devices if table.devices != "auto" else gpus or 1
     if gpus and devices > gpus and table.launch == "torchrun":
         raise ConfigError(f"[cluster] devices = {devices}: this machine has {gpus} CUDA devices")
-    memory = table.memory
-    if memory == "auto":
-        memory = _memory_of_gpus(gpus) if gpus else _memory_of_cpu() // devices
-    return Resources(table.nodes, devices, memory, device)
+    memory, products = table.memory, NEWEST
+    if gpus and (memory == "auto" or table.precision == "auto"):
+        least, products = _asked_of_gpus(gpus)
+        memory = least if memory == "auto" else memory
+    elif memory == "auto":
+        memory = _memory_of_cpu() // devices
+    return Resources(table.nodes, devices, memory, device, products)
 
 
 def allowed_resources(table: ClusterTable, policy: PolicyTable) -> Resources:
@@ -88,14 +104,16 @@ def allowed_resources(table: ClusterTable, policy: PolicyTable) -> Resources:
 
 
 @cache
-def _memory_of_gpus(count: int) -> int:
-    """The bytes of the smallest of so many devices, asked in a process of its own.
+def _asked_of_gpus(count: int) -> tuple[int, GpuProducts]:
+    """(bytes of the smallest, what the oldest multiplies fast) of so many devices.
 
-    To ask would begin CUDA here: that takes memory of each device for the agent's whole life, and freezes the
-    number of devices that torch finds, so that none that goes or comes would be seen.
+    They are asked in a process of its own. To ask would begin CUDA here: that takes memory of each device for
+    the agent's whole life, and freezes the number of devices that torch finds, so that none that goes or
+    comes would be seen.
     """
     script = (
-        f"import torch; print(min(torch.cuda.get_device_properties(i).total_memory for i in range({count})))"
+        f"import torch; of = [torch.cuda.get_device_properties(i) for i in range({count})]; "
+        "print(min(one.total_memory for one in of), min(one.major for one in of))"
     )
     asked = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
     if asked.returncode:
@@ -103,7 +121,8 @@ def _memory_of_gpus(count: int) -> int:
         raise ConfigError(
             f"the memory of {count} CUDA devices could not be asked ({last[:200]}); set [cluster] memory"
         )
-    return int(asked.stdout)
+    memory, major = map(int, asked.stdout.split())
+    return memory, NEWEST if major >= 8 else "float16" if major == 7 else "float32"
 
 
 def _memory_of_cpu() -> int:

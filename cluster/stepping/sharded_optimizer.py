@@ -1,4 +1,4 @@
-"""Optimizers and gradient norms over parameters that lie on several ranks and meshes."""
+"""Optimizers over parameters that lie on several ranks and meshes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from roundtable.client.training.corrections import Correction, make_correction
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of
 from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.stepping.local_parameters import by_entry, localise, take_kernels
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.config import JobConfig
@@ -36,7 +36,11 @@ def make_optimizer(
         )
     if strategy.data_parallel == "zero1":
         return _zero(own, parameters, meshes)
-    _split_groups(own)
+    if by_entry(own):
+        localise(own)
+        take_kernels(own)
+    else:
+        _split_groups(own)
     for group in own.param_groups:
         group["initial_lr"] = group["lr"]
     return own
@@ -76,30 +80,6 @@ def align_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Sequence[nn.Parameter], meshes: Meshes, device: torch.device) -> Tensor:
-    """L2 norm of the whole gradient: each part is counted by its owner, and the sums are reduced."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    owned = [each for each in parameters if meshes.owns(each, within=meshes.apart)]
-    for parts in _parts_by_kind(owned).values():
-        norms = torch._foreach_norm(parts, 2.0, dtype=torch.float64)
-        total += torch.stack(list(norms)).square().sum().to(device)
-    dist.all_reduce(total, group=meshes.inner() if meshes.apart else None)
-    return total.sqrt()
-
-
-@torch.no_grad()
-def clip_gradients(
-    parameters: Sequence[nn.Parameter], max_norm: float, meshes: Meshes, device: torch.device
-) -> Tensor:
-    """Scales gradients as `torch.nn.utils.clip_grad_norm_` does; gives the norm before."""
-    norm = gradient_norm(parameters, meshes, device)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for (place, kind), parts in _parts_by_kind(parameters).items():
-        torch._foreach_mul_(parts, factor.to(kind).to(place))
-    return norm
-
-
-@torch.no_grad()
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Allocates the optimizer's state as its first step would, without moving a weight, to load into."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -125,15 +105,17 @@ def _zero(
             f"{len(own.param_groups)}; set [cluster.strategy] data_parallel to ddp, zero2 or zero3"
         )
     group = meshes.one("dp").get_group()
+    take_kernels(own)
     accepted = inspect.signature(type(own)).parameters
     options = {key: value for key, value in own.defaults.items() if key in accepted}
+    options.update({key: own.param_groups[0][key] for key in ("fused", "foreach") if key in accepted})
     made = ZeroRedundancyOptimizer(parameters, type(own), process_group=group, **options)
     for one in made.param_groups:
         one["initial_lr"] = one["lr"]
     return made
 
 
-def _parts_by_kind(
+def parts_by_kind(
     parameters: Iterable[nn.Parameter],
 ) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """This rank's parts of the gradients, as foreach kernels take them: of one device and type at a time."""

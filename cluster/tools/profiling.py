@@ -77,7 +77,7 @@ def profile_job(
         step(batch.data)
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     figures, work = RoundFigures(), count_work(task, example_batch(data))
-    peak = peak_flops(loaded.table, device)
+    peak = peak_flops(loaded.table, device, "float32")
     with profile(activities=kinds, profile_memory=True, with_flops=True) as profiler:
         ended = began = time.perf_counter()
         for number, batch in enumerate(batches, 1):

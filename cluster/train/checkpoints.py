@@ -29,6 +29,7 @@ from roundtable.client.durable_files import digest_of, replace_synced
 from roundtable.cluster.parallel.shards import plain_name
 from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.stepping.diloco import OuterOptimizer
+from roundtable.cluster.stepping.local_parameters import state_of, whole_of
 from roundtable.cluster.stepping.sharded_optimizer import fill_state
 from roundtable.cluster.train.checkpoint_places import STATE, Mirror, superseded
 from roundtable.cluster.train.replica import Replica
@@ -44,7 +45,7 @@ class Position:
 
     `replicas` that train apart have weights and optimizers of their own in it; 0: there is one of each.
     `stream` is the place in streamed data, None for others. `packed`: layers that hold several parts are
-    split, and each part is a tensor of its own.
+    split, and each part is a tensor of its own. `scale` is that of float16's losses: (scale, good, skipped).
     """
 
     round: int
@@ -56,6 +57,7 @@ class Position:
     replicas: int = 0
     stream: dict[str, Any] | None = None
     packed: bool = False
+    scale: tuple[float, int, int] | None = None
 
 
 class Checkpoints:
@@ -240,6 +242,10 @@ def _position(values: Mapping[str, Any]) -> Position:
         raise ValueError("a count of the position is none")
     if not isinstance(position.model, str) or not math.isfinite(position.loss_sum):
         raise ValueError("the position's model or loss is none")
+    if position.scale is not None:
+        scale, good, skipped = position.scale
+        if not (0 < scale < math.inf and type(good) is int and type(skipped) is int):
+            raise ValueError("the position's loss scale is none")
     return position
 
 
@@ -265,7 +271,8 @@ def _state(replica: Replica, optimizer: torch.optim.Optimizer, own: str = "") ->
     for parameter, values in inner.state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
-                yield f"{own}optimizer/{plain_name(names[id(parameter)])}/{key}", value
+                name = plain_name(names[id(whole_of(parameter))])
+                yield f"{own}optimizer/{name}/{key}", state_of(parameter, value)
 
 
 def _seal(folder: Path, position: Position) -> None:

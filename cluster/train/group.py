@@ -37,8 +37,11 @@ from roundtable.cluster.plan.device_peaks import peak_flops
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import make_plan
+from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.stepping.loss_scaling import NAME as SCALE
+from roundtable.cluster.stepping.loss_scaling import LossScale
 from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder, mirrors
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.frozen_weights import frozen_weights
@@ -105,6 +108,8 @@ class GroupExecutor:
         check_privacy(trainer.job, protected=True)
         others = self._others(order, start)
         trainer.load(start.vector, others)
+        if trainer.strategy.precision == "float16":
+            trainer.scale = LossScale.kept(others)
         checkpoints = self._checkpoints(order.job)
         self._begin(trainer, checkpoints, order)
         if isinstance(trainer.job.privacy, ExampleLevel):
@@ -115,9 +120,16 @@ class GroupExecutor:
 
         def save(step: int) -> None:
             nonlocal saved
+            scale = trainer.scale
             stream = batches.place(step, self._group.control)
             position = Position(
-                order.round, digest, step, seen=done.seen, loss_sum=done.loss_sum, stream=stream
+                order.round,
+                digest,
+                step,
+                seen=done.seen,
+                loss_sum=done.loss_sum,
+                stream=stream,
+                scale=None if scale is None else (scale.scale, scale.good, done.skipped),
             )
             saved = self._save(trainer, checkpoints, position)
             times.saved()
@@ -135,6 +147,8 @@ class GroupExecutor:
         kept = {} if place is None else {NAME: position_tensor(place)}
         if kept and NAME not in others and dist.get_rank() == 0:
             say_if_lost(order)
+        if trainer.scale is not None:
+            kept[SCALE] = trainer.scale.to_tensor()
         if isinstance(trainer.job.privacy, ClientLocalLevel):
             round_charge = self._round_charge(order)
             noise = noise_on_parts(trainer, start.vector, round_charge)
@@ -265,7 +279,7 @@ class GroupExecutor:
         if dist.get_rank() == 0:
             # Only the rank that reports needs the operations of a step.
             trainer.work = count_work(task, example_batch(self._data[0]))
-            trainer.peak = peak_flops(group.table, group.device)
+            trainer.peak = peak_flops(group.table, group.device, strategy.precision)
             if reason := why_shared(self._data[0], strategy.mesh.data):
                 _say(reason)
         return trainer
@@ -288,11 +302,12 @@ class GroupExecutor:
     def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
         """(strategy, layers that are split): rank 0 plans for the present ranks, as failures advise."""
         group = self._group
+        table, _ = settled(group.table, group.resources, job)
         probe = probe_model(
             task,
             example_batch(self._data[0]),
             device=group.resources.device,
-            bfloat16=group.table.precision == "bfloat16",
+            bfloat16=table.precision in ("bfloat16", "float16"),
         )
         text = ""
         if dist.get_rank() == 0:
@@ -350,6 +365,9 @@ class GroupExecutor:
         checkpoints.load(path, trainer.replica, trainer.optimizer, trainer.outer)
         batches.load_state_dict({"position": position.step, "stream": position.stream})
         done.seen, done.loss_sum = position.seen, position.loss_sum
+        if position.scale is not None and trainer.scale is not None:
+            scale, good, done.skipped = position.scale
+            trainer.scale = LossScale(scale, good)
         return position.step
 
     def _save(self, trainer: RankTrainer, checkpoints: Checkpoints, position: Position) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.sgd import RoundSchedule
-from roundtable.client.worker.worker import Stopped
+from roundtable.cluster.parallel.apply_strategy import set_products
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, finite, local_of
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
@@ -29,20 +28,17 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
+from roundtable.cluster.stepping.agreed_step import AgreedStep, Told
 from roundtable.cluster.stepping.diloco import OuterOptimizer
-from roundtable.cluster.stepping.sharded_optimizer import (
-    align_gradients,
-    clip_gradients,
-    gradient_norm,
-    make_optimizer,
-    set_decay,
-    sharded_correction,
-)
+from roundtable.cluster.stepping.local_parameters import drop_gradients
+from roundtable.cluster.stepping.loss_scaling import LossScale
+from roundtable.cluster.stepping.sharded_optimizer import make_optimizer, set_decay, sharded_correction
 from roundtable.cluster.train.collective_sampling import CollectiveSampler
 from roundtable.cluster.train.frozen_weights import FrozenParts
-from roundtable.cluster.train.loss_guard import CheckpointTimes, refuse_step
+from roundtable.cluster.train.loss_guard import CheckpointTimes
 from roundtable.cluster.train.prefetch import Prefetched
 from roundtable.cluster.train.replica import Replica
+from roundtable.cluster.train.round_course import RoundCourse, StepTimes
 from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Watch, Wishes
 from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
 from roundtable.cluster.train.streams import StreamedBatches
@@ -54,24 +50,13 @@ from roundtable.core.seeds import derive_seed
 from roundtable.core.task import Task
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """A step's gradients, as all ranks know them.
-
-    `loss` is the batch's mean, `norm` that before clipping, infinite on all ranks if it is on one; `own` are
-    this rank's losses; `stop` and `due` are rank 0's wishes.
-    """
-
-    loss: float
-    norm: float
-    own: Tensor
-    stop: bool
-    due: bool
-
-
 @dataclass
 class RankTrainer:
-    """A job on this rank; `mode` is how per-example gradients are computed, where they are."""
+    """A job on this rank; `mode` is how per-example gradients are computed, where they are.
+
+    `scale` is float16's, None for other precisions. `lags`: the host may look at a step's figures while the
+    next one runs, where nothing needs them earlier.
+    """
 
     task: Task
     job: JobConfig
@@ -87,7 +72,9 @@ class RankTrainer:
     places: Places = field(init=False)
     optimizer: torch.optim.Optimizer | None = None
     outer: OuterOptimizer | None = None
+    scale: LossScale | None = None
     mode: str = "auto"
+    lags: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.replica = Replica(
@@ -104,6 +91,8 @@ class RankTrainer:
         if reason := refuse_parts(layers, self.strategy, self.job.algorithm.batch_size):
             raise ConfigError(reason)
         self.places = Places(self.layout)
+        self.lags = self.device.type == "cuda"
+        set_products(self.strategy.precision, self.device)
         self.sampler = CollectiveSampler(self.device, wanted=dist.get_rank() == 0)
 
     def load(self, vector: Tensor, others: Mapping[str, Tensor]) -> None:
@@ -151,6 +140,8 @@ class RankTrainer:
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.task, parameters, self.job, self.strategy, self.meshes)
             self.outer = self._outer()
+        if self.strategy.precision == "float16":
+            self.scale = self.scale or LossScale()
         return set_decay(self.optimizer, self.job, round)
 
     def fit(
@@ -173,51 +164,58 @@ class RankTrainer:
         """
         wishes = wishes or Wishes()
         self.begin(round)
+        assert self.optimizer is not None
         schedule = RoundSchedule(self.optimizer, self.job.algorithm, batches.steps)
-        correction = sharded_correction(make_algorithm(self.job.algorithm).step(), self.replica.parameters())
+        course = RoundCourse(round, batches.steps, done, watch, self._completed, save, times, self.scale)
+        taking = self._taking()
+        lags = self.lags and taking.lags and not course.looks_ahead
         self.replica.train()
         step = batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
+        before: tuple[Told, StepTimes] | None = None
         ended = time.perf_counter()
         while (share := arriving.take()) is not None:
             step += 1
             arrived = time.perf_counter()
             with self._randomness(round, "training", step), self.sampler.step():
-                found = self._gradients(share, correction, arriving, wishes)
-                loss, norm = found.loss, found.norm
-                if not (math.isfinite(loss) and math.isfinite(norm)):
-                    raise refuse_step(loss, norm, found.own.tolist(), step, round)
-                if save and times and times.before(loss, norm):
-                    save(step - 1)
-                assert self.optimizer is not None
-                schedule.before(step)
-                self.optimizer.step()
+                told = self._gradients(share, taking, arriving, wishes)
+                found = None if lags else told.read()
+                if found is None or course.allows(step, found):
+                    schedule.before(step)
+                    taking.take(ask=lags)
             if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
                 self.outer.meet()
-            done.seen += share.total
-            done.loss_sum += loss * share.total
-            now = time.perf_counter()
-            done.steps += 1
-            done.norm_sum += norm
-            done.seconds += now - ended
-            report = StepReport(
-                step=step,
-                steps=batches.steps,
-                examples=share.total,
-                loss=loss,
-                norm=norm,
-                learning_rate=self.optimizer.param_groups[0]["lr"],
-                seconds=now - ended,
-                waiting=arrived - ended,
-                memory=most_memory(self.device),
-            )
-            watch(self._with_speed(report))
-            if save and times and times.after(step, loss, found.due) and step < batches.steps:
-                save(step)
-            if found.stop:
-                raise Stopped
+            rate = self.optimizer.param_groups[0]["lr"]
+            present = StepTimes(step, share.total, rate, ended, arrived)
+            if found is not None:
+                course.note(found, present)
+            else:
+                # The figures of the step before are there by now, while this one's kernels run.
+                self._catch_up(course, before)
+                before = told, present
             ended = time.perf_counter()
+        self._catch_up(course, before)
         self.finish()
+
+    def _catch_up(self, course: RoundCourse, before: tuple[Told, StepTimes] | None) -> None:
+        """Looks at a step that was taken unless the device found that it may not be."""
+        if before is not None:
+            found = before[0].read()
+            course.refuse(before[1].step, found)
+            course.note(found, before[1])
+
+    def _taking(self) -> AgreedStep:
+        assert self.optimizer is not None
+        parameters = self.replica.parameters()
+        return AgreedStep(
+            self.optimizer,
+            parameters,
+            self.meshes,
+            self.device,
+            max_norm=self.job.algorithm.max_gradient_norm,
+            correction=sharded_correction(make_algorithm(self.job.algorithm).step(), parameters),
+            scale=self.scale,
+        )
 
     def check_weights(self) -> None:
         """Raises InvalidUpdate, on every rank, where the trained weights are not all finite, TaskError where
@@ -233,16 +231,17 @@ class RankTrainer:
     def finish(self) -> None:
         """Ends a round's training: drops gradients, and averages buffers over the ranks."""
         assert self.optimizer is not None
-        self.optimizer.zero_grad()
+        drop_gradients(self.optimizer, self.replica.parameters())
         self._average_buffers()
 
-    def _with_speed(self, report: StepReport) -> StepReport:
-        """The report with what is known of tokens, collectives and utilisation."""
+    def _completed(self, report: StepReport) -> StepReport:
+        """The report with what is known of memory, tokens, collectives and utilisation."""
         work = self.work or ExampleCost(0.0, 0, "counted")
         share = self.sampler.share
         able = self.peak * self.strategy.mesh.world * max(report.seconds, 1e-9)
         return replace(
             report,
+            memory=most_memory(self.device),
             tokens=work.tokens * report.examples,
             communicating=None if share is None else share * (report.seconds - report.waiting),
             utilisation=work.flops * report.examples / able if able and work.flops else None,
@@ -297,45 +296,17 @@ class RankTrainer:
         dist.all_reduce(table)
         return {name: (float(row[0]), int(row[1])) for name, row in zip(names, table.tolist(), strict=True)}
 
-    def _gradients(
-        self, share: Share, correction: Callable[[], None] | None, arriving: Prefetched, wishes: Wishes
-    ) -> _Gradients:
-        """Computes a step's gradients, clipped."""
-        assert self.optimizer is not None
-        self.optimizer.zero_grad()
+    def _gradients(self, share: Share, taking: AgreedStep, arriving: Prefetched, wishes: Wishes) -> Told:
+        """Computes a step's gradients, clipped, and what all ranks know of them."""
+        taking.clear()
         # Ranks average their gradients, so each weighs its examples by how many ranks there are.
         mesh = self.strategy.mesh
         near = mesh.fsdp if self.strategy.local_steps else mesh.data
-        weights = [size * near / share.together for size in share.sizes]
+        scale = 1.0 if self.scale is None else self.scale.scale
+        weights = [size * near * scale / share.together for size in share.sizes]
         losses = self.replica.backward(share.batches, weights)
         arriving.ahead()
-        parameters, limit = self.replica.parameters(), self.job.algorithm.max_gradient_norm
-        align_gradients(parameters)
-        if correction is not None:
-            correction()
-        if limit is not None:
-            norm = clip_gradients(parameters, limit, self.meshes, self.device)
-        else:
-            norm = gradient_norm(parameters, self.meshes, self.device)
-        return self._over_ranks(losses, norm, share, wishes)
-
-    def _over_ranks(self, losses: Tensor | None, norm: Tensor, share: Share, wishes: Wishes) -> _Gradients:
-        """What all ranks agree on, in one reduction and one look at the device."""
-        told = torch.tensor([0.0, 0.0, *wishes.told()], dtype=torch.float64)
-        sums = told.to(self.device, non_blocking=True)
-        if losses is not None and self.meshes.place("tp") == 0:
-            sizes = torch.tensor(share.sizes, dtype=torch.float64, device=self.device)
-            sums[0] = (losses.double() * sizes).nan_to_num(math.inf, math.inf, math.inf).sum()
-        sums[1] = (~torch.isfinite(norm)).double()
-        dist.all_reduce(sums)
-        total, bad, stop, due, value = torch.cat([sums, norm.double().view(1)]).tolist()
-        return _Gradients(
-            loss=total / share.total,
-            norm=math.inf if bad else value,
-            own=losses if losses is not None else torch.zeros(0),
-            stop=bool(stop),
-            due=bool(due),
-        )
+        return taking.agree(losses, share.sizes, share.total, wishes.told())
 
     def _randomness(self, round: int, purpose: str, step: int) -> Any:
         """Seeds a step: alike on ranks with the same examples, and when the step is done again."""

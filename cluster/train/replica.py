@@ -167,8 +167,8 @@ class Replica:
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which losses and metrics are computed."""
-        if self.strategy.precision == "bfloat16" and self.strategy.data_parallel not in ("zero2", "zero3"):
-            return torch.autocast(self.device.type, torch.bfloat16)
+        if self.strategy.half is not None and self.strategy.data_parallel not in ("zero2", "zero3"):
+            return torch.autocast(self.device.type, self.strategy.half)
         return nullcontext()
 
     def _waiting(self, more: bool) -> AbstractContextManager[Any]:

@@ -28,7 +28,8 @@ class StepReport:
     `communicating` with a collective under way, overlapped or not (None before it is first sampled).
     `memory` is the most bytes that this rank's device held so far; on a CPU, that its process did. `tokens`
     of the step's examples, 0 where they are none. `utilisation` is the share of all devices' peak that the
-    model's own operations came to; None where the peak is not known.
+    model's own operations came to; None where the peak is not known. `skipped` counts the round's steps so
+    far that were not taken, as float16 overflowed: their `norm` is infinite.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepReport:
     tokens: int = 0
     communicating: float | None = None
     utilisation: float | None = None
+    skipped: int = 0
 
 
 @dataclass
@@ -86,6 +88,7 @@ class RoundFigures:
     examples: int = 0
     tokens: int = 0
     memory: int = 0
+    skipped: int = 0
     spreads: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in FIGURES})
 
     def add(self, step: StepReport) -> None:
@@ -94,6 +97,7 @@ class RoundFigures:
         self.examples += step.examples
         self.tokens += step.tokens
         self.memory = max(self.memory, step.memory)
+        self.skipped = step.skipped
         speed = 1 / max(step.seconds, 1e-9)
         for name, value in {
             "seconds": step.seconds,
@@ -139,6 +143,7 @@ class RoundFigures:
             "steps": self.steps,
             "examples": self.examples,
             "tokens": self.tokens,
+            "skipped": self.skipped,
             "memory": max(rank["memory"] for rank in ranks),
             "memory_limit": memory_limit,
             **{name: spread.to_plain() for name, spread in self.spreads.items()},
@@ -188,13 +193,14 @@ def kept_reports(folder: Path, job: str) -> list[dict[str, Any]]:
 
 @dataclass
 class RoundProgress:
-    """How far a round is: sums over the examples seen."""
+    """How far a round is: sums over the examples seen; float16 overflowed in `skipped` steps, not taken."""
 
     seen: int = 0
     loss_sum: float = 0.0
     seconds: float = 0.0
     norm_sum: float = 0.0
     steps: int = 0
+    skipped: int = 0
 
 
 Watch = Callable[[StepReport], None]
@@ -219,7 +225,7 @@ class Wishes:
 def round_metrics(done: RoundProgress, *, private: bool) -> Metrics:
     """The loss, the gradient's norm and the speed; under privacy the loss alone, as from any silo."""
     metrics: Metrics = {"loss": (done.loss_sum, done.seen)}
-    if not private and done.steps:
-        metrics["gradient_norm"] = (done.norm_sum, done.steps)
+    if not private and done.steps > done.skipped:
+        metrics["gradient_norm"] = (done.norm_sum, done.steps - done.skipped)
         metrics["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
     return metrics

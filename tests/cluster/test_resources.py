@@ -17,11 +17,12 @@ from roundtable.cluster.plan.resources import Resources, allowed_resources
 def test_a_cluster_uses_no_more_than_the_policy_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     # What a process of its own says of the memory; nothing of CUDA is begun in this one.
-    answer = SimpleNamespace(returncode=0, stdout=f"{80 << 30}\n", stderr="")
+    answer = SimpleNamespace(returncode=0, stdout=f"{80 << 30} 7\n", stderr="")
     monkeypatch.setattr("subprocess.run", lambda *asked, **options: answer)
     allowed = allowed_resources(ClusterTable(), PolicyTable(max_gpus=2, max_gpu_memory="20GiB"))
-    assert allowed == Resources(1, 2, 20 << 30, "cuda")
-    assert allowed_resources(ClusterTable(devices=4), PolicyTable()) == Resources(1, 4, 80 << 30, "cuda")
+    assert allowed == Resources(1, 2, 20 << 30, "cuda", "float16")
+    four = Resources(1, 4, 80 << 30, "cuda", "float16")
+    assert allowed_resources(ClusterTable(devices=4), PolicyTable()) == four
     table = ClusterTable(devices=4, memory=1 << 30)
     assert allowed_resources(table, PolicyTable(max_gpus=0)).device == "cpu"
     # The bounds are of GPUs: ranks on the CPU are as many as [cluster] says.

@@ -79,8 +79,8 @@ def test_peaks_are_of_known_devices_or_the_operator_says() -> None:
     assert known_peak("NVIDIA L40S", "bfloat16") == 362e12
     assert known_peak("NVIDIA A1000", "bfloat16") == 0.0
     cpu = torch.device("cpu")
-    assert peak_flops(ClusterTable(), cpu) == 0.0
-    assert peak_flops(ClusterTable(peak_flops=5e10), cpu) == 5e10
+    assert peak_flops(ClusterTable(), cpu, "float32") == 0.0
+    assert peak_flops(ClusterTable(peak_flops=5e10), cpu, "float32") == 5e10
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12))

@@ -90,6 +90,7 @@ HALF = [
     Case(name, strategy, Language(vocabulary=512), {**SHORT, "batch_size": 8, "learning_rate": 0.01})
     for name, strategy in [
         ("ddp", plan("ddp", dp=2, precision="bfloat16")),
+        ("float16", plan("zero3", fsdp=2, precision="float16")),
         ("zero2", plan("zero2", fsdp=2, precision="bfloat16")),
         ("zero3", plan("zero3", fsdp=2, precision="bfloat16")),
         ("tp", plan(tp=2, precision="bfloat16")),

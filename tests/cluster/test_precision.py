@@ -1,0 +1,108 @@
+"""Which precision a silo's devices train in; float16's loss scale, alike on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cluster_cases import Case
+from cluster_half import lagging, overflow
+from cluster_models import Language
+from cluster_plans import case, plan
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.agent.cluster_trainer import figures_of
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.precision_choice import settled
+from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.stepping.loss_scaling import GROWS_AFTER, NAME, LossScale
+from roundtable.core import JobConfig
+from roundtable.core.errors import ConfigError, EncodingError
+
+HALF = {"steps": 8, "batch_size": 8, "learning_rate": 0.05, "max_gradient_norm": 0.5}
+GPU = Resources(1, 2, 1 << 30)
+JOB = JobConfig.model_validate({"task": "t"})
+NOISE = {"level": "example", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
+NOISY = JobConfig.model_validate({"task": "t", "privacy": NOISE})
+
+
+def chosen(resources: Resources, job: JobConfig = JOB, precision: str = "auto") -> str:
+    return settled(ClusterTable.model_validate({"precision": precision}), resources, job)[0].precision
+
+
+def test_auto_is_what_the_devices_multiply_fast() -> None:
+    assert chosen(GPU) == "bfloat16"
+    assert chosen(replace(GPU, gpus="float16")) == "float16"
+    assert chosen(replace(GPU, gpus="float32")) == "float32"
+    assert chosen(replace(GPU, device="cpu")) == "float32"
+    assert chosen(GPU, NOISY) == "float32"
+    assert chosen(GPU, precision="float32") == "float32"
+    with pytest.raises(ConfigError, match="since Ampere"):
+        chosen(replace(GPU, gpus="float16"), precision="tf32")
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, GROWS_AFTER - 1))
+def test_the_scale_is_a_power_of_two_within_bounds_and_outlives_rounds(steps: list[bool], good: int) -> None:
+    scale = LossScale(good=good)
+    for sound in steps:
+        before = scale.scale
+        scale.taken() if sound else scale.overflowed()
+        assert scale.scale in (before, 2 * before) if sound else scale.scale in (before / 2, 1.0)
+        assert torch.frexp(torch.tensor(scale.scale)).mantissa == 0.5
+        assert LossScale.kept({NAME: scale.to_tensor()}) == scale
+
+
+def test_a_damaged_scale_is_refused() -> None:
+    for values in ([0.0, 1.0], [float("nan"), 0.0], [4.0, -1.0], [4.0]):
+        with pytest.raises(EncodingError, match="loss scale"):
+            LossScale.kept({NAME: torch.tensor(values, dtype=torch.float64)})
+
+
+def test_steps_that_overflow_are_left_out_on_all_ranks_alike() -> None:
+    strategies = {
+        "ddp": plan("ddp", dp=2),
+        "zero1": plan("zero1", dp=2),
+        "zero3": plan("zero3", micro=1, fsdp=2),
+        "tp": plan(tp=2, sequence_parallel=True),
+        "1f1b": plan(pp=2),
+    }
+    cases = [
+        Case(name, replace(strategy, precision="float16"), Language(), HALF)
+        for name, strategy in strategies.items()
+    ]
+    first, second = run_ranks(overflow, 2, cases, 2.0**24)
+    for name, found in first.items():
+        skipped = found["skipped"]
+        assert 0 < skipped < HALF["steps"], (name, found)
+        assert found["scale"] == 2.0 ** (24 - skipped), name
+        assert found["good"] == HALF["steps"] - skipped, name
+        assert found["reports"][-1] == skipped, name
+        assert found["same"], name
+        assert found["moved"], name
+        assert {**second[name], "moved": True} == {**found, "moved": True}, name
+
+
+def test_low_rank_factors_would_keep_what_overflowed() -> None:
+    with pytest.raises(ConfigError, match="overflowed"):
+        Strategy(plan("ddp", dp=2).mesh, "ddp", precision="float16", reduction="powersgd")
+
+
+def test_a_skipped_steps_norm_does_not_leave() -> None:
+    step = {
+        **{"step": 1, "steps": 2, "learning_rate": 0.1, "norm": float("inf"), "examples": 8, "tokens": 0},
+        **{"utilisation": None, "memory": 1, "seconds": 0.5, "communicating": None, "waiting": 0.0},
+    }
+    assert "gradient_norm" not in figures_of(step)
+
+
+def test_a_step_may_be_looked_at_while_the_next_one_runs() -> None:
+    late = case("zero2", plan("zero2", micro=4, fsdp=2))
+    for found in run_ranks(lagging, 2, late, 2):
+        assert found["same"]
+        assert found["reports"]
+        assert found["kept"]
+        assert "the training loss is inf at step 2 of round 1 (first on rank 1)" in found["refused"]
