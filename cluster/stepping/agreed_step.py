@@ -42,7 +42,7 @@ class AgreedFigures:
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
-class Told:
+class PendingFigures:
     """A step's figures on their way to the host."""
 
     def __init__(self, figures: Tensor, losses: Tensor | None, total: int) -> None:
@@ -101,7 +101,9 @@ class AgreedStep:
         return self._scale is None and asks_device(self._optimizer)
 
     @torch.no_grad()
-    def agree(self, losses: Tensor | None, sizes: Sequence[int], total: int, wishes: Sequence[float]) -> Told:
+    def agree(
+        self, losses: Tensor | None, sizes: Sequence[int], total: int, wishes: Sequence[float]
+    ) -> PendingFigures:
         """Unscales, corrects and clips the gradients; collective.
 
         `losses` are the means over micro-batches of `sizes` examples where this rank has them, `total` counts
@@ -116,7 +118,7 @@ class AgreedStep:
         self._figures = self._reduced(losses, sizes, wishes)
         if self._max_norm is not None:
             clip(self._parameters, self._figures[_SQUARES].sqrt(), self._max_norm)
-        return Told(self._figures, losses, total)
+        return PendingFigures(self._figures, losses, total)
 
     def clear(self) -> None:
         """Forgets the gradients, before the next step's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,15 +28,10 @@ from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import prepare_update, write_deltas
-from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.parallel.tensor_parallel import TensorParallel
-from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.device_peaks import peak_flops
 from roundtable.cluster.plan.links import Links
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import make_plan
-from roundtable.cluster.plan.precision_choice import settled
+from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.stepping.loss_scaling import NAME as SCALE
@@ -45,9 +39,9 @@ from roundtable.cluster.stepping.loss_scaling import LossScale
 from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder, mirrors
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.frozen_weights import frozen_weights
+from roundtable.cluster.train.group_plan import plan_together
 from roundtable.cluster.train.local_state import OwnTensors, save_local
 from roundtable.cluster.train.loss_guard import CheckpointTimes, last_sound
-from roundtable.cluster.train.orders import Advice
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
 from roundtable.cluster.train.rank_trainer import RankTrainer
@@ -264,7 +258,16 @@ class GroupExecutor:
         self._site, self._task = Site(group.settings.client, options=options), task
         self._data = split_data(task, self._site)
         task = in_context(task, self._context(order, job))
-        strategy, split = self._plan(task, job)
+        strategy, split = plan_together(
+            task,
+            job,
+            self._data[0],
+            group.table,
+            group.resources,
+            group.links,
+            group.folder,
+            group.control,
+        )
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
         trainer = RankTrainer(
             task=task,
@@ -298,27 +301,6 @@ class GroupExecutor:
             job.seed,
             job.algorithm.learning_rate,
         )
-
-    def _plan(self, task: Task, job: JobConfig) -> tuple[Strategy, TensorParallel | None]:
-        """(strategy, layers that are split): rank 0 plans for the present ranks, as failures advise."""
-        group = self._group
-        table, _ = settled(group.table, group.resources, job)
-        probe = probe_model(
-            task,
-            example_batch(self._data[0]),
-            device=group.resources.device,
-            bfloat16=table.precision in ("bfloat16", "float16"),
-        )
-        text = ""
-        if dist.get_rank() == 0:
-            plan = make_plan(probe, group.resources, job, group.table, group.links)
-            strategy = plan.strategy
-            for _ in range(Advice.read(group.folder).halvings):
-                strategy = strategy.halved()
-            text = json.dumps(strategy.to_plain())
-            _say(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})")
-        strategy = Strategy.from_plain(json.loads(broadcast_text(text, group.control)))
-        return strategy, probe.tensor_parallel if strategy.mesh.tp > 1 else None
 
     def _others(self, order: Order, start: Model) -> Mapping[str, Tensor]:
         """Tensors that do not travel: the silo's own values, else the model's, else the task's file's."""

@@ -28,7 +28,7 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
-from roundtable.cluster.stepping.agreed_step import AgreedStep, Told
+from roundtable.cluster.stepping.agreed_step import AgreedStep, PendingFigures
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import drop_gradients
 from roundtable.cluster.stepping.loss_scaling import LossScale
@@ -172,7 +172,7 @@ class RankTrainer:
         self.replica.train()
         step = batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
-        before: tuple[Told, StepTimes] | None = None
+        before: tuple[PendingFigures, StepTimes] | None = None
         ended = time.perf_counter()
         while (share := arriving.take()) is not None:
             step += 1
@@ -197,7 +197,7 @@ class RankTrainer:
         self._catch_up(course, before)
         self.finish()
 
-    def _catch_up(self, course: RoundCourse, before: tuple[Told, StepTimes] | None) -> None:
+    def _catch_up(self, course: RoundCourse, before: tuple[PendingFigures, StepTimes] | None) -> None:
         """Looks at a step that was taken unless the device found that it may not be."""
         if before is not None:
             found = before[0].read()
@@ -296,7 +296,9 @@ class RankTrainer:
         dist.all_reduce(table)
         return {name: (float(row[0]), int(row[1])) for name, row in zip(names, table.tolist(), strict=True)}
 
-    def _gradients(self, share: Share, taking: AgreedStep, arriving: Prefetched, wishes: Wishes) -> Told:
+    def _gradients(
+        self, share: Share, taking: AgreedStep, arriving: Prefetched, wishes: Wishes
+    ) -> PendingFigures:
         """Computes a step's gradients, clipped, and what all ranks know of them."""
         taking.clear()
         # Ranks average their gradients, so each weighs its examples by how many ranks there are.

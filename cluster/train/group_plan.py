@@ -1,0 +1,47 @@
+"""Plans a job on the ranks themselves: rank 0 plans for those that are there, as failures advise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.parallel.text_collectives import broadcast_text
+from roundtable.cluster.plan.links import Links
+from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.planner import make_plan
+from roundtable.cluster.plan.precision_choice import settled
+from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.train.orders import Advice
+from roundtable.core.config import JobConfig
+from roundtable.core.task import Task
+
+
+def plan_together(
+    task: Task,
+    job: JobConfig,
+    data: Any,
+    table: ClusterTable,
+    resources: Resources,
+    links: Links,
+    folder: Path,
+    control: dist.ProcessGroup,
+) -> tuple[Strategy, TensorParallel | None]:
+    """(strategy, layers that are split), the same on all ranks; `folder` has the advice. Collective."""
+    half = settled(table, resources, job)[0].precision in ("bfloat16", "float16")
+    probe = probe_model(task, example_batch(data), device=resources.device, bfloat16=half)
+    text = ""
+    if dist.get_rank() == 0:
+        plan = make_plan(probe, resources, job, table, links)
+        strategy = plan.strategy
+        for _ in range(Advice.read(folder).halvings):
+            strategy = strategy.halved()
+        text = json.dumps(strategy.to_plain())
+        print(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})", flush=True)
+    strategy = Strategy.from_plain(json.loads(broadcast_text(text, control)))
+    return strategy, probe.tensor_parallel if strategy.mesh.tp > 1 else None
