@@ -46,7 +46,11 @@ AGENT_POINTS = {
     "masked": "a masked update is written; the keys that made it are not kept yet",
     "keys_kept": "a masked update and its sealed keys are durable; nothing of it was sent",
 }
-POINTS = {**COORDINATOR_POINTS, **AGENT_POINTS}
+RELAY_POINTS = {
+    "update_held": "an update and who signed it are durable at the relay; the silo has no receipt",
+    "receipt_handed_on": "the coordinator's receipt is at the relay, which still holds the update",
+}
+POINTS = {**COORDINATOR_POINTS, **AGENT_POINTS, **RELAY_POINTS}
 _ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 

@@ -30,12 +30,15 @@ class RenewRequest(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
     identity: builtins.bytes
     """The silo's present identity certificate (PEM), Unix time, and the identity's Ed25519 signature over
     core.signing's statement of this renewal.
     """
     time: builtins.float
     signature: builtins.bytes
+    node: builtins.bytes
+    """The silo's present node certificate (PEM), for a coordinator that a relay stands before."""
     @property
     def requests(self) -> roundtable.proto.common_pb2.CertificateRequests: ...
     def __init__(
@@ -45,9 +48,10 @@ class RenewRequest(google.protobuf.message.Message):
         identity: builtins.bytes = ...,
         time: builtins.float = ...,
         signature: builtins.bytes = ...,
+        node: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["requests", b"requests"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "requests", b"requests", "signature", b"signature", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "node", b"node", "requests", b"requests", "signature", b"signature", "time", b"time"]) -> None: ...
 
 global___RenewRequest = RenewRequest
 
@@ -260,6 +264,7 @@ class Hello(google.protobuf.message.Message):
     INSTALLATION_FIELD_NUMBER: builtins.int
     MAINTENANCE_FIELD_NUMBER: builtins.int
     CAPACITY_FIELD_NUMBER: builtins.int
+    PASSAGE_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The agent's software version."""
     protocol: builtins.int
@@ -296,6 +301,10 @@ class Hello(google.protobuf.message.Message):
     def maintenance(self) -> global___Maintenance: ...
     @property
     def capacity(self) -> global___Capacity: ...
+    @property
+    def passage(self) -> global___Passage:
+        """Only from a silo that a relay is to serve."""
+
     def __init__(
         self,
         *,
@@ -312,11 +321,34 @@ class Hello(google.protobuf.message.Message):
         installation: builtins.bytes = ...,
         maintenance: global___Maintenance | None = ...,
         capacity: global___Capacity | None = ...,
+        passage: global___Passage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["capacity", b"capacity", "maintenance", b"maintenance"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "installation", b"installation", "maintenance", b"maintenance", "metadata", b"metadata", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["capacity", b"capacity", "maintenance", b"maintenance", "passage", b"passage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "clock", b"clock", "coordinator", b"coordinator", "devices", b"devices", "identity", b"identity", "installation", b"installation", "maintenance", b"maintenance", "metadata", b"metadata", "passage", b"passage", "protocol", b"protocol", "seen", b"seen", "spooled", b"spooled", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Hello = Hello
+
+@typing.final
+class Passage(google.protobuf.message.Message):
+    """A silo's word that a relay may speak for it. The coordinator believes no relay without."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELAY_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    relay: builtins.str
+    """The relay's name, as the root has certified it."""
+    signature: builtins.bytes
+    """The silo's Ed25519 signature over core.signing's statement of this passage: silo, relay, installation."""
+    def __init__(
+        self,
+        *,
+        relay: builtins.str = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["relay", b"relay", "signature", b"signature"]) -> None: ...
+
+global___Passage = Passage
 
 @typing.final
 class Capacity(google.protobuf.message.Message):
@@ -396,6 +428,7 @@ class Welcome(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     REVOCATIONS_FIELD_NUMBER: builtins.int
     CLONE_FIELD_NUMBER: builtins.int
+    RELAY_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The coordinator's software version."""
     coordinator: builtins.str
@@ -408,6 +441,10 @@ class Welcome(google.protobuf.message.Message):
     """The coordinator's identity certificate (PEM), with which it signs receipts; empty if it has none."""
     revocations: builtins.bytes
     """The list of what the root has revoked (a CRL as PEM), signed by the root and numbered; empty if there is none."""
+    relay: builtins.bytes
+    """The identity certificate (PEM) of the relay that handed the welcome on, with which it signs what it holds;
+    empty from the coordinator itself.
+    """
     @property
     def clone(self) -> global___CloneSeen:
         """Absent as long as nobody else has come with the silo's certificate."""
@@ -422,9 +459,10 @@ class Welcome(google.protobuf.message.Message):
         identity: builtins.bytes = ...,
         revocations: builtins.bytes = ...,
         clone: global___CloneSeen | None = ...,
+        relay: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["clone", b"clone"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "clone", b"clone", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "identity", b"identity", "revocations", b"revocations", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "clone", b"clone", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "identity", b"identity", "relay", b"relay", "revocations", b"revocations", "version", b"version"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -1040,6 +1078,10 @@ class UploadReceipt(google.protobuf.message.Message):
         """The step is over; the agent may delete the update."""
         REJECTED: UploadReceipt._Status.ValueType  # 4
         """The update cannot be used; `reason` says why. The agent must not send it again."""
+        HELD: UploadReceipt._Status.ValueType  # 5
+        """A relay has the update durably and hands it on; signed by the relay. The agent asks again for what becomes
+        of it.
+        """
 
     class Status(_Status, metaclass=_StatusEnumTypeWrapper): ...
     STATUS_UNSPECIFIED: UploadReceipt.Status.ValueType  # 0
@@ -1051,6 +1093,10 @@ class UploadReceipt(google.protobuf.message.Message):
     """The step is over; the agent may delete the update."""
     REJECTED: UploadReceipt.Status.ValueType  # 4
     """The update cannot be used; `reason` says why. The agent must not send it again."""
+    HELD: UploadReceipt.Status.ValueType  # 5
+    """A relay has the update durably and hands it on; signed by the relay. The agent asks again for what becomes
+    of it.
+    """
 
     STATUS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int

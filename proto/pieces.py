@@ -94,15 +94,18 @@ def agents_stub(channel: grpc.aio.Channel) -> agent_pb2_grpc.AgentsAsyncStub:
 class PieceHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """The methods that move artifacts. To be added to a server before the generated handlers."""
 
-    def __init__(self, agents: Any, operators: Any) -> None:
+    def __init__(self, agents: Any, operators: Any = None) -> None:
         request = common_pb2.DownloadRequest.FromString
         self._methods = {
             _DOWNLOAD: grpc.unary_stream_rpc_method_handler(agents.Download, request, chunk_frame),
-            _GET_ARTIFACT: grpc.unary_stream_rpc_method_handler(operators.GetArtifact, request, chunk_frame),
             _UPLOAD: grpc.stream_unary_rpc_method_handler(
                 agents.Upload, read_part, agent_pb2.UploadReceipt.SerializeToString
             ),
         }
+        if operators is not None:
+            self._methods[_GET_ARTIFACT] = grpc.unary_stream_rpc_method_handler(
+                operators.GetArtifact, request, chunk_frame
+            )
 
     @override
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:

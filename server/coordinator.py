@@ -24,7 +24,7 @@ from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
 from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
-from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc
+from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc, relay_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.clock import steady_time, watch_clock
@@ -41,6 +41,7 @@ from roundtable.server.operations.populations import Populations
 from roundtable.server.services.agents import AgentService
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.operators import OperatorService
+from roundtable.server.services.relays import RelayService
 from roundtable.server.services.security import Security
 from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.storing import Storing
@@ -123,6 +124,7 @@ class Coordinator:
             task.cancel()
         if self._server is not None:
             self._sessions.end_all()
+            self._relays.end_all()
             self.jobs.announce_stop()
             await self._server.stop(STOP_SECONDS)
             await self.jobs.stop()
@@ -244,6 +246,7 @@ class Coordinator:
         agents = AgentService(
             self.jobs, uploads, services, self._transfer, version, credentials.ca, security, logs, reports
         )
+        self._relays = RelayService(agents, services, security, version)
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
         operators = OperatorService(
             self.jobs,
@@ -260,6 +263,7 @@ class Coordinator:
         server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)
         operator_pb2_grpc.add_OperatorsServicer_to_server(operators, server)
+        relay_pb2_grpc.add_RelaysServicer_to_server(self._relays, server)
         security.add_services(server)
         self.port = security.listen(server, self._leadership.listen)
         return server

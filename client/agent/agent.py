@@ -23,8 +23,8 @@ from roundtable.client.agent.connection import (
     open_channel,
 )
 from roundtable.client.agent.coordinator_memory import MEMORY_FILE, CoordinatorMemory
-from roundtable.client.agent.first_contact import check_first_contact
-from roundtable.client.agent.installation import CloneMemory, Installation
+from roundtable.client.agent.first_contact import check_first_contact, check_role
+from roundtable.client.agent.installation import CloneMemory, Installation, passage
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.renewal import keep_renewed
 from roundtable.client.agent.secure_attempts import certificate_of
@@ -45,7 +45,7 @@ from roundtable.client.worker.rehearsals import rehearsing
 from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
-from roundtable.core.identity.credentials import Credentials, load_credentials
+from roundtable.core.identity.credentials import load_credentials
 from roundtable.core.identity.lifetimes import Lifetimes
 from roundtable.core.observability.log_levels import Verbosity
 from roundtable.core.observability.logs import belongs_to, requesting
@@ -128,7 +128,7 @@ class Agent:
         """
         tune_for_transfers()
         identity = load_credentials(self._config.credentials)
-        _check_role(identity)
+        check_role(identity)
         belongs_to(lambda: {"silo": identity.name})
         choose_device(self._config.device)
         with locked(self._config.state):
@@ -214,13 +214,14 @@ class Agent:
                     self._installation.public_key,
                     drained.reason if (drained := self._drained) else None,
                     capacity_of(config),
+                    passage(config.credentials, config.relay, self._installation),
                 )
                 welcome = await session.greet(greeting, self._installation.prove)
                 self._connected(welcome, name)
                 handler.meet(welcome.clock)
                 for message in self._memory.meet(welcome.coordinator):
                     handler.handle(message)
-                handler.gate.meet(welcome.identity)
+                handler.gate.meet(welcome.identity, welcome.relay)
                 handler.gate.revocations.learn(welcome.revocations)
                 self._clones.hear(welcome.clone)
                 backoff.reset()
@@ -229,6 +230,9 @@ class Agent:
                     if isinstance(message, incoming.StepInstruction) and self._declined(message, link):
                         return
                     self._memory.note(message)
+                    if isinstance(message, incoming.Challenge):
+                        # The relay's own connection was made anew.
+                        link.send(outgoing.proof(self._installation.prove(message.nonce)))
                     if isinstance(message, incoming.RevocationNews):
                         handler.gate.revocations.learn(message.revocations)
                     if isinstance(message, incoming.CloneNews):
@@ -390,11 +394,3 @@ async def _run(config: AgentConfig, agent: Agent, verbosity: Verbosity) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     return 130 if signal.SIGINT in received else 0
-
-
-def _check_role(identity: Credentials) -> None:
-    if identity.role != "agent":
-        raise IdentityError(
-            f"the certificate of {identity.name!r} is one of an {identity.role}; an agent needs one with the "
-            "role agent: make it with `roundtable ca issue --role agent`"
-        )

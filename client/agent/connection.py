@@ -99,7 +99,7 @@ class Link:
         self._up.clear()
 
 
-_PASSING = {
+PASSING = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
@@ -110,6 +110,7 @@ _PASSING = {
     grpc.StatusCode.DATA_LOSS,
     grpc.StatusCode.OUT_OF_RANGE,
 }
+"""What a call may end with and be made again."""
 
 _UNTOLD = "Internal error from Core"
 """What grpc.aio makes of every status that arrives in the moment of a write."""
@@ -127,7 +128,7 @@ def calling(what: str) -> Iterator[None]:
             _log.debug("calls the coordinator; if that fails, %s", what)
             yield
     except grpc.aio.AioRpcError as error:
-        kind = UnavailableError if error.code() in _PASSING else ProtocolError
+        kind = UnavailableError if error.code() in PASSING else ProtocolError
         said = f"{error.details()} ({error.code().name}, request {identifier})"
         raise kind(f"{what}: {said}") from error
     except grpc.aio.UsageError as error:

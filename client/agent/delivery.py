@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,16 @@ _ASKED_AT_MOST = 20
 class Delivery:
     """Delivers updates from the spool, however often the connection breaks."""
 
-    def __init__(self, link: Link, spool: Spool, reporter: StepReporter, sign: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        link: Link,
+        spool: Spool,
+        reporter: StepReporter,
+        sign: Callable[[Any], Any],
+        held: Callable[[Finished, Receipt], Awaitable[None]],
+    ) -> None:
+        """`held` notes that a relay has an update, whose receipt is still to come."""
+        self._held = held
         self._link = link
         self._spool = spool
         self._reporter = reporter
@@ -70,7 +79,9 @@ class Delivery:
                     state = await stub.UploadStatus(
                         self._sign(header_of(finished)), metadata=request_metadata()
                     )
-                return upload_state_of(state, finished.size).receipt
+                found = upload_state_of(state, finished.size).receipt
+                if found is None or found.status != "held":
+                    return found
             except UnavailableError as error:
                 _log.info("%s: %s", finished.step, error)
             except ProtocolError as error:
@@ -113,12 +124,13 @@ class Delivery:
 
     async def _send(self, finished: Finished, ask: bool) -> Receipt:
         step, backoff, place = finished.step, Backoff(), self._spool.bytes_of(finished.step)
+        held = False
         while True:
             stub = await self._link.stub()
             self._reporter.transferred(step, "uploading", 0, finished.size)
             try:
                 with calling("the upload broke off"):
-                    return await upload(
+                    receipt = await upload(
                         stub,
                         finished,
                         place,
@@ -126,6 +138,12 @@ class Delivery:
                         header=lambda update, offset: self._sign(header_of(update, offset)),
                         ask=ask,
                     )
+                if receipt.status != "held":
+                    return receipt
+                if not held:
+                    _log.info("%s: the relay has the update and hands it on", step, extra=about(step))
+                    await self._held(finished, receipt)
+                held = True
             except UnavailableError as error:
                 _log.info("%s: the upload is resumed: %s", step, error, extra=about(step))
                 if _damaged(error) and await asyncio.to_thread(digest_of, place) != finished.digest:
@@ -162,13 +180,16 @@ async def upload(
         if state.receipt is not None:
             return state.receipt
         offset = state.offset
-    parts: Any = _parts(update, source, offset, sent, header(update, offset))
+    parts: Any = parts_of(update, source, offset, sent, header(update, offset))
     receipt = receipt_of(await stub.Upload(parts, metadata=request_metadata()))
     failpoint("receipt_here", update.step.round, update.step.phase)
     return receipt
 
 
-async def _parts(update: Finished, source: Path, offset: int, sent: Sent, header: Any) -> AsyncIterator[Any]:
+async def parts_of(
+    update: Finished, source: Path, offset: int, sent: Sent, header: Any
+) -> AsyncIterator[Any]:
+    """An upload from an offset onwards: its header, then its bytes."""
     yield header
     with source.open("rb") as file:
         file.seek(offset)

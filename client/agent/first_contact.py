@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from roundtable.core.errors import IdentityError, ProtocolError, RoundtableError, UnavailableError
+from roundtable.core.identity.credentials import Credentials
 from roundtable.core.identity.handshake import check_connection, split_address
 
 _log = logging.getLogger("roundtable.agent")
@@ -49,3 +50,12 @@ def _exists(address: str) -> bool:
     except socket.gaierror as error:
         return error.errno == socket.EAI_AGAIN
     return True
+
+
+def check_role(identity: Credentials) -> None:
+    """IdentityError unless these are an agent's credentials."""
+    if identity.role != "agent":
+        raise IdentityError(
+            f"the certificate of {identity.name!r} is one of an {identity.role}; an agent needs one with the "
+            "role agent: make it with `roundtable ca issue --role agent`"
+        )

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.silo_log import NAME, SiloLog
@@ -52,10 +52,13 @@ class Gatekeeper:
         self.recent = RecentLines(name, config.diagnostics.log_lines)
         self.revocations = Revocations(config.credentials, config.state)
         self._coordinator = b""
+        self._relay = b""
 
-    def meet(self, identity: bytes) -> None:
-        """The certificate of the identity under which the coordinator signs, and jobs are signed for."""
+    def meet(self, identity: bytes, relay: bytes = b"") -> None:
+        """The certificate of the identity under which the coordinator signs, and jobs are signed for; and
+        that of the relay in between, if there is one."""
         self._coordinator = identity
+        self._relay = relay
 
     def admit(self, step: StepKey, instruction: StepInstruction, job: JobConfig) -> str:
         """The silo's own code for the step; WorkFailed with every reason why the silo does not do it."""
@@ -167,13 +170,29 @@ class Gatekeeper:
         wrong = {"problem": problem} if problem else {}
         self.silo_log.note("coordinator", "receipt", step.job, **values, signed=not problem, **proof, **wrong)
 
-    def _problem_of(self, values: Mapping[str, Any], signature: bytes) -> str:
-        if not signature or not self._coordinator:
+    def held(self, finished: Finished, receipt: Receipt) -> None:
+        """Notes that the relay has the update, as it signed that; the coordinator's word is still to come."""
+        values = receipt_statement(self.name, finished.step, finished.content, receipt)
+        problem = self._problem_of(values, receipt.signature, "relay")
+        if problem:
+            _log.error("%s: the relay's receipt does not hold: %s", finished.step, problem)
+        proof = {"signature": receipt.signature.hex(), "certificate": self._relay.decode()}
+        wrong = {"problem": problem} if problem else {}
+        self.silo_log.note("relay", "held", finished.step.job, **values, signed=not problem, **proof, **wrong)
+
+    def _problem_of(
+        self,
+        values: Mapping[str, Any],
+        signature: bytes,
+        role: Literal["coordinator", "relay"] = "coordinator",
+    ) -> str:
+        shown = self._relay if role == "relay" else self._coordinator
+        if not signature or not shown:
             return "it has no signature"
         try:
             ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
-            verify(self._coordinator, ca, "coordinator", "receipt", values, signature)
-            self.revocations.check(self._coordinator, "the coordinator's identity")
+            verify(shown, ca, role, "receipt", values, signature)
+            self.revocations.check(shown, f"the {role}'s identity")
         except IdentityError as error:
             return str(error)
         return ""

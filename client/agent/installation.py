@@ -19,8 +19,13 @@ from roundtable.client.durable_files import replace_synced
 from roundtable.core.errors import IdentityError, ResourceError
 from roundtable.core.foreign_text import printable
 from roundtable.core.identity import certificates as x
-from roundtable.core.identity.credentials import NODE_CERTIFICATE, SiloIdentity
-from roundtable.core.identity.signing import sign
+from roundtable.core.identity.credentials import (
+    NODE_CERTIFICATE,
+    SiloIdentity,
+    identity_of,
+    load_silo_identity,
+)
+from roundtable.core.identity.signing import passage_values, sign
 
 _log = logging.getLogger("roundtable.agent")
 KEY_FILE = "installation.key"
@@ -54,6 +59,18 @@ class Installation:
         """The signature that the coordinator asks for."""
         values = {"nonce": nonce.hex(), "name": self._name}
         return sign(SiloIdentity(b"", self._key), "installation", values)
+
+
+def passage(credentials: Path, relay: str, installation: Installation) -> tuple[str, bytes] | None:
+    """The silo's word that this relay may speak for it; None where no relay is named.
+
+    IdentityError for credentials without a signing identity.
+    """
+    if not relay:
+        return None
+    identity = load_silo_identity(credentials)
+    name = identity_of(identity.certificate)[0]
+    return relay, sign(identity, "passage", passage_values(name, relay, installation.public_key))
 
 
 class CloneMemory:

@@ -82,7 +82,11 @@ def renewal_request(folder: Path) -> agent_pb2.RenewRequest:
     now = time.time()
     signature = sign(identity, "renewal", renewal_values(requests.node, requests.identity, now))
     return agent_pb2.RenewRequest(
-        requests=requests, identity=identity.certificate, time=now, signature=signature
+        requests=requests,
+        identity=identity.certificate,
+        time=now,
+        signature=signature,
+        node=x.read(folder / NODE_CERTIFICATE),
     )
 
 

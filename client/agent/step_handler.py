@@ -33,7 +33,7 @@ from roundtable.client.agent.spool import Finished, Spool
 from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.agent.step_worker import StepWorker
 from roundtable.client.door import incoming, outgoing
-from roundtable.client.door.incoming import ExchangeWork, StepInstruction
+from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstruction
 from roundtable.client.durable_files import explained
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.policy.config import AgentConfig
@@ -77,7 +77,7 @@ class StepHandler:
         self._answers: OrderedDict[StepKey, outgoing.FromAgent] = OrderedDict()
         self._reporter = StepReporter(link, observer)
         self._report = self._reporter.report
-        self._delivery = Delivery(link, spool, self._reporter, self.gate.sign_update)
+        self._delivery = Delivery(link, spool, self._reporter, self.gate.sign_update, self._held)
         self._worker = StepWorker(
             gate=self.gate,
             ledger=ledger,
@@ -278,6 +278,9 @@ class StepHandler:
             self._delivery.delivered(finished)
         else:
             self._spool.remove(step)
+
+    async def _held(self, finished: Finished, receipt: Receipt) -> None:
+        await self._noted(finished.step, partial(self.gate.held, finished, receipt))
 
     def _train_again(self, step: StepKey, error: TransferError) -> None:
         """Trains once more for an update damaged on this disk; fails where the order is not known."""

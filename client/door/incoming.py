@@ -29,20 +29,21 @@ _ADDRESS_CHARACTERS = 100
 _MOST_IDENTITIES = 100_000
 _SHOWN_STEP = 128
 
-Status = Literal["unspecified", "accepted", "duplicate", "stale", "rejected"]
+Status = Literal["unspecified", "accepted", "duplicate", "stale", "rejected", "held"]
 STATUSES: dict[agent_pb2.UploadReceipt.Status.ValueType, Status] = {
     agent_pb2.UploadReceipt.STATUS_UNSPECIFIED: "unspecified",
     agent_pb2.UploadReceipt.ACCEPTED: "accepted",
     agent_pb2.UploadReceipt.DUPLICATE: "duplicate",
     agent_pb2.UploadReceipt.STALE: "stale",
     agent_pb2.UploadReceipt.REJECTED: "rejected",
+    agent_pb2.UploadReceipt.HELD: "held",
 }
 
 
 @dataclass(frozen=True)
 class CloneNews:
-    """Somebody else came with this silo's certificate and was refused: when by the coordinator's clock, and
-    the address that it saw, fit to be shown."""
+    """Somebody else came with this silo's certificate and was refused: when, and from where, as the
+    coordinator saw it."""
 
     time: float
     address: str
@@ -50,7 +51,8 @@ class CloneNews:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The coordinator's introduction; `heartbeat` in seconds, `clock` in Unix time."""
+    """The coordinator's introduction; `heartbeat` in seconds, `clock` in Unix time, `relay` the identity
+    certificate (PEM) of the relay that handed it on, if one did."""
 
     coordinator: str
     heartbeat: float
@@ -58,6 +60,7 @@ class Welcome:
     identity: bytes
     revocations: bytes
     clone: CloneNews | None = None
+    relay: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,7 @@ class StepInstruction:
 
 @dataclass(frozen=True)
 class Withdrawal:
-    """A step that no longer matters; without a step the whole job is over, since `ended` by the clock of the
-    coordinator."""
+    """A step that no longer matters; without one the job is over, since `ended` (its clock)."""
 
     job: str
     step: StepKey | None
@@ -186,8 +188,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class BadMessage:
-    """A message that is refused as a whole. `step` repeats what an instruction named, cut and unchecked: only
-    the refusal that goes back to the coordinator may hold it."""
+    """A message that is refused as a whole. `step` is what it named, unchecked, to be refused."""
 
     reason: str
     step: StepKey | None = None
@@ -283,6 +284,7 @@ def _welcome(message: agent_pb2.ToAgent) -> Welcome:
         bounds.bounded(welcome.identity, bounds.CERTIFICATE_BYTES, "the coordinator's certificate"),
         bounds.bounded(welcome.revocations, MAX_MESSAGE_BYTES, "the revocation list"),
         _clone(welcome.clone) if welcome.HasField("clone") else None,
+        bounds.bounded(welcome.relay, bounds.CERTIFICATE_BYTES, "the relay's certificate"),
     )
 
 

@@ -76,11 +76,12 @@ def hello(
     installation: bytes = b"",
     drained: str | None = None,
     capacity: SiloCapacity | None = None,
+    passage: tuple[str, bytes] | None = None,
 ) -> FromAgent:
     """What the agent says of itself; `seen` is (round, attempt) by job, at the `coordinator` of before.
 
     `installation` is the public key of this installation of the agent, `drained` why the silo takes no new
-    rounds; None where it does.
+    rounds; None where it does. `passage` names the relay that may speak for the silo, with its signature.
     """
     return FromAgent(
         hello=agent_pb2.Hello(
@@ -96,6 +97,7 @@ def hello(
             installation=installation,
             maintenance=_maintenance(drained),
             capacity=agent_pb2.Capacity(**capacity._asdict()) if capacity else None,
+            passage=agent_pb2.Passage(relay=passage[0], signature=passage[1]) if passage else None,
             seen=[
                 common_pb2.Step(job=job, round=round, attempt=attempt)
                 for job, (round, attempt) in (seen or {}).items()

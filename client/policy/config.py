@@ -40,7 +40,8 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable
 from roundtable.client.policy.rules import Rules
 from roundtable.client.policy.sharing_tables import DiagnosticsTable, LogSharingTable
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, IdentityError
+from roundtable.core.identity.credentials import check_name
 from roundtable.core.identity.handshake import split_address
 from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel, LogLevels
 from roundtable.core.observability.logs import LogFormat
@@ -80,6 +81,10 @@ class AgentTable(Table):
     coordinator: str = Field(description="host:port of the coordinator")
     standbys: list[str] = Field(
         default_factory=list, description="host:port of coordinators that take its place when it fails"
+    )
+    relay: str = Field(
+        "",
+        description="the relay that may speak for this silo, where `coordinator` is the address of one",
     )
     credentials: str = Field("credentials", description="folder with ca.crt, node.crt and node.key")
     state: str = Field("state", description="folder for models, finished updates and local state")
@@ -130,6 +135,16 @@ class AgentTable(Table):
             raise ValueError("max_gpus = 0 allows no GPU, and [cluster] backend is 'nccl'")
         return value
 
+    @field_validator("relay")
+    @classmethod
+    def _party(cls, value: str) -> str:
+        try:
+            if value:
+                check_name(value)
+        except IdentityError as error:
+            raise ValueError(str(error)) from None
+        return value
+
     @field_validator("metrics")
     @classmethod
     def _port(cls, value: str) -> str:
@@ -171,6 +186,7 @@ class AgentConfig:
     cluster: ClusterTable | None = None
     folder: Path = field(default_factory=Path.cwd)
     standbys: tuple[str, ...] = ()
+    relay: str = ""
     task_tables: Mapping[str, TaskTable] = field(default_factory=dict)
     metrics: str = ""
     log_format: LogFormat = "console"
@@ -223,6 +239,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         cluster=table.cluster,
         folder=folder,
         standbys=tuple(table.standbys),
+        relay=table.relay,
         metrics=table.metrics,
         log_format=table.log_format,
         log_levels=table.log_levels,

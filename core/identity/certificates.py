@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -62,13 +62,13 @@ def for_authority(
 
 
 def for_node(
-    certificate: x509.CertificateBuilder, purpose: ObjectIdentifier, hosts: Iterable[str] = ()
+    certificate: x509.CertificateBuilder, purposes: Sequence[ObjectIdentifier], hosts: Iterable[str] = ()
 ) -> x509.CertificateBuilder:
     """Lets it authenticate and sign, and nothing else."""
     certificate = certificate.add_extension(
         x509.BasicConstraints(ca=False, path_length=None), critical=True
     ).add_extension(_key_usage(ca=False), critical=True)
-    certificate = _for_purposes(certificate, [purpose])
+    certificate = _for_purposes(certificate, purposes)
     names = [_general_name(host) for host in hosts]
     return (
         certificate.add_extension(x509.SubjectAlternativeName(names), critical=False)

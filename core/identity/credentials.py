@@ -32,8 +32,10 @@ from cryptography.x509.oid import NameOID
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity import certificates as x
 
-Role = Literal["coordinator", "agent", "viewer", "data-scientist", "operator", "admin"]
+Role = Literal["coordinator", "relay", "agent", "viewer", "data-scientist", "operator", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
+SERVING: tuple[Role, ...] = ("coordinator", "relay")
+"""What agents connect to."""
 OPERATOR_ROLES: tuple[Role, ...] = ("viewer", "data-scientist", "operator", "admin")
 
 CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
@@ -110,12 +112,12 @@ class Authority:
         start: datetime | None = None,
     ) -> bytes:
         """A certificate of that key, PEM, with what a verifier needs to get from it to the root."""
-        purpose = x.SERVER if role == "coordinator" else x.CLIENT
+        purposes = {"coordinator": (x.SERVER,), "relay": (x.SERVER, x.CLIENT)}.get(role, (x.CLIENT,))
         own = self.key.public_key()
         made = x.builder(
             x.subject(name, role), self.certificate.subject, key, own, start or datetime.now(UTC), days
         )
-        return x.pem_of(x.for_node(made, purpose, hosts).sign(self.key, hashes.SHA256())) + self.chain
+        return x.pem_of(x.for_node(made, purposes, hosts).sign(self.key, hashes.SHA256())) + self.chain
 
 
 def create_ca(
@@ -158,8 +160,8 @@ def issue(
 ) -> Path:
     """Makes a key and a certificate for `name` in `out_folder`, and returns that folder.
 
-    `hosts` are the DNS names and IP addresses under which agents reach a coordinator: it needs at
-    least one, the other roles need none. With `enrols` the coordinator gets the issuing key too.
+    `hosts` are the DNS names and IP addresses under which agents reach a coordinator or a relay: it needs
+    at least one, the other roles need none. With `enrols` the coordinator gets the issuing key too.
     """
     hosts = tuple(hosts)
     _check_wish(name, role, hosts, enrols)
@@ -298,6 +300,16 @@ def verify_identity(
     return name, key.public_bytes_raw()
 
 
+def check_node(pem: bytes, ca: bytes, name: str) -> None:
+    """IdentityError unless this is a node certificate of the agent `name`, in force: no TLS has."""
+    chain, now = x.certificates_in(pem, "the node certificate"), datetime.now(UTC)
+    if check_chain(chain, x.certificates_in(ca, CA_CERTIFICATE), now) is None:
+        raise IdentityError(f"the node certificate of {name!r} was not issued by the authority here")
+    x.check_time(chain[0], f"the node certificate of {name!r}", now)
+    if _stated(chain[0]) != (name, "agent"):
+        raise IdentityError(f"the node certificate that {name!r} shows is another party's")
+
+
 def fingerprint_of(pem: bytes) -> bytes:
     """SHA-256 of the first certificate in a PEM text: what an invitation pins."""
     return x.certificates_in(pem, CA_CERTIFICATE)[0].fingerprint(hashes.SHA256())
@@ -317,9 +329,9 @@ def _check_wish(name: str, role: Role, hosts: Sequence[str], enrols: bool) -> No
     if role not in ROLES:
         raise IdentityError(f"unknown role {role!r}; use one of {', '.join(ROLES)}")
     check_name(name)
-    if role == "coordinator" and not hosts:
+    if role in SERVING and not hosts:
         raise IdentityError(
-            f"the coordinator {name!r} needs the host names or addresses under which agents reach it; "
+            f"the {role} {name!r} needs the host names or addresses under which agents reach it; "
             "name each with --host"
         )
     if enrols and role != "coordinator":

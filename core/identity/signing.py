@@ -13,6 +13,7 @@ purpose is none for another. The purposes:
     backup      what a coordinator's backup holds
     renewal     a silo's request for new certificates of its keys
     installation  which installation of an agent says hello
+    passage     a silo's word that a relay may speak for this installation of it
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ Purpose = Literal[
     "backup",
     "renewal",
     "installation",
+    "passage",
 ]
 
 
@@ -86,6 +88,11 @@ def job_values(
 def renewal_values(node: bytes, identity: bytes, time: float) -> dict[str, str | float]:
     """What a silo signs to have both its certificates renewed: the two requests, now."""
     return {"node": blake3(node).hexdigest(), "identity": blake3(identity).hexdigest(), "time": time}
+
+
+def passage_values(silo: str, relay: str, installation: bytes) -> dict[str, str]:
+    """What a silo signs to be served by a relay: both names, and the public key of its installation."""
+    return {"silo": silo, "relay": relay, "installation": installation.hex()}
 
 
 def sign(identity: SiloIdentity, purpose: Purpose, values: Mapping[str, Any]) -> bytes:

@@ -294,7 +294,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Withdraw": _of(Tells.PUBLIC, "step reason ended"),
     "UploadReceipt": _of(Tells.PUBLIC, "status reason time signature sealed sealed_hash"),
     "UploadState": _of(Tells.PUBLIC, "offset wanted receipt"),
-    "Welcome": _of(Tells.PUBLIC, "version coordinator heartbeat_seconds clock identity revocations clone"),
+    "Welcome": _of(
+        Tells.PUBLIC, "version coordinator heartbeat_seconds clock identity revocations clone relay"
+    ),
     # Of the silo's own credentials, to the holder of its installation's key.
     "CloneSeen": _of(Tells.PUBLIC, "time address"),
     "Refused": _of(Tells.PUBLIC, "reason"),
@@ -304,8 +306,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Hello": _of(
         Tells.PUBLIC,
         "version protocol tasks metadata devices clock spooled identity coordinator seen installation "
-        "maintenance capacity",
+        "maintenance capacity passage",
     ),
+    "Passage": _of(Tells.PUBLIC, "relay signature"),
     "Capacity": _of(Tells.PUBLIC, "jobs gpus memory"),
     # A person at the silo decides, and writes the reason.
     "Maintenance": _of(Tells.PUBLIC, "drained reason"),

@@ -30,11 +30,12 @@ from roundtable.core import errors
 from roundtable.core.bounds import is_word
 from roundtable.core.foreign_text import printable
 from roundtable.core.observability.logs import REQUEST_KEY, requesting
-from roundtable.server.auth.audit import AuditLog
+from roundtable.server.auth.audit import AccessNotes
 from roundtable.server.auth.permissions import CALLERS, Permission, permission_of
-from roundtable.server.auth.principals import NOBODY, Principal, Principals, credential_of
+from roundtable.server.auth.principals import NOBODY, CertifiedCallers, Principal, credential_of
 from roundtable.server.auth.quotas import Quotas
 from roundtable.server.auth.rate_limit import Lockouts, RateLimit, WrongSecret
+from roundtable.server.auth.relayed import SILO_KEY, RelayedSilos
 from roundtable.server.store.trust_rows import Party
 
 log = logging.getLogger("roundtable.server.auth.access")
@@ -93,13 +94,15 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(
         self,
-        principals: Principals,
-        audit: AuditLog,
+        principals: CertifiedCallers,
+        audit: AccessNotes,
         lockouts: Lockouts,
         quotas: Quotas,
         clock: Callable[[], float],
+        relayed: RelayedSilos,
     ) -> None:
         self._principals = principals
+        self._relayed = relayed
         self._audit = audit
         self._lockouts = lockouts
         self._quotas = quotas
@@ -131,6 +134,19 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         for task in tasks:
             self._end(task)
         return len(tasks)
+
+    @contextmanager
+    def relayed(self, who: Principal) -> Iterator[None]:
+        """The current task is a stream of this party that comes by a relay; it can be cut as a call can."""
+        _principal.set(who)
+        with self._running(who, streams=True):
+            yield
+
+    def has_cut(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether `cut` has cancelled a task, or what its caller has shown has ended; says so once."""
+        found = task in self._cut
+        self._cut.discard(cast("asyncio.Task[Any]", task))
+        return found
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._cut.add(task)
@@ -208,7 +224,9 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             raise errors.IdentityError("this coordinator speaks TLS 1.3 only; use a newer TLS library")
         if shown := known.get("x509_pem_cert"):
             # What it builds upon follows: the issuing authority may be revoked too.
-            return self._principals.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
+            who = self._principals.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
+            silo = _metadata(context, SILO_KEY) if who.role == "relay" else ""
+            return self._relayed.caller(who.name, silo) if silo else who
         if not (bearer := _bearer(context)):
             return NOBODY
         credential = credential_of(bearer)
@@ -237,9 +255,8 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     async def _cancelled(self, context: Context, who: Principal) -> None:
         """Tells a caller that `cut` has ended the call; one that the caller ended itself needs no answer."""
         task = asyncio.current_task()
-        if task not in self._cut:
+        if task is None or not self.has_cut(task):
             raise asyncio.CancelledError
-        self._cut.discard(task)
         task.uncancel()
         # A message may be on its way to the socket, and gRPC takes no status beside it. Who reads nothing
         # more gets no status either, and no more of anything else.
@@ -345,9 +362,14 @@ def _unreadable(name: str) -> Refusal:
 
 def _identifier(context: Context) -> str:
     """The identifier that the caller has given the call; empty where there is none that could be logged."""
+    return _metadata(context, REQUEST_KEY)[:_REQUEST]
+
+
+def _metadata(context: Context, wanted: str) -> str:
+    """An identifier in the call's metadata; empty where there is none."""
     for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_KEY and isinstance(value, str) and is_word(value):
-            return value[:_REQUEST]
+        if key == wanted and isinstance(value, str) and is_word(value):
+            return value
     return ""
 
 

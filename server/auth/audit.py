@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy.engine import Connection
 
@@ -31,6 +31,16 @@ OWN_AT_ONCE, OWN_A_SECOND = 10.0, 60 / 3600
 """Of one actor at one address: nobody crowds out what others were refused."""
 PAGE = 500
 LAST = 2**31 - 1
+
+
+class AccessNotes(Protocol):
+    """Where calls that change something, and refusals, are written down."""
+
+    async def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:
+        """Appends an entry; it is durable when this returns."""
+
+    def refused(self, actor: str, action: str, reason: str, source: str) -> None:
+        """Remembers a refusal."""
 
 
 class AuditLog:

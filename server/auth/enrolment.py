@@ -23,6 +23,7 @@ from roundtable.core.identity.credentials import (
     ISSUING_KEY,
     Authority,
     check_name,
+    check_node,
     fingerprint_of,
     verify_identity,
 )
@@ -119,6 +120,8 @@ class Enrolment:
         """IdentityError unless who asks holds the keys of both certificates that the silo has."""
         holder, key = verify_identity(request.identity, self._authority)
         self._principals.of_certificate(request.identity)
+        if shown == request.node:
+            check_node(shown, self._authority, name)
         node = x.certificates_in(shown, "the connection's certificate")[0].public_key()
         same = x.public_bytes(keys.node) == x.public_bytes(node) and x.raw_bytes(keys.identity) == key
         if holder != name or not same:

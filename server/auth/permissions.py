@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from roundtable.core.identity.credentials import OPERATOR_ROLES, Role
 
-Caller = Literal["nobody", "agent", "viewer", "data-scientist", "operator", "admin", "coordinator"]
+Caller = Literal["nobody", "agent", "relay", "viewer", "data-scientist", "operator", "admin", "coordinator"]
 CALLERS: tuple[Caller, ...] = get_args(Caller)
 
 
@@ -37,10 +37,12 @@ _ANYBODY = Permission(frozenset(CALLERS))
 
 PERMISSIONS: dict[str, Permission] = {
     "Agents/Connect": Permission(frozenset(["agent"]), cost=20.0),
-    "Agents/Download": _AGENTS,
+    # Of a relay: what one of its silos may read. Other calls it makes as the silo that it names.
+    "Agents/Download": Permission(frozenset(["agent", "relay"])),
     "Agents/UploadStatus": _AGENTS,
     "Agents/Upload": _AGENTS,
     "Agents/Renew": Permission(frozenset(["agent"]), cost=50.0),
+    "Relays/Trunk": Permission(frozenset(["relay"]), cost=20.0),
     "Enrolment/Authority": _ANYBODY,
     "Enrolment/Enroll": _ANYBODY,
     "Operators/Status": _from("viewer"),
@@ -82,7 +84,7 @@ PERMISSIONS: dict[str, Permission] = {
 """Service and method, without the package `roundtable.v1`."""
 
 
-RANKS: tuple[Role, ...] = ("agent", *OPERATOR_ROLES)
+RANKS: tuple[Role, ...] = ("agent", "relay", *OPERATOR_ROLES)
 """Who may revoke whom: only who stands further on."""
 
 

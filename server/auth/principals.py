@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from cryptography import x509
+from typing_extensions import override
 
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity import certificates as x
@@ -28,7 +29,7 @@ from roundtable.server.store import trust_rows as store
 log = logging.getLogger("roundtable.server.auth.principals")
 
 UNKNOWN_TOKEN = "this token is not known here"
-Source = Literal["certificate", "token", "oidc", "none"]
+Source = Literal["certificate", "relay", "token", "oidc", "none"]
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,11 @@ def label_of(role: str, name: str) -> str:
 NOBODY = Principal("nobody", "nobody", "none")
 
 
-class Principals:
-    """Identifies callers. What is revoked is kept in memory, read from the database and `crl.pem`."""
+class CertifiedCallers:
+    """Identifies callers by certificates that TLS has verified; what is revoked is read from `crl.pem`."""
 
-    def __init__(
-        self,
-        database: Database,
-        folder: Path,
-        authority: bytes,
-        clock: Callable[[], float],
-        provider: Provider | None = None,
-    ) -> None:
-        self._database = database
+    def __init__(self, folder: Path, authority: bytes, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._provider = provider
         self._roots = x.certificates_in(authority, "ca.crt")
         self._crl = folder / CRL
         self._crl_read = 0.0
@@ -92,14 +84,16 @@ class Principals:
         """Reads what is revoked.
 
         IdentityError for a list that the authority has not signed, or that is older than the one before. A
-        list that is gone counts until the coordinator is started again.
+        list that is gone counts until the process is started again.
         """
-        self._revoked = await self._database.read(store.revoked_parties)
         modified = self._crl.stat().st_mtime if self._crl.exists() else 0.0
         if modified not in (0.0, self._crl_read):
-            fresh = parse_list(x.read(self._crl), self._roots, self._crl)
-            self._listed = newer(fresh, self._listed, self._crl)
+            self.learn(x.read(self._crl), self._crl)
             self._crl_read = modified
+
+    def learn(self, pem: bytes, source: Path | str) -> None:
+        """Takes a list from elsewhere; IdentityError as for `refresh`."""
+        self._listed = newer(parse_list(pem, self._roots, source), self._listed, source)
 
     def of_certificate(self, pem: bytes) -> Principal:
         """The holder of a certificate that TLS has verified; IdentityError if void or too weak for the role.
@@ -126,6 +120,31 @@ class Principals:
 
     async def of_bearer(self, text: str) -> Principal:
         """The holder of a token; WrongSecret for one that is not valid, without saying why."""
+        raise WrongSecret(f"{UNKNOWN_TOKEN}: show it to the coordinator")
+
+
+class Principals(CertifiedCallers):
+    """Takes tokens too; what is revoked is kept in memory, read from the database and `crl.pem`."""
+
+    def __init__(
+        self,
+        database: Database,
+        folder: Path,
+        authority: bytes,
+        clock: Callable[[], float],
+        provider: Provider | None = None,
+    ) -> None:
+        super().__init__(folder, authority, clock)
+        self._database = database
+        self._provider = provider
+
+    @override
+    async def refresh(self) -> None:
+        self._revoked = await self._database.read(store.revoked_parties)
+        await super().refresh()
+
+    @override
+    async def of_bearer(self, text: str) -> Principal:
         if not is_token(text):
             if self._provider is None:
                 raise WrongSecret(UNKNOWN_TOKEN)

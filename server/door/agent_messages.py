@@ -19,6 +19,14 @@ class JobStep:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A silo's word that a relay may speak for it: the relay's name, and the silo's signature."""
+
+    relay: str
+    signature: bytes
+
+
+@dataclass(frozen=True)
 class Introduction:
     """An agent's hello; `seen` is (job, round, attempt), `clock` Unix time at the agent."""
 
@@ -34,10 +42,12 @@ class Introduction:
     installation: bytes
     drained: str
     capacity: Capacity | None
+    passage: Passage | None = None
 
-    def row(self, name: str, now: float) -> AgentRow:
-        """The agent as it is stored."""
-        row = AgentRow(name, self.version, self.tasks, self.metadata, self.devices, now, now)
+    def row(self, name: str, now: float, relay: str = "") -> AgentRow:
+        """The agent as it is stored; the relay that it comes by is among what is told of it."""
+        metadata = {**self.metadata, "relay": relay} if relay else self.metadata
+        row = AgentRow(name, self.version, self.tasks, metadata, self.devices, now, now)
         return replace(row, drained=self.drained, capacity=self.capacity)
 
 
@@ -242,9 +252,13 @@ class KeyRequests:
 
 @dataclass(frozen=True)
 class RenewalRequest:
-    """A silo's wish for new certificates of the same keys, signed with the identity that it has."""
+    """A silo's wish for new certificates of the same keys, signed with the identity that it has.
+
+    `node` is its present node certificate, PEM, where the connection does not show it: behind a relay.
+    """
 
     requests: KeyRequests
     identity: bytes
     time: float
     signature: bytes
+    node: bytes = b""

@@ -32,6 +32,7 @@ from roundtable.server.door.agent_messages import (
     KeyRequests,
     LinesShared,
     MaintenanceNews,
+    Passage,
     ProgressReport,
     ProtocolReply,
     RefusedMessage,
@@ -162,6 +163,7 @@ def renewal_of(message: agent_pb2.RenewRequest) -> RenewalRequest:
         bounds.bounded(message.identity, bounds.CERTIFICATE_BYTES, "the silo's certificate"),
         bounds.within(message.time, 0.0, bounds.LATEST, "the time of a renewal"),
         bounds.bounded(message.signature, bounds.SIGNATURE_BYTES, "a renewal's signature"),
+        bounds.bounded(message.node, bounds.CERTIFICATE_BYTES, "the silo's certificate"),
     )
 
 
@@ -190,6 +192,15 @@ def _introduction(message: agent_pb2.FromAgent) -> Introduction:
         bounds.bounded(hello.installation, bounds.SIGNATURE_BYTES, "the installation's key"),
         _drained(hello.maintenance),
         _capacity(hello.capacity) if hello.HasField("capacity") else None,
+        passage_of(hello.passage) if hello.HasField("passage") else None,
+    )
+
+
+def passage_of(message: agent_pb2.Passage) -> Passage:
+    """Decodes a silo's word for a relay."""
+    return Passage(
+        bounds.word(message.relay, "a relay's name"),
+        bounds.bounded(message.signature, bounds.SIGNATURE_BYTES, "a passage's signature"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from roundtable.core.identity.lifetimes import Lifetime
@@ -139,6 +139,13 @@ class Sessions:
             return False
         session.send(message)
         return True
+
+    def hear(self, names: Iterable[str]) -> None:
+        """These agents are alive, as the relay says that they have come by."""
+        now = self._clock()
+        for name in names:
+            if (session := self._sessions.get(name)) is not None:
+                session.heard = now
 
     async def watch(self) -> None:
         """Ends sessions that have been silent for three heartbeats; runs until cancelled."""

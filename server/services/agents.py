@@ -20,7 +20,14 @@ from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.released import Tells, is_told
 from roundtable.engine import messages as m
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
-from roundtable.server.auth.access import LINES_A_SECOND, LINES_AT_ONCE, Context, Refusal, caller
+from roundtable.server.auth.access import (
+    LINES_A_SECOND,
+    LINES_AT_ONCE,
+    Context,
+    Refusal,
+    caller,
+    principal,
+)
 from roundtable.server.auth.rate_limit import RateLimit
 from roundtable.server.door import agent_messages as said
 from roundtable.server.door import from_agents as door
@@ -31,8 +38,9 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import AgentSession, Identity
 from roundtable.server.services import transfer
-from roundtable.server.services.installations import Installations, shown_by
+from roundtable.server.services.installations import Installations
 from roundtable.server.services.job_logs import JobLogs
+from roundtable.server.services.lines import Line, line_of
 from roundtable.server.services.security import Security
 from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.stale_backup import forgotten
@@ -72,6 +80,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         logs: JobLogs,
         reports: SiloReports,
     ) -> None:
+        self._relays = security.relayed
         self._jobs = jobs
         self._uploads = uploads
         self._services = services
@@ -91,27 +100,30 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
 
     @override
     async def Connect(self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> None:  # type: ignore[override]
-        client, problem = await self._greet(caller(context), requests, context)
+        await self.serve(line_of(aiter(requests), context))
+
+    async def serve(self, line: Line) -> None:
+        """Serves one agent's control stream from its hello to its end."""
+        client, problem = await self._greet(line)
         if problem:
             log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
-            await context.write(to_agents.refused(problem))
+            await line.write(to_agents.refused(problem))
             return
-        shown = shown_by(context)
-        clone = await self._installations.sighting(shown.key)
+        clone = await self._installations.sighting(line.shown.key)
         welcome = self._welcome(clone)
         if not client.tasks and self._services.sessions.get(client.name) is not None:
             # A doctor beside the agent: that goes on, and is not forgotten for one who offers nothing.
-            await context.write(agent_pb2.ToAgent(welcome=welcome))
+            await line.write(agent_pb2.ToAgent(welcome=welcome))
             with suppress(StopAsyncIteration, TimeoutError):
                 async with asyncio.timeout(GOODBYE_SECONDS):
-                    await anext(requests)
+                    await anext(line.requests)
             return
         before = await self._services.database.read(lambda connection: last_seen(connection, client.name))
         await self._services.together.write(lambda connection: remember(connection, client))
-        await context.write(agent_pb2.ToAgent(welcome=welcome))
-        session = self._services.sessions.open(client, shown)
+        await line.write(agent_pb2.ToAgent(welcome=welcome))
+        session = self._services.sessions.open(client, line.shown)
         session.revocations, session.clone = welcome.revocations, clone
-        listening = asyncio.get_running_loop().create_task(self._listen(session, requests))
+        listening = asyncio.get_running_loop().create_task(self._listen(session, line.requests))
         try:
             if before is not None:
                 # A line that breaks is noticed late.
@@ -119,18 +131,18 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 await self._jobs.tell_what_ended(client, since)
             await self._reports.greet(client.name)
             while (message := await session.outbox.get()) is not None:
-                await context.write(message)
+                await line.write(message)
         finally:
             listening.cancel()
             self._services.sessions.close(session)
 
     @override
     async def Download(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
-        client, wish = caller(context), download_of(request)
-        if not is_digest(wish.digest) or not self._jobs.may_read(client, wish.digest):
+        wish, served = download_of(request), self._relays.silos_of(principal())
+        if not is_digest(wish.digest) or not any(self._jobs.may_read(each, wish.digest) for each in served):
             raise Refusal(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"no instruction in force for {client} names the artifact {wish.digest[:12]!r}",
+                f"no instruction in force for {caller(context)} names the artifact {wish.digest[:12]!r}",
             )
         try:
             await transfer.send_artifact(context, self._services.artifacts, wish, self._threads)
@@ -152,24 +164,25 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
 
     @override
     async def Renew(self, request: agent_pb2.RenewRequest, context: Context) -> common_pb2.Certificates:
-        shown = next(iter(context.auth_context()["x509_pem_cert"]))
-        made = await self._security.enrolment.renew(caller(context), shown, door.renewal_of(request))
+        renewal = door.renewal_of(request)
+        own = next(iter(context.auth_context()["x509_pem_cert"]))
+        shown = renewal.node if principal().source == "relay" else own
+        made = await self._security.enrolment.renew(caller(context), shown, renewal)
         return to_agents.certificates(made.name, made.node, made.identity)
 
-    async def _greet(
-        self, name: str, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
-    ) -> tuple[AgentRow, str]:
+    async def _greet(self, line: Line) -> tuple[AgentRow, str]:
         """Reads the agent's introduction; returns it with the reason why it is refused, or an empty one."""
+        name = line.name
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                first = await anext(aiter(requests))
+                first = await anext(line.requests)
         except (TimeoutError, StopAsyncIteration):
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a control stream begins with a hello") from None
         hello, now = door.message_of(first), self._services.clock()
         if not isinstance(hello, said.Introduction):
             problem = f" ({hello.reason})" if isinstance(hello, said.RefusedMessage) else ""
             return AgentRow(name, "", (), {}, (), now, now), f"a control stream begins with a hello{problem}"
-        client = hello.row(name, now)
+        client = hello.row(name, now, line.relay)
         if hello.protocol != PROTOCOL_VERSION:
             return client, (
                 f"the agent {hello.version or 'of an unknown version'} speaks protocol {hello.protocol}, "
@@ -188,7 +201,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         if not client.tasks:
             # A doctor: it is asked for nothing, and speaks for nobody.
             return client, ""
-        if clone := await self._installations.objection(name, hello.installation, requests, context):
+        if clone := await self._installations.objection(line, hello.installation):
             return client, clone
         return client, self._identify(name, hello.identity)
 

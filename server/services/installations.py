@@ -10,18 +10,13 @@ heartbeat, or when it comes again. Enrolling anew gives a new key, which binds a
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from roundtable.core.errors import IdentityError
-from roundtable.core.identity import certificates as x
-from roundtable.core.identity.lifetimes import Lifetime
 from roundtable.core.identity.signing import check_signature
-from roundtable.proto import agent_pb2
-from roundtable.server.auth.access import Context, address_of
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.principals import label_of
 from roundtable.server.auth.rate_limit import RateLimit
@@ -29,9 +24,9 @@ from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import InstallationProof
 from roundtable.server.door.from_agents import message_of
 from roundtable.server.door.to_agents import CloneSighting
-from roundtable.server.jobs.sessions import ShownCertificate
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import clone_incident
+from roundtable.server.services.lines import Line
 from roundtable.server.store import Database
 from roundtable.server.store import trust_rows as store
 
@@ -54,45 +49,39 @@ class Installations:
         self._told = RateLimit(ALERTS_A_SECOND, 1.0, time.monotonic)
         self._sightings: dict[str, CloneSighting] = {}
 
-    async def objection(
-        self,
-        name: str,
-        installation: bytes,
-        requests: AsyncIterator[agent_pb2.FromAgent],
-        context: Context,
-    ) -> str:
+    async def objection(self, line: Line, installation: bytes) -> str:
         """Why this is not the installation that the certificate belongs to; empty for the one that is."""
+        name = line.name
         if installation:
-            proof, values = await _proof(name, requests, context)
+            proof, values = await _proof(line)
             if proof is None:
                 # A line that broke looks the same: no reason for an alarm.
                 reason = f"{name!r} did not prove which installation it is"
-                self._audit.refused(label_of("agent", name), "Agents/Connect", reason, address_of(context))
+                self._audit.refused(label_of("agent", name), "Agents/Connect", reason, line.address)
                 return reason
             try:
                 check_signature(installation, "installation", values, proof, name)
             except IdentityError as error:
-                return await self._refused(name, str(error), context)
-        row = store.InstallationRow(shown_by(context).key, name, installation.hex(), self._clock())
+                return await self._refused(line, str(error))
+        row = store.InstallationRow(line.shown.key, name, installation.hex(), self._clock())
         bound = await self._database.read(lambda connection: store.installation_of(connection, row.key))
         if bound is None and installation:
             bound = await self._database.write(lambda connection: store.bind_installation(connection, row))
         if (bound.installation if bound else "") == row.installation:
             return ""
         return await self._refused(
-            name,
+            line,
             f"the certificate of {name!r} belongs to another installation of the agent, and this one has "
             "copied it or lost its state folder; bring that folder back, or enrol anew with a new invitation",
-            context,
         )
 
-    async def _refused(self, name: str, reason: str, context: Context) -> str:
+    async def _refused(self, line: Line, reason: str) -> str:
         """Tells operators of what may be a clone, and keeps it for the silo's own agent; the reason."""
-        address = address_of(context)
+        name, address = line.name, line.address
         self._audit.refused(label_of("agent", name), "Agents/Connect", reason, address)
         log.warning("a second installation as %s, from %s, is refused", name, address, extra={"site": name})
         if self._told.allows(name):
-            now, key = self._clock(), shown_by(context).key
+            now, key = self._clock(), line.shown.key
             self._alerts.tell(clone_incident(name), f"{reason} (from {address})", now)
             await self._database.write(lambda connection: store.note_clone(connection, key, now, address))
             await self.sighting(key)
@@ -111,23 +100,14 @@ class Installations:
         return self._sightings.get(key)
 
 
-async def _proof(
-    name: str, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
-) -> tuple[bytes | None, dict[str, str]]:
+async def _proof(line: Line) -> tuple[bytes | None, dict[str, str]]:
     """The installation's signature, and what it is to be over: a fresh number. None where none came."""
     nonce = secrets.token_bytes(32)
-    values = {"nonce": nonce.hex(), "name": name}
-    await context.write(to_agents.challenge(nonce))
+    values = {"nonce": nonce.hex(), "name": line.name}
+    await line.write(to_agents.challenge(nonce))
     try:
         async with asyncio.timeout(PROOF_SECONDS):
-            answer = message_of(await anext(aiter(requests)))
+            answer = message_of(await anext(line.requests))
     except (TimeoutError, StopAsyncIteration):
         return None, values
     return answer.signature if isinstance(answer, InstallationProof) else b"", values
-
-
-def shown_by(context: Context) -> ShownCertificate:
-    """The connection's certificate."""
-    shown = next(iter(context.auth_context()["x509_pem_cert"]))
-    own = x.certificates_in(shown, "the connection's certificate")[0]
-    return ShownCertificate(hashlib.sha256(x.public_bytes(own.public_key())).hexdigest(), Lifetime.of(own))

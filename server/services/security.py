@@ -1,8 +1,7 @@
 """The coordinator's gate as a whole: who is let in, through which door, and what is written about it.
 
 Two doors: `listen` wants a client certificate of the authority; `enrolment`, if it is set, wants none, for
-silos that were invited and operators with a token. Both speak TLS 1.3. Certificates are read anew
-when their files change, so that renewed ones need no restart and cut no connection.
+silos that were invited and operators with a token. Both speak TLS 1.3 (`secure_port.py`).
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ from pathlib import Path
 
 import grpc
 
-from roundtable.core.errors import IdentityError, ResourceError, StorageError
+from roundtable.core.errors import IdentityError, StorageError
 from roundtable.core.identity.credentials import (
-    CA_CERTIFICATE,
     IDENTITY_KEY,
-    NODE_CERTIFICATE,
-    NODE_KEY,
     Credentials,
     SiloIdentity,
-    load_credentials,
     load_silo_identity,
 )
 from roundtable.proto import administration_pb2_grpc
@@ -35,12 +30,14 @@ from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.provenance import Provenance
 from roundtable.server.auth.quotas import Quota, Quotas
 from roundtable.server.auth.rate_limit import Lockouts
+from roundtable.server.auth.relayed import RelayedSilos
 from roundtable.server.auth.second_person import SecondPerson
 from roundtable.server.config import ServerConfig
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import quota_incident
 from roundtable.server.services.administration import AdministrationService
 from roundtable.server.services.enrolling import EnrolmentService
+from roundtable.server.services.secure_port import open_port
 from roundtable.server.store import Database
 from roundtable.server.store.audit_archives import Load
 from roundtable.server.versions import versions
@@ -73,7 +70,10 @@ class Security:
         self.audit = AuditLog(database, self.identity, load, clock)
         self._lockouts = Lockouts(time.monotonic)
         self.quotas = Quotas(config.quotas, time.monotonic, self._exceeded)
-        self.access = Access(self.principals, self.audit, self._lockouts, self.quotas, time.monotonic)
+        self.relayed = RelayedSilos(self.principals, credentials.ca)
+        self.access = Access(
+            self.principals, self.audit, self._lockouts, self.quotas, time.monotonic, self.relayed
+        )
         self.enrolment = Enrolment(
             database,
             self._folder,
@@ -124,26 +124,17 @@ class Security:
 
         ResourceError if one is taken.
         """
-        port = self._open(server, address, "listen", True)
+        port = open_port(server, address, self._folder, self._credentials)
         if self._config.enrolment:
-            self.enrolment_port = self._open(server, self._config.enrolment, "enrolment", False)
+            self.enrolment_port = open_port(
+                server,
+                self._config.enrolment,
+                self._folder,
+                self._credentials,
+                "enrolment",
+                certificates=False,
+            )
         return port
-
-    def _open(self, server: grpc.aio.Server, address: str, key: str, certificates: bool) -> int:
-        files = _Files(self._folder, self._credentials)
-        secure = grpc.dynamic_ssl_server_credentials(
-            files.current(),
-            files.changed,  # type: ignore[arg-type]  # None: nothing has changed
-            certificates,
-        )
-        try:
-            return server.add_secure_port(address, secure)
-        except RuntimeError as error:
-            reason = str(error).partition(";")[0]
-            raise ResourceError(
-                f"cannot listen on {address}: {reason}; does another coordinator run here? "
-                f"Choose another address ({key})"
-            ) from error
 
     def _exceeded(self, who: str, quota: Quota, problem: str) -> None:
         """Tells operators of a caller that wants more than it may have; once an hour for each."""
@@ -158,38 +149,6 @@ class Security:
                 await self.principals.refresh()
             except (IdentityError, StorageError) as error:
                 log.error("what is revoked could not be read anew: %s", error)
-
-
-class _Files:
-    """The credentials' files, watched: gRPC asks before each handshake."""
-
-    def __init__(self, folder: Path, credentials: Credentials) -> None:
-        self._folder = folder
-        self._credentials = credentials
-        self._seen = self._times()
-
-    def current(self) -> grpc.ServerCertificateConfiguration:
-        """The certificate that is shown and the authority that is trusted now."""
-        shown = self._credentials
-        return grpc.ssl_server_certificate_configuration([(shown.key, shown.certificate)], shown.ca)
-
-    def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """New credentials, if complete ones have come; half copied ones are read again next time."""
-        times = self._times()
-        if times == self._seen:
-            return None
-        try:
-            self._credentials = load_credentials(self._folder)
-        except IdentityError as error:
-            log.warning("the coordinator's new certificate is not used yet: %s", error)
-            return None
-        self._seen = times
-        log.info("a new certificate is shown from now on, until %s", self._credentials.expires)
-        return self.current()
-
-    def _times(self) -> list[float]:
-        paths = [self._folder / name for name in (CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY)]
-        return [path.stat().st_mtime if path.exists() else 0.0 for path in paths]
 
 
 def _identity(folder: Path) -> SiloIdentity | None:

@@ -61,6 +61,7 @@ def main() -> None:
         threads=1,
         folder=Path(values["folder"]),
         standbys=tuple(values.get("standbys", ())),
+        relay=values.get("relay", ""),
     )
     asyncio.run(Agent(config, InlineTrainer(config, values["name"])).run())
 

@@ -81,6 +81,7 @@ class Federation:
     task: str = TASK
     nursery: Nursery | None = None
     processes: dict[str, Any] = field(default_factory=dict)
+    relay_ports: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         create_ca(self.folder / "ca")
@@ -123,6 +124,35 @@ class Federation:
         }
         program = Path(__file__).with_name(f"{self.program}.py")
         return self._start(name, [sys.executable, str(program), json.dumps(values)], fault)
+
+    def relay(
+        self, name: str = "east", fault: str = "", parent: int = 0, **changes: Any
+    ) -> subprocess.Popen[bytes]:
+        """Starts a relay as it is installed, at `relay_ports[name]`; returns once it says that it listens."""
+        if not (self.folder / name).exists():
+            hosts = ("127.0.0.1", "localhost")
+            issue(self.folder / "ca", name, "relay", self.folder / name, hosts=hosts)
+            self.relay_ports[name] = free_port()
+        values = {
+            "coordinator": f"127.0.0.1:{parent or self.port}",
+            "listen": f"127.0.0.1:{self.relay_ports[name]}",
+            "credentials": str(self.folder / name),
+            "state": str(self.folder / "relays" / name),
+            "heartbeat": 1.0,
+            **changes,
+        }
+        file = self.folder / f"{name}.toml"
+        file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+        starts = self.said(name).count("relay is")
+        command = [sys.executable, "-m", "roundtable", "relay", "--config", str(file)]
+        process = self._start(name, command, fault)
+        self.until(lambda: process.poll() is not None or self.said(name).count("relay is") > starts)
+        assert process.poll() is None, self.log(name)[-3000:]
+        return process
+
+    def silo_of(self, relay: str, name: str, fault: str = "") -> subprocess.Popen[bytes]:
+        """Starts an agent that a relay serves."""
+        return self.agent(name, fault, coordinator=f"127.0.0.1:{self.relay_ports[relay]}", relay=relay)
 
     def kill(self, name: str) -> None:
         """SIGKILL, at once."""

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from roundtable.proto import administration_pb2, agent_pb2, operator_pb2
+from roundtable.proto import administration_pb2, agent_pb2, operator_pb2, relay_pb2
 
 
 def _services() -> Iterator[tuple[str, Any]]:
@@ -19,6 +19,7 @@ def _services() -> Iterator[tuple[str, Any]]:
         (operator_pb2, "Operators"),
         (administration_pb2, "Administration"),
         (administration_pb2, "Enrolment"),
+        (relay_pb2, "Relays"),
     ):
         for method in module.DESCRIPTOR.services_by_name[name].methods:
             yield f"{name}/{method.name}", method

@@ -32,7 +32,14 @@ from roundtable.core.identity.invitation import Invitation, Secret
 from roundtable.core.identity.revocation import revoke
 from roundtable.core.identity.signing import check_submission, job_values
 from roundtable.operator import OperatorClient
-from roundtable.proto import administration_pb2, agent_pb2, common_pb2, operator_pb2, operator_pb2_grpc
+from roundtable.proto import (
+    administration_pb2,
+    agent_pb2,
+    common_pb2,
+    operator_pb2,
+    operator_pb2_grpc,
+    relay_pb2,
+)
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.auth.permissions import CALLERS, PERMISSIONS, as_markdown
 from roundtable.server.services.agents import AgentService
@@ -49,6 +56,7 @@ def parties(tmp_path_factory: pytest.TempPathFactory) -> Path:
     issue(folder / "ca", "coordinator", "coordinator", folder / "coordinator", hosts, enrols=True)
     for name in ("agent", *OPERATOR_ROLES):
         issue(folder / "ca", name, name, folder / name)
+    issue(folder / "ca", "relay", "relay", folder / "relay", hosts)
     return folder
 
 
@@ -402,6 +410,7 @@ def _methods() -> dict[str, Any]:
         (operator_pb2, "Operators"),
         (administration_pb2, "Administration"),
         (administration_pb2, "Enrolment"),
+        (relay_pb2, "Relays"),
     ]
     return {
         f"{name}/{method.name}": method

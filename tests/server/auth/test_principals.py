@@ -103,7 +103,7 @@ def test_nobody_outranks_an_equal() -> None:
 
 @pytest.mark.parametrize("role", RANKS)
 async def test_an_operator_revokes_who_ranks_below(hub: Coordinator, people: Path, role: str) -> None:
-    allowed = role in ("agent", "viewer", "data-scientist")
+    allowed = role in ("agent", "relay", "viewer", "data-scientist")
     names = {"agent": "ada", "admin": "ada"}
 
     def work(operator: Administrator) -> int:
@@ -112,7 +112,7 @@ async def test_an_operator_revokes_who_ranks_below(hub: Coordinator, people: Pat
     if allowed:
         await ask(hub, [people / "operator"], work)
     else:
-        with pytest.raises(IdentityError, match="only who ranks below: agent, viewer, data-scientist"):
+        with pytest.raises(IdentityError, match="only who ranks below: agent, relay, viewer, data-scientist"):
             await ask(hub, [people / "operator"], work)
     folder = {"agent": "silo-ada", "admin": "ada"}.get(role, role)
     if role == "agent":

@@ -1,0 +1,98 @@
+"""What the coordinator says to the region's silos, handed on; what the relay says once it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from roundtable.client.door.incoming import ArtifactName
+from roundtable.core.errors import ProtocolError, RoundtableError
+from roundtable.proto import agent_pb2, relay_pb2
+from roundtable.relay.cache import RegionCache
+from roundtable.relay.silos import Silo, Silos
+
+log = logging.getLogger("roundtable.relay")
+
+
+class FromCoordinator:
+    """What the coordinator says on the trunk, to whom it is said; and what is said to it once it is back."""
+
+    def __init__(
+        self,
+        silos: Silos,
+        cache: RegionCache,
+        identity: bytes,
+        heartbeat: float,
+        say: Callable[[relay_pb2.FromRelay], None],
+        held: Callable[[], list[relay_pb2.Bearer]],
+    ) -> None:
+        """`identity` is the relay's certificate (PEM); `held` gives who signed the updates that are here."""
+        self._silos = silos
+        self._cache = cache
+        self._identity = identity
+        self._heartbeat = heartbeat
+        self._say = say
+        self._held = held
+        self._fetching: set[asyncio.Task[None]] = set()
+
+    def joined(self) -> None:
+        """Greets for every silo that is here, and shows who has signed what is held of the others."""
+        for silo in self._silos:
+            said = relay_pb2.SaidBySilo(silo=silo.name, message=silo.hello())
+            self._say(relay_pb2.FromRelay(said=said))
+        for bearer in self._held():
+            if self._silos.get(bearer.silo) is None:
+                self._say(relay_pb2.FromRelay(bearer=bearer))
+
+    def hear(self, message: relay_pb2.ToRelay) -> None:
+        """Hands a message on to its silo."""
+        kind = message.WhichOneof("message")
+        if kind == "ended":
+            if (silo := self._silos.get(message.ended)) is not None:
+                silo.end()
+        elif kind == "said" and (silo := self._silos.get(message.said.silo)) is not None:
+            self._tell(silo, message.said.message)
+
+    def _tell(self, silo: Silo, message: agent_pb2.ToAgent) -> None:
+        match message.WhichOneof("message"):
+            case "welcome":
+                self._welcome(silo, message)
+                return
+            case "refused":
+                silo.send(message)
+                silo.end()
+                return
+            case "heartbeat":
+                return
+            case "instruction":
+                try:
+                    model = silo.note(message.instruction)
+                except ProtocolError as error:
+                    log.warning("%s", error, extra={"site": silo.name})
+                    model = None
+                if model is not None:
+                    task = asyncio.create_task(self._fetch(silo, model))
+                    self._fetching.add(task)
+                    task.add_done_callback(self._fetching.discard)
+        silo.send(message)
+
+    def _welcome(self, silo: Silo, message: agent_pb2.ToAgent) -> None:
+        """A silo is welcomed once; after the relay's own reconnection the coordinator says it again."""
+        welcome = message.welcome
+        if silo.coordinator:
+            if silo.coordinator != welcome.coordinator:
+                # Another database: the silo greets it itself.
+                silo.end()
+            return
+        silo.coordinator = welcome.coordinator
+        welcome.relay = self._identity
+        welcome.heartbeat_seconds = self._heartbeat
+        silo.send(message)
+
+    async def _fetch(self, silo: Silo, model: ArtifactName) -> None:
+        """Has the model come before the first silo asks for it; who asks is told what goes wrong."""
+        try:
+            await self._cache.obtain(model)
+        except RoundtableError as error:
+            log.warning("a model for %s: %s", silo.name, error)

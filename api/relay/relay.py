@@ -1,0 +1,210 @@
+"""The relay as a process: what it opens, in which order, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+
+from roundtable.client.agent.connection import either
+from roundtable.client.agent.revocations import Revocations
+from roundtable.client.agent.state_lock import locked
+from roundtable.core.allocator import tune_for_transfers
+from roundtable.core.errors import IdentityError
+from roundtable.core.identity.credentials import load_credentials, load_silo_identity
+from roundtable.core.observability.log_levels import Verbosity
+from roundtable.core.observability.logs import announce
+from roundtable.core.observability.monitoring import monitored
+from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
+from roundtable.proto import agent_pb2_grpc, relay_pb2
+from roundtable.proto.channel import SERVER_OPTIONS
+from roundtable.proto.pieces import PieceHandlers
+from roundtable.relay.cache import RegionCache
+from roundtable.relay.config import RelayConfig
+from roundtable.relay.forwarding import Forwarding
+from roundtable.relay.from_coordinator import FromCoordinator
+from roundtable.relay.held_updates import Held, RelaySpool
+from roundtable.relay.relay_page import RelayPage
+from roundtable.relay.service import RelayAgentService
+from roundtable.relay.silos import Silos
+from roundtable.relay.trunk import Trunk, name_of
+from roundtable.server.auth.access import Access
+from roundtable.server.auth.principals import CertifiedCallers
+from roundtable.server.auth.quotas import Quota, Quotas
+from roundtable.server.auth.rate_limit import Lockouts
+from roundtable.server.auth.relayed import RelayedSilos
+from roundtable.server.services.secure_port import open_port
+from roundtable.server.services.upload_receipts import Receipts
+
+log = logging.getLogger("roundtable.relay")
+
+TRANSFER_THREADS = 4
+STOP_SECONDS = 2.0
+REFRESH_SECONDS = 5.0
+
+
+class Relay:
+    """One region's relay. `run` returns after `stop`, and raises what a person has to mend."""
+
+    def __init__(self, config: RelayConfig) -> None:
+        self._config = config
+        self._stopping = asyncio.Event()
+        self.port = self.metrics_port = 0
+        self.started = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ends `run` cleanly; what is held is handed on after the next start."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Serves until `stop`.
+
+        Raises IdentityError for credentials that cannot be used, ResourceError for a state folder or an
+        address that is in use, ProtocolError if the coordinator does not want the relay.
+        """
+        config = self._config
+        tune_for_transfers()
+        name_of(config.credentials)
+        identity = load_silo_identity(config.credentials)
+        threads = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="transfer")
+        with locked(config.state):
+            spool, silos = RelaySpool(config.state / "updates"), Silos()
+            revocations = Revocations(config.credentials, config.state)
+            trunk = Trunk(
+                config, revocations, lambda: coordinator.joined(), lambda said: coordinator.hear(said)
+            )
+            cache = RegionCache(config.state / "models", config.models, trunk.link)
+
+            def vouch(held: Held) -> None:
+                trunk.send(relay_pb2.FromRelay(bearer=held.bearer))
+
+            forwarding = Forwarding(trunk.link, spool, vouch)
+            coordinator = FromCoordinator(
+                silos,
+                cache,
+                identity.certificate,
+                config.heartbeat,
+                trunk.send,
+                lambda: [held.bearer for held in forwarding.all()],
+            )
+            callers = CertifiedCallers(config.credentials, load_credentials(config.credentials).ca, time.time)
+            receipts = Receipts(identity, lambda: (0, ""), time.time)
+            service = RelayAgentService(
+                silos,
+                trunk,
+                cache,
+                spool,
+                forwarding,
+                receipts,
+                threads,
+                config.heartbeat,
+                config.patience,
+            )
+            server = self._serve(service, callers)
+            page = RelayPage(config.state, config.credentials, silos, trunk, forwarding)
+            try:
+                async with AsyncExitStack() as stack:
+                    self.metrics_port = await stack.enter_async_context(monitored(config.metrics, page))
+                    for held in spool.recover():
+                        forwarding.start(held, fresh=False)
+                    if len(forwarding):
+                        log.info("%d updates are held, and handed on", len(forwarding))
+                    await server.start()
+                    log.info("listening on %s", config.listen)
+                    self.started.set()
+                    await either(
+                        self._until_stopped(),
+                        trunk.run(),
+                        _keep_list(callers, revocations),
+                        page.tally.measure_lag(),
+                    )
+            finally:
+                for silo in silos:
+                    silo.end()
+                await server.stop(STOP_SECONDS)
+                await forwarding.close()
+                threads.shutdown(wait=True)
+
+    def _serve(self, service: RelayAgentService, callers: CertifiedCallers) -> grpc.aio.Server:
+        config = self._config
+        credentials = load_credentials(config.credentials)
+        quotas = Quotas(config.quotas, time.monotonic, _exceeded)
+        relayed = RelayedSilos(callers, credentials.ca)
+        access = Access(callers, _Notes(), Lockouts(time.monotonic), quotas, time.monotonic, relayed)
+        most = (("grpc.max_allowed_incoming_connections", config.quotas.connections),)
+        server = grpc.aio.server(interceptors=[access], options=SERVER_OPTIONS + most)
+        server.add_generic_rpc_handlers((PieceHandlers(service),))
+        agent_pb2_grpc.add_AgentsServicer_to_server(service, server)
+        self.port = open_port(server, config.listen, config.credentials, credentials, certificates=True)
+        return server
+
+    async def _until_stopped(self) -> None:
+        await self._stopping.wait()
+
+
+class _Notes:
+    """A relay keeps no audit log: nothing that it does changes anything at the coordinator."""
+
+    async def note(self, actor: str, action: str, target: str = "", **detail: Any) -> None:
+        log.info("%s: %s %s", actor, action, target)
+
+    def refused(self, actor: str, action: str, reason: str, source: str) -> None:
+        log.warning("%s refused to %s, from %s: %s", action, actor, source, reason)
+
+
+def _exceeded(who: str, quota: Quota, problem: str) -> None:
+    log.warning("%s is refused: %s", who, problem)
+
+
+async def _keep_list(callers: CertifiedCallers, revocations: Revocations) -> None:
+    """Judges silos by the newest list that is known, from the credentials folder or the coordinator."""
+    known = b""
+    while True:
+        try:
+            newest = revocations.current().pem
+            if newest and newest != known:
+                callers.learn(newest, "the list of revoked certificates")
+                known = newest
+        except IdentityError as error:
+            log.error("what is revoked could not be read anew: %s", error)
+        await asyncio.sleep(REFRESH_SECONDS)
+
+
+def run_relay(config: RelayConfig, verbosity: Verbosity | None = None) -> int:
+    """Runs a relay until SIGINT or SIGTERM; returns the exit status.
+
+    Raises RoundtableError for what a person has to mend; `verbosity` is read anew at SIGHUP.
+    """
+    return asyncio.run(_run(Relay(config), verbosity or Verbosity(config.log_levels)))
+
+
+async def _run(relay: Relay, verbosity: Verbosity) -> int:
+    loop, received = asyncio.get_running_loop(), []
+
+    def interrupt(number: signal.Signals) -> None:
+        received.append(number)
+        relay.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt, number)
+    verbosity.heed()
+    watchdog = asyncio.create_task(keep_watchdog())
+    telling = asyncio.create_task(_tell(relay))
+    try:
+        await relay.run()
+    finally:
+        watchdog.cancel()
+        telling.cancel()
+    return 130 if signal.SIGINT in received else 0
+
+
+async def _tell(relay: Relay) -> None:
+    await relay.started.wait()
+    announce(f"relay is listening on port {relay.port}; Ctrl-C stops it")
+    tell_systemd("started", ready=True)

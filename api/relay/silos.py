@@ -1,0 +1,136 @@
+"""The silos that are connected to the relay: what each has said of itself, and what it was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from roundtable.client.door import incoming
+from roundtable.client.door.incoming import ArtifactName
+from roundtable.core.errors import ProtocolError
+from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, relay_pb2
+from roundtable.server.door import to_agents
+
+log = logging.getLogger("roundtable.relay")
+
+MOST_ASKED = 64
+UPDATE_FACTOR, UPDATE_EXTRA = 4, 1 << 20
+"""An update is no larger than its model in the widest encoding, that of secure aggregation."""
+Asked = tuple[str, int, int, str]
+"""Job, round, attempt, phase."""
+
+
+class Silo:
+    """One agent's stream at the relay. `None` in the outbox ends it."""
+
+    def __init__(self, name: str, hello: agent_pb2.FromAgent) -> None:
+        self.name = name
+        self.coordinator = ""
+        self.state = ""
+        self.outbox: asyncio.Queue[agent_pb2.ToAgent | None] = asyncio.Queue()
+        self._hello = hello
+        self._came = time.monotonic()
+        self._asked: OrderedDict[Asked, int] = OrderedDict()
+        self._models: OrderedDict[str, ArtifactName] = OrderedDict()
+
+    def hello(self) -> agent_pb2.FromAgent:
+        """What the silo said of itself, by a clock that went on."""
+        now = time.monotonic()
+        self._hello.hello.clock += now - self._came
+        self._came = now
+        return self._hello
+
+    def maintained(self, message: agent_pb2.Maintenance) -> None:
+        """The silo has gone into maintenance, or come back from it, since its hello."""
+        self._hello.hello.maintenance.CopyFrom(message)
+
+    def bearer(self) -> relay_pb2.Bearer:
+        """Who signs this silo's updates, and that the relay may speak for it."""
+        hello = self._hello.hello
+        return relay_pb2.Bearer(
+            silo=self.name, identity=hello.identity, installation=hello.installation, passage=hello.passage
+        )
+
+    def note(self, instruction: agent_pb2.Instruction) -> ArtifactName | None:
+        """Remembers what the silo is asked for; returns the model that it needs, None where it needs none.
+
+        ProtocolError for what an agent would refuse.
+        """
+        decoded = incoming.message_of(agent_pb2.ToAgent(instruction=instruction))
+        if not isinstance(decoded, incoming.StepInstruction):
+            raise ProtocolError(getattr(decoded, "reason", "an instruction that cannot be read"))
+        step, model = decoded.step, getattr(decoded.work, "model", None)
+        size = model.size if model is not None else 0
+        _remember(self._asked, (step.job, step.round, step.attempt, step.phase), size)
+        if model is not None:
+            _remember(self._models, model.digest, model)
+        return model
+
+    def most_bytes(self, asked: Asked) -> int | None:
+        """How large an update of this step can be; None where no such order is known."""
+        size = self._asked.get(asked)
+        return None if size is None else UPDATE_FACTOR * size + UPDATE_EXTRA
+
+    def model(self, digest: str) -> ArtifactName | None:
+        """The model of this digest, if the silo was asked to work with it."""
+        return self._models.get(digest)
+
+    def send(self, message: agent_pb2.ToAgent) -> None:
+        """Queues a message for the agent."""
+        self.outbox.put_nowait(message)
+
+    def end(self, reason: str = "") -> None:
+        """Ends the stream; with a reason the agent is told not to come back by itself."""
+        if reason:
+            self.send(to_agents.refused(reason))
+        self.outbox.put_nowait(None)
+
+
+class Silos:
+    """By name, the newest stream of each."""
+
+    def __init__(self) -> None:
+        self._silos: dict[str, Silo] = {}
+
+    def __len__(self) -> int:
+        return len(self._silos)
+
+    def __iter__(self) -> Iterator[Silo]:
+        return iter(list(self._silos.values()))
+
+    def get(self, name: str) -> Silo | None:
+        """The silo's stream, if it is connected."""
+        return self._silos.get(name)
+
+    def open(self, silo: Silo) -> None:
+        """A new stream; an older one under the same name ends."""
+        older = self._silos.get(silo.name)
+        self._silos[silo.name] = silo
+        if older is not None:
+            older.end(
+                f"another connection as {silo.name!r} has taken the place of this one; "
+                "if two agents share a certificate, issue one for each"
+            )
+
+    def close(self, silo: Silo) -> bool:
+        """Removes a stream that is over; False for one that was replaced."""
+        if self._silos.get(silo.name) is not silo:
+            return False
+        del self._silos[silo.name]
+        return True
+
+
+def fits(message: agent_pb2.FromAgent) -> bool:
+    """Whether a silo's message can travel with others: a larger one would end the stream of all."""
+    return message.ByteSize() <= MAX_MESSAGE_BYTES - 1024
+
+
+def _remember(kept: OrderedDict[Any, Any], key: object, value: object) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > MOST_ASKED:
+        kept.popitem(last=False)

@@ -1,0 +1,193 @@
+"""The relay's one connection: dialled out to the coordinator, made again for as long as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from roundtable.client.agent.connection import Backoff, Link, either, explain, open_channel
+from roundtable.client.agent.revocations import Revocations
+from roundtable.core import bounds
+from roundtable.core.errors import IdentityError, ProtocolError, RoundtableError, UnavailableError
+from roundtable.core.evidence.release import release
+from roundtable.core.foreign_text import printable
+from roundtable.core.identity.credentials import load_credentials
+from roundtable.core.observability.logs import request_metadata, requesting
+from roundtable.proto import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, relay_pb2, relay_pb2_grpc
+from roundtable.proto.pieces import agents_stub
+from roundtable.relay.config import RelayConfig
+
+log = logging.getLogger("roundtable.relay")
+
+GREETING_SECONDS = 20.0
+BEAT_SECONDS = (0.05, 3600.0)
+
+
+class Trunk:
+    """The streams of all silos of the region, on one stream to the coordinator.
+
+    `joined` is called once the stream stands, `hear` with what the coordinator says on it. `link` gives the
+    coordinator's other calls.
+    """
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        revocations: Revocations,
+        joined: Callable[[], None],
+        hear: Callable[[relay_pb2.ToRelay], None],
+    ) -> None:
+        self._config = config
+        self._revocations = revocations
+        self._joined = joined
+        self._hear = hear
+        self._outbox: asyncio.Queue[relay_pb2.FromRelay] | None = None
+        self._heard = 0.0
+        self._complaint = ""
+        self._addresses = itertools.cycle((config.coordinator, *config.standbys))
+        self.link = Link()
+
+    @property
+    def stands(self) -> bool:
+        """Whether there is a connection."""
+        return self._outbox is not None
+
+    def send(self, message: relay_pb2.FromRelay) -> None:
+        """Puts a message on the stream; it is lost while there is none.
+
+        Nothing depends on it: the coordinator asks again for what it waits for, once a silo is there again.
+        """
+        if self._outbox is not None:
+            self._outbox.put_nowait(message)
+
+    async def run(self) -> None:
+        """Connects again and again; raises what no attempt can heal, as being refused."""
+        backoff = Backoff()
+        while True:
+            try:
+                with requesting():
+                    await self._serve(next(self._addresses), backoff)
+            except ProtocolError:
+                raise
+            except RoundtableError as error:
+                if str(error) != self._complaint:
+                    self._complaint = str(error)
+                    log.warning("not connected: %s; trying again, silos stay", error)
+            await asyncio.sleep(backoff.next())
+
+    async def _serve(self, address: str, backoff: Backoff) -> None:
+        credentials = self._config.credentials
+        try:
+            revoked = self._revocations.current()
+            async with open_channel(address, credentials, revoked) as channel:
+                call: Any = relay_pb2_grpc.RelaysStub(channel).Trunk(metadata=request_metadata())  # type: ignore[call-arg]
+                try:
+                    welcome = await self._greet(call)
+                    log.info("connected to %s", address)
+                    self._complaint, self._heard = "", time.monotonic()
+                    self._learn(welcome.revocations)
+                    outbox = self._outbox = asyncio.Queue()
+                    # Its own outbox is for agents' messages, which here travel on the trunk.
+                    self.link.attach(agents_stub(channel), asyncio.Queue())
+                    backoff.reset()
+                    self._joined()
+                    await either(
+                        self._read(call),
+                        self._write(call, outbox),
+                        self._beat(_seconds(welcome.heartbeat_seconds)),
+                        self._revocations.watch(revoked),
+                    )
+                finally:
+                    self._outbox = None
+                    self.link.detach()
+                    call.cancel()
+        except grpc.aio.AioRpcError as error:
+            raise await explain(error, address, credentials) from error
+
+    async def _greet(self, call: Any) -> relay_pb2.RelayWelcome:
+        hello = relay_pb2.RelayHello(version=release().version, protocol=PROTOCOL_VERSION, clock=time.time())
+        await _put(call, relay_pb2.FromRelay(hello=hello))
+        try:
+            answer = await asyncio.wait_for(call.read(), GREETING_SECONDS)
+        except TimeoutError:
+            raise UnavailableError(f"the coordinator did not answer within {GREETING_SECONDS:g} s") from None
+        if answer is EOF:
+            await _fail(call)
+        if answer.WhichOneof("message") == "refused":
+            raise ProtocolError(f"the coordinator refused this relay: {printable(answer.refused)}")
+        if answer.WhichOneof("message") != "welcome":
+            raise UnavailableError("the coordinator did not begin with a welcome")
+        welcome: relay_pb2.RelayWelcome = answer.welcome
+        return welcome
+
+    async def _read(self, call: Any) -> None:
+        while (message := await call.read()) is not EOF:
+            self._heard = time.monotonic()
+            match message.WhichOneof("message"):
+                case "beat":
+                    pass
+                case "refused":
+                    raise ProtocolError(f"the coordinator ended the connection: {printable(message.refused)}")
+                case "revocations":
+                    self._learn(message.revocations)
+                case _:
+                    self._hear(message)
+        await _fail(call)
+
+    async def _write(self, call: Any, outbox: asyncio.Queue[relay_pb2.FromRelay]) -> None:
+        while True:
+            await _put(call, await outbox.get())
+
+    async def _beat(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            if time.monotonic() - self._heard > 3 * seconds + 1:
+                raise UnavailableError(f"the coordinator has been silent for more than {3 * seconds:g} s")
+            self.send(relay_pb2.FromRelay(beat=relay_pb2.RelayBeat()))
+
+    def _learn(self, pem: bytes) -> None:
+        if len(pem) <= MAX_MESSAGE_BYTES:
+            self._revocations.learn(pem)
+
+
+def name_of(credentials: Path) -> str:
+    """The relay's name; IdentityError for credentials that are not a relay's."""
+    held = load_credentials(credentials)
+    if held.role != "relay":
+        raise IdentityError(
+            f"the certificate of {held.name!r} is one of {held.role}; a relay needs one with the role relay: "
+            f"`roundtable ca issue {held.name} --role relay --host HOSTNAME`"
+        )
+    return held.name
+
+
+def _seconds(value: float) -> float:
+    try:
+        return bounds.within(value, *BEAT_SECONDS, "the seconds between heartbeats")
+    except ProtocolError as error:
+        raise UnavailableError(str(error)) from error
+
+
+async def _put(call: Any, message: relay_pb2.FromRelay) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        await _fail(call)
+
+
+async def _fail(call: Any) -> None:
+    """Raises what the ended call says of its end."""
+    code = await call.code()
+    if code == grpc.StatusCode.OK:
+        raise UnavailableError("the coordinator closed the connection")
+    raise grpc.aio.AioRpcError(
+        code, await call.initial_metadata(), await call.trailing_metadata(), await call.details(), None
+    )

@@ -1,0 +1,59 @@
+"""For which silos a relay speaks: those that have signed that it may, each with its own identity."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from roundtable.core.errors import IdentityError
+from roundtable.core.identity.credentials import verify_identity
+from roundtable.core.identity.signing import check_signature, passage_values
+from roundtable.server.auth.principals import CertifiedCallers, Principal
+from roundtable.server.door.agent_messages import Passage
+
+SILO_KEY = "roundtable-silo"
+"""The metadata of a relay's call that names the silo for which it calls."""
+
+
+class RelayedSilos:
+    """Kept in memory: a relay that comes again shows again who has signed."""
+
+    def __init__(self, principals: CertifiedCallers, authority: bytes) -> None:
+        self._principals = principals
+        self._authority = authority
+        self._silos: dict[str, dict[str, bytes]] = {}
+
+    def admit(
+        self, relay: str, silo: str, identity: bytes, installation: bytes, passage: Passage | None
+    ) -> tuple[Principal, bytes]:
+        """The silo as a caller from now on, and its Ed25519 key.
+
+        IdentityError unless the silo's identity is certified, in force and not revoked, and has signed that
+        this relay may speak for this installation of it.
+        """
+        if passage is None or passage.relay != relay or not identity or not installation:
+            raise IdentityError(
+                f"{silo!r} has not signed that the relay {relay!r} may speak for it: its agent.toml must say "
+                f'relay = "{relay}", and its credentials must hold identity.crt and identity.key'
+            )
+        holder, key = verify_identity(identity, self._authority)
+        shown = self._principals.of_certificate(identity)
+        if holder != silo:
+            raise IdentityError(f"the identity certificate that {silo!r} shows is one of {holder!r}")
+        check_signature(key, "passage", passage_values(silo, relay, installation), passage.signature, silo)
+        self._silos.setdefault(relay, {})[silo] = identity
+        return Principal(silo, "agent", "relay", shown.expires), key
+
+    def leave(self, relay: str) -> None:
+        """The relay is gone: it speaks for nobody."""
+        self._silos.pop(relay, None)
+
+    def caller(self, relay: str, silo: str) -> Principal:
+        """The silo for which a relay calls; IdentityError unless it may."""
+        identity = self._silos.get(relay, {}).get(silo)
+        if identity is None:
+            raise IdentityError(f"the relay {relay!r} does not speak for a silo of this name")
+        return Principal(silo, "agent", "relay", self._principals.of_certificate(identity).expires)
+
+    def silos_of(self, who: Principal) -> Collection[str]:
+        """Those for whom a caller may read: itself, or the silos of a relay."""
+        return self._silos.get(who.name, {}) if who.role == "relay" else (who.name,)
