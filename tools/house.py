@@ -10,6 +10,7 @@ proto    generated code against the .proto files
 deploy   the compose file's schema, the Helm charts, the manifests kept beside them
 compat   generated code on the oldest and on the newest protobuf and grpcio
 wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
+dist     wheel, source distribution and bill of materials in dist/, the same bytes wherever they are built
 version  the version and the commit of this tree, for a copy that has no history: see core/evidence/release.py
 pins     writes constraints.txt from what is installed
 """
@@ -181,6 +182,12 @@ def capture(python: Path, code: str) -> str:
     return done.stdout.strip()
 
 
+def dist() -> None:
+    """What is uploaded to an index, checked as it would check it."""
+    dev()
+    run(BIN / "python", "tools/distributions.py", ROOT / "dist")
+
+
 def version() -> None:
     """What this tree is, as every build carries it."""
     rule = runpy.run_path(str(ROOT / "core" / "evidence" / "release.py"))
@@ -203,7 +210,7 @@ def test() -> None:
     print("\nall checks passed")
 
 
-COMMANDS = (dev, demo, test, lint, types, layers, proto, deploy, compat, wheel, version, pins)
+COMMANDS = (dev, demo, test, lint, types, layers, proto, deploy, compat, wheel, dist, version, pins)
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ import runpy
 import shutil
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from distributions import build
 from environments import ROOT
 
 CHARTS = ROOT / "deploy" / "helm"
@@ -69,12 +71,13 @@ def need_release(version: str) -> None:
         )
 
 
-def make(out: Path, version: str, commit: str, wheel: Path, images: list[Path], key: Path) -> None:
-    """Fills the empty folder `out`."""
+def make(out: Path, version: str, commit: str, packages: list[Path], images: list[Path], key: Path) -> None:
+    """Fills the empty folder `out`; `packages` are the wheel, and what else was built of the same commit."""
     need_release(version)
     signer = _private(key)
     if out.exists() and any(out.iterdir()):
         raise Refused(f"{out} is not empty: a release is made in a folder of its own")
+    wheel = packages[0]
     said = _version_of(wheel)
     if said != version:
         raise Refused(f"{wheel.name} says that it is {said}, the tree is {version}: build the wheel again")
@@ -84,7 +87,7 @@ def make(out: Path, version: str, commit: str, wheel: Path, images: list[Path], 
         raise Refused(f"no chart is called {', '.join(sorted(unknown))}: name an image's file like its chart")
     out.mkdir(parents=True, exist_ok=True)
     (out / RELEASE).write_text(f"{version} {commit}\n")
-    for file in (wheel, ROOT / "constraints.txt", *images):
+    for file in (*packages, ROOT / "constraints.txt", *images):
         shutil.copyfile(file, out / file.name)
     for chart in sorted(file.parent for file in CHARTS.glob("*/Chart.yaml")):
         archive = packed(chart, version, digests.get(chart.name, ""))
@@ -248,9 +251,10 @@ def main(words: list[str] | None = None) -> int:
         else:
             this = runpy.run_path(str(ROOT / "core" / "evidence" / "release.py"))["release"]()
             need_release(this.version)
-            print("building the wheel", flush=True)
-            wheel = runpy.run_path(str(ROOT / "tools" / "house.py"))["build_wheel"]()
-            make(chosen.folder, this.version, this.commit, wheel, chosen.image, chosen.key)
+            print("building the wheel, the source distribution and the bill of materials", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                packages = build(Path(folder))
+                make(chosen.folder, this.version, this.commit, packages, chosen.image, chosen.key)
             print(f"{chosen.folder} is release {this.version}")
     except Refused as error:
         print(error, file=sys.stderr)

@@ -62,7 +62,7 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def release(tmp_path: Path, key: Path) -> Path:
     out = tmp_path / "out"
     image = image_of(tmp_path / f"{COORDINATOR}.tar")
-    publish.make(out, NEXT, COMMIT, wheel_of(tmp_path, NEXT), [image], key)
+    publish.make(out, NEXT, COMMIT, [wheel_of(tmp_path, NEXT)], [image], key)
     return out
 
 
@@ -164,7 +164,7 @@ def test_what_is_no_release_is_not_made(tmp_path: Path, key: Path, monkeypatch: 
         given = {"wheel": wheel, "key": key, **changed}
         images = [given.pop("image")] if "image" in given else []
         with pytest.raises(publish.Refused, match=said):
-            publish.make(out, version, COMMIT, given["wheel"], images, given["key"])
+            publish.make(out, version, COMMIT, [given["wheel"]], images, given["key"])
         assert not out.exists() or out == full
 
     refused("is not a release: commit everything, tag", version=f"{NEXT}.dev3+g0123456789ab")
