@@ -37,10 +37,9 @@ def load_kernels(
     if compiler is None or not source.is_file():
         _log.info("no C++ compiler found: %s is not compiled, what it does runs slower", source.name)
         return None
+    how = (level, "-ffp-contract=fast") if fused else (level, "-ffp-contract=off", "-fno-trapping-math")
     try:
-        return ctypes.CDLL(
-            str(_compiled(compiler, source, headers, (level, f"-ffp-contract={'fast' if fused else 'off'}")))
-        )
+        return ctypes.CDLL(str(_compiled(compiler, source, headers, how)))
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("%s could not be compiled, what it does runs slower: %s", source.name, error)
         return None

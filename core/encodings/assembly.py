@@ -10,11 +10,16 @@ from typing import NamedTuple
 import torch
 from pydantic import ValidationError
 
-from roundtable.core.encodings.block_integers import BlockIntegers, IntegerTable
+from roundtable.core.encodings.block_integers import BlockIntegers, IntegerTable, Qsgd, QsgdTable
+from roundtable.core.encodings.block_tables import BlockTable
 from roundtable.core.encodings.chain import StageText, parse_chain
 from roundtable.core.encodings.codec import Codec, CodecEncoding
 from roundtable.core.encodings.dense import Dense, NoParameters
 from roundtable.core.encodings.encoding import Encoding
+from roundtable.core.encodings.signs import Signs
+from roundtable.core.encodings.sparse import LargestValues, RandomK, RandomKTable, TopKTable
+from roundtable.core.encodings.tables4 import Table4
+from roundtable.core.encodings.uneven_levels import NaturalPowers, Range, RangeTable
 from roundtable.core.errors import EncodingError
 from roundtable.core.toml_tables import Table
 
@@ -30,9 +35,21 @@ CODECS: dict[str, _CodecKind] = {
     "float32": _CodecKind(NoParameters, lambda table: Dense(torch.float32)),
     "bfloat16": _CodecKind(NoParameters, lambda table: Dense(torch.bfloat16)),
     "float16": _CodecKind(NoParameters, lambda table: Dense(torch.float16)),
+    "nf4": _CodecKind(BlockTable, lambda table: Table4("nf4", table)),
+    "fp4": _CodecKind(BlockTable, lambda table: Table4("fp4", table)),
+    "sign": _CodecKind(BlockTable, Signs),
+    "qsgd": _CodecKind(QsgdTable, Qsgd),
+    "natural": _CodecKind(NoParameters, lambda table: NaturalPowers()),
+    "minmax": _CodecKind(RangeTable, Range),
     "int8": _CodecKind(IntegerTable, lambda table: BlockIntegers(8, table)),
     "int4": _CodecKind(IntegerTable, lambda table: BlockIntegers(4, table)),
     "int2": _CodecKind(IntegerTable, lambda table: BlockIntegers(2, table)),
+}
+
+
+SPARSE: dict[str, tuple[Callable[..., Encoding], type[Table]]] = {
+    "topk": (LargestValues, TopKTable),
+    "randomk": (RandomK, RandomKTable),
 }
 
 
@@ -54,15 +71,27 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
         stages = parse_chain(chain)
     except ValueError as error:
         raise EncodingError(str(error)) from error
-    if len(stages) > 1:
-        raise EncodingError(f"{stages[1].name!r} cannot follow {stages[0].name!r}")
-    return CodecEncoding(chain, _codec(stages[0]))
+    first, *rest = stages
+    codecs = [_codec(stage) for stage in rest]
+    if first.name in SPARSE:
+        if len(codecs) > 1:
+            raise EncodingError(f"{rest[1].name!r} cannot follow {rest[0].name!r}")
+        kind, table = SPARSE[first.name]
+        return kind(chain, parameters(first, table), codecs[0] if codecs else Dense(torch.float32))
+    if rest:
+        raise EncodingError(
+            f"{rest[0].name!r} cannot follow {first.name!r}: values are quantised once; what goes before "
+            f"is one of {', '.join(SPARSE)}"
+        )
+    return CodecEncoding(chain, _codec(first))
 
 
 def _codec(stage: StageText) -> Codec:
     kind = CODECS.get(stage.name)
     if kind is None:
-        raise EncodingError(f"unknown encoding {stage.name!r}; known: {', '.join(CODECS)}")
+        if stage.name in SPARSE:
+            raise EncodingError(f"{stage.name!r} chooses values, and goes before what writes them")
+        raise EncodingError(f"unknown encoding {stage.name!r}; known: {', '.join((*CODECS, *SPARSE))}")
     return kind.make(parameters(stage, kind.table))
 
 

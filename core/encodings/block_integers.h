@@ -1,101 +1,92 @@
-// Whole numbers of 8, 4 or 2 bits with a scale for each block.
-//
-// A block is its scale, then its codes. Codes of fewer than 8 bits are packed so that neighbours in memory stay
-// neighbours: with h = ⌈n/parts⌉ bytes, byte i holds elements i, i + h, i + 2h, ... from its lowest bits upwards.
+// Whole numbers of 8, 4 or 2 bits with a scale for each block: a block is its scale, then its codes.
 #pragma once
 #include "draws.h"
+#include "packing.h"
 #include "scales.h"
+
+enum Rounding { NEAREST = 0, STOCHASTIC = 1, MAGNITUDE = 2 };  // MAGNITUDE: ⌊|x|/s + u⌋ with the sign of x
 
 template <int BITS>
 struct Integers {
-  static constexpr int PARTS = 8 / BITS, LEVELS = (1 << (BITS - 1)) - 1, MIDDLE = BITS == 8 ? 0 : 1 << (BITS - 1);
-  static constexpr int MASK = (1 << BITS) - 1;
+  static constexpr int MIDDLE = BITS == 8 ? 0 : 1 << (BITS - 1);
+  typedef Packing<BITS> Codes;
 
-  static int64_t bytes(int64_t n) { return (n + PARTS - 1) / PARTS; }
-
-  static void pack(const uint8_t* codes, int64_t n, uint8_t* out) {
-    int64_t h = bytes(n);
-    if (BITS == 8) {
-      memcpy(out, codes, n);
-      return;
-    }
-    memset(out, 0, h);
-    for (int part = 0; part < PARTS; part++) {
-      int64_t count = n - part * h < h ? n - part * h : h;
-      const uint8_t* from = codes + part * h;
-      for (int64_t i = 0; i < count; i++) out[i] |= (uint8_t)(from[i] << (part * BITS));
-    }
-  }
-
-  // Unpacks into `codes`; whether what lies behind the last code is zero.
-  static bool unpack(const uint8_t* in, int64_t n, uint8_t* codes) {
-    int64_t h = bytes(n);
-    bool clean = true;
-    for (int part = 0; part < PARTS; part++) {
-      int64_t count = n - part * h < h ? n - part * h : h;
-      if (count < 0) count = 0;
-      uint8_t* to = codes + part * h;
-      for (int64_t i = 0; i < count; i++) to[i] = (uint8_t)(in[i] >> (part * BITS)) & MASK;
-      for (int64_t i = count; i < h; i++) clean &= ((in[i] >> (part * BITS)) & MASK) == 0;
-    }
-    return clean;
-  }
-
-  template <bool STOCHASTIC>
-  static bool block(const float* x, int64_t n, bool wide, Draws draws, uint32_t place, uint8_t* out) {
-    uint8_t codes[LARGEST];
-    float most = float_of(largest(x, n));
-    float scale = is_finite(most) ? kept_scale(most / LEVELS, wide) : most;
-    if (!is_finite(scale)) return false;
-    float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    for (int64_t i = 0; i < n; i++) {
+  // Kept apart: inlined into its caller GCC 12 does not turn it into vectors.
+  template <int ROUNDING>
+  __attribute__((noinline)) static void quantise(const float* x, int64_t n, float inverse, float levels, Draws draws, uint32_t place,
+                       uint8_t* codes) {
+    // Places count in 32 bits: wider ones would halve the lanes.
+    for (int32_t i = 0; i < (int32_t)n; i++) {
       float v = x[i] * inverse;
-      v = STOCHASTIC ? __builtin_floorf(v + draws.uniform(place + (uint32_t)i)) : __builtin_rintf(v);
-      v = v < (float)LEVELS ? v : (float)LEVELS;
-      v = v > (float)-LEVELS ? v : (float)-LEVELS;
+      if (ROUNDING == NEAREST)
+        v = __builtin_rintf(v);
+      else if (ROUNDING == STOCHASTIC)
+        v = __builtin_floorf(v + draws.uniform(place + (uint32_t)i));
+      else
+        v = __builtin_copysignf(__builtin_floorf(__builtin_fabsf(v) + draws.uniform(place + (uint32_t)i)), v);
+      v = v < levels ? v : levels;
+      v = v > -levels ? v : -levels;
       codes[i] = (uint8_t)((int32_t)v + MIDDLE);
     }
-    pack(codes, n, write_scale(out, scale, wide));
+  }
+
+  static bool block(const float* x, int64_t n, int levels, bool of_norm, bool wide, int rounding, Draws draws,
+                    uint32_t place, uint8_t* out) {
+    uint8_t codes[LARGEST];
+    float most = float_of(largest(x, n));
+    if (!is_finite(most)) return false;
+    float scale = kept_scale(of_norm ? norm_of(x, n, most) / (float)levels : most / (float)levels, wide);
+    if (!is_finite(scale * (float)levels)) return false;
+    float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    out = write_scale(out, scale, wide);
+    uint8_t* to = BITS == 8 ? out : codes;
+    if (rounding == NEAREST)
+      quantise<NEAREST>(x, n, inverse, (float)levels, draws, place, to);
+    else if (rounding == STOCHASTIC)
+      quantise<STOCHASTIC>(x, n, inverse, (float)levels, draws, place, to);
+    else
+      quantise<MAGNITUDE>(x, n, inverse, (float)levels, draws, place, to);
+    if (BITS < 8) Codes::pack(codes, n, out);
     return true;
   }
 
-  static Flaw unblock(const uint8_t* in, int64_t n, bool wide, float* out) {
+  static Flaw unblock(const uint8_t* in, int64_t n, int levels, bool wide, float* out) {
     uint8_t codes[LARGEST];
     float scale;
-    if (!read_scale(in, wide, scale)) return BAD_SCALE;
+    if (!read_scale(in, wide, scale) || !is_finite(scale * (float)levels)) return BAD_SCALE;
     const uint8_t* from = in;
     if (BITS < 8) {
-      if (!unpack(in, n, codes)) return BAD_PADDING;
+      if (!Codes::unpack(in, n, codes)) return BAD_PADDING;
       from = codes;
     }
-    constexpr uint8_t OUTSIDE = BITS == 8 ? 0x80 : 0;  // -128, -8, -2: an encoder is symmetric
     uint8_t outside = 0;
-    for (int64_t i = 0; i < n; i++) outside |= from[i] == OUTSIDE;
+    for (int64_t i = 0; i < n; i++) {
+      int8_t q = (int8_t)(from[i] - MIDDLE);
+      outside |= (uint8_t)(q > levels) | (uint8_t)(q < -levels);
+    }
     if (outside) return BAD_CODE;
-    for (int64_t i = 0; i < n; i++) out[i] = (float)((BITS == 8 ? (int32_t)(int8_t)from[i] : from[i]) - MIDDLE) * scale;
+    for (int64_t i = 0; i < n; i++) out[i] = (float)(int8_t)(from[i] - MIDDLE) * scale;
     return SOUND;
   }
 
   // The number of the first block that cannot be encoded, or -1.
-  static int64_t encode(const float* x, int64_t n, int64_t size, bool wide, bool stochastic, uint64_t key,
-                        uint64_t first, uint8_t* out) {
+  static int64_t encode(const float* x, int64_t n, int64_t size, int levels, bool of_norm, bool wide, int rounding,
+                        uint64_t key, uint64_t first, uint8_t* out) {
     for (int64_t at = 0; at < n; at += size) {
       int64_t count = n - at < size ? n - at : size;
-      Draws draws(key, first + at);
-      uint32_t place = (uint32_t)(first + at);
-      bool done = stochastic ? block<true>(x + at, count, wide, draws, place, out)
-                             : block<false>(x + at, count, wide, draws, place, out);
-      if (!done) return at / size;
-      out += (wide ? 4 : 2) + bytes(count);
+      uint64_t place = first + (uint64_t)at;
+      if (!block(x + at, count, levels, of_norm, wide, rounding, Draws(key, place), (uint32_t)place, out))
+        return at / size;
+      out += (wide ? 4 : 2) + Codes::bytes(count);
     }
     return -1;
   }
 
-  static int64_t decode(const uint8_t* in, int64_t n, int64_t size, bool wide, float* out) {
+  static int64_t decode(const uint8_t* in, int64_t n, int64_t size, int levels, bool wide, float* out) {
     for (int64_t at = 0; at < n; at += size) {
       int64_t count = n - at < size ? n - at : size;
-      if (Flaw flaw = unblock(in, count, wide, out + at)) return flaw;
-      in += (wide ? 4 : 2) + bytes(count);
+      if (Flaw flaw = unblock(in, count, levels, wide, out + at)) return flaw;
+      in += (wide ? 4 : 2) + Codes::bytes(count);
     }
     return SOUND;
   }

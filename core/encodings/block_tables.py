@@ -39,12 +39,6 @@ class BlockTable(Table):
     )
 
 
-def block_bytes(count: int, unit: int, of_scale: int, bits: int) -> int:
-    """Bytes of `count` values in blocks of `unit`, each a scale and codes of so many bits."""
-    whole, rest = divmod(count, unit)
-    return whole * (of_scale + unit * bits // 8) + (of_scale + -(-rest * bits // 8) if rest else 0)
-
-
 def refusal(first: int, unit: int) -> EncodingError:
     """Why a block from value `first` on could not be encoded."""
     return EncodingError(

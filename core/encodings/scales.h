@@ -38,6 +38,36 @@ static inline float kept_scale(float scale, bool wide) {
 
 static inline bool is_finite(float value) { return (bits_of(value) & 0x7f800000u) != 0x7f800000u; }
 
+// Sums of a block that have the same bits in any order: terms are whole multiples of 2^-38 below 4, and there are at
+// most 4,096 of them, so that a double holds every sum of them exactly.
+struct Exact {
+  double unit;  // a power of two with all magnitudes of the block in [0, 2)
+
+  explicit Exact(float most) { unit = float_of(bits_of(most) & 0x7f800000u); }
+  static double rounded(double term) { return (term + 0x1.8p14) - 0x1.8p14; }  // to a multiple of 2^-38
+};
+
+// Σ|x|/n, up to rounding.
+static inline float mean_of(const float* x, int64_t n, float most) {
+  Exact exact(most);
+  if (!(exact.unit > 0)) return 0.0f;
+  double inverse = 1.0 / exact.unit, sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += Exact::rounded((double)__builtin_fabsf(x[i]) * inverse);
+  return (float)(sum / (double)n * exact.unit);
+}
+
+// The Euclidean norm, rounded so that it is never too small.
+static inline float norm_of(const float* x, int64_t n, float most) {
+  Exact exact(most);
+  if (!(exact.unit > 0)) return 0.0f;
+  double inverse = 1.0 / exact.unit, sum = 0;
+  for (int64_t i = 0; i < n; i++) {
+    double scaled = (double)x[i] * inverse;
+    sum += Exact::rounded(scaled * scaled);
+  }
+  return (float)(__builtin_sqrt(sum) * exact.unit * (1 + 0x1p-22));
+}
+
 static inline uint8_t* write_scale(uint8_t* out, float scale, bool wide) {
   uint32_t bits = bits_of(scale);
   if (wide) return (uint8_t*)memcpy(out, &bits, 4) + 4;

@@ -1,4 +1,4 @@
-"""Blocks of a scale and codes in torch: what the kernels do, for machines without a compiler and for GPUs.
+"""Blocks in torch: what the kernels do, with the same bits, for machines without a compiler and for GPUs.
 
 In pieces of 64 K values, which stay in the cache between one operation and the next.
 """
@@ -11,72 +11,74 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundtable.core.encodings.block_tables import FLAWS, SMALLEST_SCALE, block_bytes, refusal
+from roundtable.core.encodings.block_tables import FLAWS, SMALLEST_SCALE, refusal
 from roundtable.core.errors import EncodingError
 
 PIECE = 1 << 16
 
-ToCodes = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""(values [blocks, size], place of the first) to (scales [blocks], codes of 8 bits [blocks, size])."""
+ToRows = Callable[[Tensor, int], Tensor]
+"""(finite values [blocks, size], place of the first) to bytes [blocks, size of a block]."""
 
-ToValues = Callable[[Tensor, Tensor], Tensor]
-"""(scales [blocks], codes [blocks, size] of uint8) to values."""
-
-
-def kept_scales(scales: Tensor, wide: bool) -> Tensor:
-    """Scales as they will be read: bfloat16 rounded up unless `wide`; those that are too small are zero."""
-    scales = torch.where(scales < SMALLEST_SCALE, 0.0, scales)
-    if wide:
-        return scales
-    up = scales.contiguous().view(torch.int32) + 0xFFFF
-    return (up & -0x10000).view(torch.float32)
+FromRows = Callable[[Tensor, int], Tensor]
+"""(bytes [blocks, size of a block], values in each) to values [blocks, size]."""
 
 
-def write_blocks(
-    values: Tensor, first: int, unit: int, to_codes: ToCodes, bits: int, wide: bool
-) -> np.ndarray:
+def write_blocks(values: Tensor, first: int, unit: int, to_rows: ToRows) -> np.ndarray:
     """The bytes of blocks of `unit` values and of a shorter last one."""
     parts = []
     for start, block in _grids(values, unit):
         if not all(bool(torch.isfinite(end)) for end in torch.aminmax(block)):
             raise refusal(first + start, block.numel())
-        scales, codes = to_codes(block, first + start)
-        if not bool(torch.isfinite(scales).all()):
-            raise refusal(first + start, block.numel())
-        head = scales.contiguous() if wide else scales.to(torch.bfloat16)
-        head = head.view(torch.uint8).view(len(block), -1)
-        parts.append(torch.cat((head, pack(codes.view(torch.uint8), bits)), 1).reshape(-1).cpu().numpy())
+        parts.append(to_rows(block, first + start).reshape(-1).cpu().numpy())
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
 
 
-def read_blocks(
-    data: memoryview, out: Tensor, unit: int, to_values: ToValues, bits: int, wide: bool, outside: int | None
-) -> None:
-    """Decodes such bytes; `outside` is the code that no encoder writes. EncodingError for what is none."""
-    of_scale, at = 4 if wide else 2, 0
+def read_blocks(data: memoryview, out: Tensor, unit: int, size: Callable[[int], int], rows: FromRows) -> None:
+    """Decodes such bytes, of which a block of n values has `size(n)`; EncodingError for what is none."""
+    at = 0
     for _, block in _grids(out, unit):
-        rows, size = block.shape
-        end = at + rows * block_bytes(size, unit, of_scale, bits)
-        raw = torch.frombuffer(bytearray(data[at:end]), dtype=torch.uint8).view(rows, -1)
+        end = at + len(block) * size(block.shape[1])
+        raw = torch.frombuffer(bytearray(data[at:end]), dtype=torch.uint8).view(len(block), -1)
+        block.copy_(rows(raw, block.shape[1]))
         at = end
-        scales = read_scales(raw[:, :of_scale], wide)
-        codes = unpack(raw[:, of_scale:], size, bits)
-        if outside is not None and bool((codes == outside).any()):
-            raise EncodingError(FLAWS[2])
-        block.copy_(to_values(scales, codes))
 
 
-def read_scales(raw: Tensor, wide: bool) -> Tensor:
-    """The scales of blocks, checked."""
-    scales = raw.reshape(-1).view(torch.float32 if wide else torch.bfloat16).float()
-    sound = (scales >= SMALLEST_SCALE) & torch.isfinite(scales)
-    if not bool((sound | (scales.view(torch.int32) == 0)).all()):
-        raise EncodingError(FLAWS[1])
+def kept_scales(scales: Tensor, wide: bool, peak: float = 1.0) -> Tensor:
+    """Scales as they will be read: bfloat16 rounded up unless `wide`; those that are too small are zero.
+
+    `peak` times a scale has to be finite.
+    """
+    scales = torch.where(scales < SMALLEST_SCALE, 0.0, scales)
+    if not wide:
+        scales = ((scales.contiguous().view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    if not bool(torch.isfinite(scales * peak).all()):
+        raise refusal(0, 0)
     return scales
 
 
+def inverse_of(scales: Tensor) -> Tensor:
+    """1/s [blocks, 1], and 0 for 0."""
+    return torch.where(scales > 0, 1.0 / scales, 0.0)[:, None]
+
+
+def scale_bytes(scales: Tensor, wide: bool) -> Tensor:
+    """Kept scales as bytes [blocks, 2 or 4]."""
+    kept = scales.contiguous() if wide else scales.to(torch.bfloat16)
+    return kept.view(torch.uint8).view(len(scales), -1)
+
+
+def read_scales(raw: Tensor, wide: bool, peak: float = 1.0) -> Tensor:
+    """The scales at the beginning of blocks, checked."""
+    of_scale = 4 if wide else 2
+    kept = raw[:, :of_scale].reshape(-1).view(torch.float32 if wide else torch.bfloat16).float()
+    sound = (kept >= SMALLEST_SCALE) & torch.isfinite(kept * peak)
+    if not bool((sound | (kept.view(torch.int32) == 0)).all()):
+        raise EncodingError(FLAWS[1])
+    return kept
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [blocks, size] packed as the kernels do: see block_integers.h."""
+    """Codes [blocks, size] packed as the kernels do: see packing.h."""
     if bits == 8:
         return codes
     parts, size = 8 // bits, codes.shape[1]
@@ -99,6 +101,44 @@ def unpack(raw: Tensor, size: int, bits: int) -> Tensor:
     if codes.shape[1] > size and bool(codes[:, size:].any()):
         raise EncodingError(FLAWS[3])
     return codes[:, :size]
+
+
+def pack_bits(ones: Tensor) -> Tensor:
+    """Booleans [blocks, size] as bits, lowest first."""
+    return torch.from_numpy(np.packbits(ones.cpu().numpy(), axis=1, bitorder="little"))
+
+
+def unpack_bits(raw: Tensor, size: int) -> Tensor:
+    """The booleans again; EncodingError where bits behind the last are set."""
+    bits = np.unpackbits(raw.numpy(), axis=1, bitorder="little").astype(bool)
+    if bits[:, size:].any():
+        raise EncodingError(FLAWS[3])
+    return torch.from_numpy(bits[:, :size])
+
+
+def exact_unit(block: Tensor) -> Tensor:
+    """A power of two for each block with all its magnitudes in [0, 2); float64, 0 where it is all zeros."""
+    most = block.abs().amax(1).contiguous()
+    return (most.view(torch.int32) & 0x7F800000).view(torch.float32).double()
+
+
+def exact_sum(terms: Tensor) -> Tensor:
+    """Σ of float64 terms below 4 in each row, rounded to multiples of 2⁻³⁸: the same bits in any order."""
+    return ((terms + 1.5 * 2.0**14) - 1.5 * 2.0**14).sum(1)
+
+
+def mean_magnitudes(block: Tensor) -> Tensor:
+    """Mean |x| of each block, up to rounding: `mean_of` of scales.h."""
+    unit = exact_unit(block)
+    inverse = torch.where(unit > 0, 1.0 / unit, 0.0)[:, None]
+    return (exact_sum(block.abs().double() * inverse) / block.shape[1] * unit).float()
+
+
+def norms(block: Tensor) -> Tensor:
+    """The norm of each block, never too small: `norm_of` of scales.h."""
+    unit = exact_unit(block)
+    scaled = block.double() * torch.where(unit > 0, 1.0 / unit, 0.0)[:, None]
+    return (exact_sum(scaled * scaled).sqrt() * unit * (1 + 2.0**-22)).float()
 
 
 def _grids(values: Tensor, unit: int) -> Iterator[tuple[int, Tensor]]:

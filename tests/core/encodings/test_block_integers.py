@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.core.encodings import GRID, StreamKey, block_integers, get_encoding
+from roundtable.core.encodings import GRID, StreamKey, compiled, get_encoding
 from roundtable.core.encodings.codec import CodecEncoding
 from roundtable.core.errors import EncodingError
 
@@ -51,7 +51,7 @@ def test_kernels_and_torch_write_and_read_the_same_bits(chain: str, count: int, 
     out, other = torch.empty(count), torch.empty(count)
     encoding.decode(data, out, key)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_integers, "load", lambda: None)
+        patch.setattr(compiled, "load", lambda: None)
         assert b"".join(encoding.encode(vector, key)) == data
         encoding.decode(data, other, key)
     assert torch.equal(out, other)
@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_not_encoded(
     bad: float, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(block_integers, "load", lambda: None)
+        monkeypatch.setattr(compiled, "load", lambda: None)
     vector = values(200, 1)
     vector[130] = bad
     with pytest.raises(EncodingError, match=r"NaN, infinite or beyond 3e38, between"):
@@ -138,7 +138,7 @@ def test_what_no_encoder_writes_is_refused(
     name: str, scale: bytes, codes: bytes, said: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(block_integers, "load", lambda: None)
+        monkeypatch.setattr(compiled, "load", lambda: None)
     with pytest.raises(EncodingError, match=said):
         get_encoding(name).decode(scale + codes, torch.empty(1))
 

@@ -1,0 +1,200 @@
+"""Every encoding: the same bits with kernels and in torch, its stated bound, what is refused; fuzz."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundtable.core.encodings import GRID, StreamKey, compiled, get_encoding
+from roundtable.core.encodings.encoding import HeldBytes
+from roundtable.core.errors import EncodingError
+
+UNBIASED = [
+    "qsgd",
+    "qsgd(levels=7)",
+    "qsgd(levels=1, scales=float32)",
+    "natural",
+    "int4(rounding=stochastic)",
+]
+CHAINS = [
+    *UNBIASED,
+    "int8",
+    "int2(block=64)",
+    "nf4",
+    "nf4(scales=float32, block=256)",
+    "fp4",
+    "sign",
+    "sign(block=64)",
+    "minmax(bits=16)",
+    "minmax(bits=8)",
+    "minmax(bits=4, block=64)",
+    "minmax(bits=2, block=128)",
+    "topk(ratio=0.05)",
+    "topk(ratio=0.01) | int8",
+    "topk(threshold=0.5) | nf4",
+    "topk(ratio=1.0) | sign",
+    "randomk(ratio=0.1)",
+    "randomk(ratio=0.1, indices=cohort, scaled=false) | int8",
+]
+DETERMINISTIC = [chain for chain in CHAINS if chain not in UNBIASED and not chain.startswith("randomk")]
+KEY = StreamKey(1, "a", 2, 3)
+
+
+def values(count: int, seed: int) -> torch.Tensor:
+    """Values over many magnitudes, some of them zero, some alike."""
+    chance = torch.Generator().manual_seed(seed)
+    wide = torch.randn(count, generator=chance) * torch.exp(3 * torch.randn(count, generator=chance))
+    return torch.where(torch.rand(count, generator=chance) < 0.2, wide.round(), wide)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@given(count=st.integers(0, 70) | st.integers(4000, 9000), seed=st.integers(0, 99))
+def test_kernels_and_torch_write_and_read_the_same_bits(chain: str, count: int, seed: int) -> None:
+    encoding, vector = get_encoding(chain), values(count, seed)
+    data = b"".join(encoding.encode(vector, KEY))
+    assert encoding.encoded_size(count) in (None, len(data))
+    assert len(data) <= encoding.size_bound(count)
+    out, other = torch.full((count,), 7.0), torch.full((count,), 7.0)
+    encoding.decode(data, out, KEY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "load", lambda: None)
+        assert b"".join(encoding.encode(vector, KEY)) == data
+        encoding.decode(data, other, KEY)
+    assert torch.equal(out, other)
+
+
+@pytest.mark.parametrize("chain", DETERMINISTIC)
+@given(count=st.integers(1, 70) | st.integers(4000, 5000), seed=st.integers(0, 99))
+def test_the_error_and_the_lengthening_are_within_what_is_stated(chain: str, count: int, seed: int) -> None:
+    encoding, vector, out = get_encoding(chain), values(count, seed), torch.empty(count)
+    encoding.decode(b"".join(encoding.encode(vector, KEY)), out, KEY)
+    norm = float(vector.double().norm())
+    if "threshold" not in chain:
+        assert float((out.double() - vector.double()).norm()) <= encoding.traits.worst(count) * norm * (
+            1 + 1e-6
+        )
+    assert float(out.double().norm()) <= encoding.traits.lengthens(count) * norm * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("chain", [*UNBIASED, "randomk(ratio=0.1)"])
+def test_unbiased_ones_are_and_vary_as_stated(chain: str) -> None:
+    encoding, vector = get_encoding(chain), torch.randn(500, generator=torch.Generator().manual_seed(0))
+    draws = torch.empty(1500, 500)
+    for round, row in enumerate(draws):
+        key = StreamKey(0, "a", round, 0)
+        encoding.decode(b"".join(encoding.encode(vector, key)), row, key)
+    error = draws.double() - vector
+    rare = 6 * draws.diff(dim=0).abs().max() / 1500  # A step that is taken so seldom shows no deviation.
+    assert bool((error.mean(0).abs() <= 5.5 * error.std(0) / math.sqrt(1500) + rare).all())
+    stated = float(encoding.traits.worst(500)) ** 2 * float(vector.double().square().sum())
+    assert float(error.square().sum(1).mean()) <= stated * 1.02
+
+
+def test_the_largest_values_are_taken_and_ties_by_the_lowest_place() -> None:
+    for count in (1, 9, 1000, 40 * GRID + 3):
+        vector = values(count, count).round()
+        encoding, out = get_encoding("topk(ratio=0.05)"), torch.empty(count)
+        encoding.decode(b"".join(encoding.encode(vector)), out)
+        kept = torch.argsort(vector.abs(), descending=True, stable=True)[: math.ceil(0.05 * count)]
+        expected = torch.zeros(count)
+        expected[kept] = vector[kept]
+        assert torch.equal(out, expected)
+
+
+def test_small_frames_of_a_reader_are_the_whole_vector() -> None:
+    count = 37 * GRID + 11
+    vector = values(count, 3)
+    for chain in ("topk(ratio=0.05) | int8", "randomk(ratio=0.03)", "nf4"):
+        encoding, whole = get_encoding(chain), torch.empty(count)
+        data = b"".join(encoding.encode(vector, KEY))
+        encoding.decode(data, whole, KEY)
+        reader, out = encoding.reader(HeldBytes(data), count, KEY), torch.empty(count)
+        for start in range(0, count, 3 * GRID):
+            reader.read(out[start : start + 3 * GRID])
+        assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("chain", [chain for chain in CHAINS if not chain.startswith("float")])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_encoded(chain: str, bad: float) -> None:
+    vector = values(300, 1)
+    vector[:] = bad
+    with pytest.raises(EncodingError, match="NaN, infinite or beyond"):
+        list(get_encoding(chain).encode(vector))
+
+
+def frame(count: int, gaps: bytes, codes: bytes) -> bytes:
+    return count.to_bytes(4, "little") + len(gaps).to_bytes(4, "little") + gaps + codes
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (frame(9, b"", b""), "9 values in a frame of 8"),
+        (frame(3, b"\0", b""), "where 2 of the update's are left"),
+        (frame(1, b"\xff\xff\xff\xff", bytes(4)), "out of range|too few or many"),
+        (frame(1, b"\xff" * 200, bytes(4)), "200 bytes for 1 places"),
+        (frame(1, b"\x00\x00", bytes(4)), "too few or many"),
+        (frame(1, b"", bytes(4)), "too few or many"),
+        (frame(1, b"\xfe", bytes(4)), "too few or many"),
+        (frame(1, b"\x00", bytes(5)), "1 bytes follow"),
+        (frame(1, b"\x00", b"\0\0\xc0\x7f"), "NaN or infinite"),
+        (b"\1\0\0", "too early"),
+    ],
+)
+def test_sparse_bytes_that_nobody_wrote(
+    data: bytes, said: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(compiled, "load", lambda: None)
+    with pytest.raises(EncodingError, match=said):
+        get_encoding("topk(ratio=0.25)").decode(data, torch.empty(8))
+
+
+def _attacked(data: bytes, chance: np.random.Generator) -> bytes:
+    """A change of the kind that a hostile silo would make: bits, bytes, lengths, other words."""
+    raw = bytearray(data)
+    for _ in range(int(chance.integers(1, 4))):
+        kind, place = chance.integers(5), int(chance.integers(max(1, len(raw))))
+        if kind == 0 and raw:
+            raw[place] ^= 1 << int(chance.integers(8))
+        elif kind == 1 and raw:
+            raw[place] = int(chance.choice([0, 0x7F, 0x80, 0xFF]))
+        elif kind == 2:
+            del raw[place:]
+        elif kind == 3:
+            raw[place:place] = chance.bytes(int(chance.integers(1, 9)))
+        else:
+            raw[place : place + 4] = chance.bytes(4)
+    return bytes(raw)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_changed_bytes_are_refused_or_decode_to_finite_values(
+    chain: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 changed updates for each encoding with kernels, and 1,000 without."""
+    if not kernels:
+        monkeypatch.setattr(compiled, "load", lambda: None)
+    encoding, chance = get_encoding(chain), np.random.default_rng(1)
+    refused = 0
+    for number in range(10_000 if kernels else 1_000):
+        count = int(chance.integers(1, 300))
+        data = b"".join(encoding.encode(values(count, number % 50), KEY))
+        # Guards behind the end: a kernel that writes too far is seen.
+        room = torch.full((count + 64,), 7.0)
+        try:
+            encoding.decode(_attacked(data, chance), room[:count], KEY)
+            assert bool(torch.isfinite(room).all()), data.hex()
+        except EncodingError:
+            refused += 1
+        assert bool((room[count:] == 7.0).all())
+    assert refused
