@@ -172,7 +172,7 @@ def operators() -> None:
 
 @operators.command("revoke")
 @click.argument("name")
-@click.option("--role", type=click.Choice(OPERATOR_ROLES), required=True)
+@click.option("--role", type=click.Choice(("relay", *OPERATOR_ROLES)), required=True)
 @click.option("--reason", default="", help="For the audit log, and for who is to confirm it.")
 @connection_options
 @json_option

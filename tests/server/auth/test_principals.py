@@ -37,6 +37,7 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
         issue(folder / "ca", name, "admin", folder / name)
     for role in OPERATOR_ROLES[:-1]:
         issue(folder / "ca", role, role, folder / role)
+    issue(folder / "ca", "relay", "relay", folder / "relay", ("localhost",))
     issue(folder / "ca", "ada", "agent", folder / "silo-ada")
     return folder
 
