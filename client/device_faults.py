@@ -49,6 +49,12 @@ DEVICE_FAULTS = (
         "cudaErrorHardwareStackError (714)",
     ),
     _fault(
+        r"\bXid\b.{0,80}\b(48|63|64|74|79|92|94|95|119|120)\b",
+        "gpu_error",
+        _HARDWARE,
+        "NVIDIA's Xid catalogue: 48, 63, 64, 92, 94, 95 memory, 74 NVLink, 79 off the bus, 119, 120 GSP",
+    ),
+    _fault(
         r"out of memory|(can't|cannot) allocate memory|not enough memory",
         "out_of_memory",
         _MEMORY,

@@ -291,12 +291,7 @@ class ClusterTrainer:
             isinstance(lost, _Unanswered) or not await self._launcher.restarting()
         ):
             await self._end()
-        reports = take_reports(self._folder)
-        first = min(reports, key=_tells_least, default=None)
-        if first is None:
-            output = launcher.last_failure() if launcher is not None else ""
-            detail = f"{lost}; {output}".rstrip("; ")
-            first = Report(rank=-1, kind="node_failure", detail=detail, trace="", at=0.0)
+        first = _cause(take_reports(self._folder), launcher, lost)
         _log.warning("cluster: attempt %d failed: rank %d: %s", attempt + 1, first.rank, first.detail)
         if first.kind not in _AGAIN:
             await self._end()
@@ -307,7 +302,7 @@ class ClusterTrainer:
             _log.warning("cluster: the micro-batch is halved")
         elif first.kind == "gpu_error" and self._table.launch == "external":
             _log.warning("cluster: take the device of rank %d out at the scheduler", first.rank)
-        elif first.kind == "gpu_error":
+        elif first.kind == "gpu_error" and self._devices:
             advice.lost = (*advice.lost, self._devices[first.rank % len(self._devices)])
             _log.warning("cluster: going on without device %d", advice.lost[-1])
             await self._end()
@@ -359,6 +354,18 @@ def figures_of(step: dict[str, Any]) -> dict[str, float]:
         "waiting_seconds": step["waiting"],
     }
     return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
+
+
+def _cause(reports: list[Report], launcher: Launcher | None, lost: _Lost) -> Report:
+    """What broke the group: by the ranks' reports, else by what a device's library printed as it ended one."""
+    found = launcher.device_fault() if launcher is not None else None
+    if found is not None:
+        rank, fault = found
+        reports = [*reports, Report(rank, fault.kind, f"{fault.meaning} ({fault.source})", "", at=0.0)]
+    if reports:
+        return min(reports, key=_tells_least)
+    output = launcher.last_failure() if launcher is not None else ""
+    return Report(rank=-1, kind="node_failure", detail=f"{lost}; {output}".rstrip("; "), trace="", at=0.0)
 
 
 def _tells_least(report: Report) -> int:

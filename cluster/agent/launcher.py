@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from roundtable.client.device_faults import DeviceFault, device_fault
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import VISIBLE, gpu_names
 from roundtable.cluster.plan.resources import Resources
@@ -21,6 +22,8 @@ _log = logging.getLogger("roundtable.agent")
 _END_SECONDS = 10.0
 _LINE = 2000
 _ENDS = re.compile(r"[\r\n]+")
+# NCCL's watchdog ends a rank whose device has failed before Python hears of it; this is all that it leaves.
+_WATCHDOG = re.compile(r"Rank (\d+)\] .{0,200}?watchdog thread terminated with exception: (.*)")
 
 
 class Launcher:
@@ -29,6 +32,7 @@ class Launcher:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._output: deque[str] = deque(maxlen=40)
+        self._watchdog: list[tuple[int, str]] = []
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -71,6 +75,12 @@ class Launcher:
         ]
         return lines[-1].strip() if lines else (self._output[-1].strip() if self._output else "")
 
+    def device_fault(self) -> tuple[int, DeviceFault] | None:
+        """(rank, fault) of the first device that ended its rank without a report, since this was asked last."""
+        ended, self._watchdog = self._watchdog, []
+        faults = ((rank, device_fault(text)) for rank, text in ended)
+        return next(((rank, fault) for rank, fault in faults if fault is not None), None)
+
     async def end(self) -> None:
         """Ends torchrun; the ranks end with it, as the kernel signals them."""
         if self._process.returncode is None:
@@ -104,6 +114,8 @@ class Launcher:
     def _hear(self, line: str) -> None:
         if text := line.strip()[:_LINE]:
             self._output.append(text)
+            if (ended := _WATCHDOG.search(text)) and len(self._watchdog) < 1000:
+                self._watchdog.append((int(ended[1]), ended[2]))
             _log.info("ranks: %s", text)
 
 

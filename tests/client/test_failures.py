@@ -44,6 +44,8 @@ def test_the_line_that_is_named_is_the_tasks_own(call: str, tmp_path: Path) -> N
             "task_error",
         ),
         ("CUDA error: uncorrectable ECC error encountered", "gpu_error"),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.", "gpu_error"),
+        ("NVRM: Xid (PCI:0000:3b:00): 48, pid=1, Double Bit ECC Error", "gpu_error"),
         ("CUDA error: an illegal memory access was encountered", "gpu_error"),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out_of_memory"),
         ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "out_of_memory"),

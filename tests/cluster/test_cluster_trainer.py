@@ -191,7 +191,11 @@ async def test_frozen_weights_are_read_or_made_and_checked(given: str, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "said"),
-    [("mistake", r"ValueError in toy\.py"), ("assert", r"label or index.*RuntimeError in toy\.py")],
+    [
+        ("mistake", r"ValueError in toy\.py"),
+        ("assert", r"label or index.*RuntimeError in toy\.py"),
+        ("watchdog", r"label or index.*cudaErrorAssert"),
+    ],
 )
 async def test_a_mistake_in_the_task_is_reported_once(trouble: str, said: str, tmp_path: Path) -> None:
     silo = Silo(tmp_path, trouble=trouble)

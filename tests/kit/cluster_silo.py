@@ -60,6 +60,11 @@ class Toy(Task):
                     raise RuntimeError("CUDA error: uncorrectable ECC error encountered (not really)")
                 if trouble == "memory":
                     raise torch.OutOfMemoryError("CUDA out of memory (not really)")
+                if trouble == "watchdog":
+                    print("[rank1]:[E318 09:26:18.141 ProcessGroupNCCL.cpp:2068] [PG ID 0 PG GUID "
+                        "0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+                        "CUDA error: device-side assert triggered", flush=True)
+                    os.kill(os.getpid(), signal.SIGABRT)
                 if trouble == "assert":
                     raise RuntimeError("CUDA error: device-side assert triggered (not really)")
                 raise ValueError("a mistake in the task")
