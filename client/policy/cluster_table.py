@@ -105,6 +105,11 @@ class ClusterTable(Table):
         None, gt=0, description="of one device, for utilisation; default: what is known of the GPU"
     )
     timeout: Seconds = Field(600.0, gt=0, description="a collective that takes longer is a hang")
+    elastic: Literal["restart", "replica"] = Field(
+        "restart",
+        description="a lost rank: the group starts again, or its replica alone does while the others go on",
+    )
+    replica_devices: int = Field(1, ge=1, description='elastic = "replica": devices of one replica')
     restarts: int = Field(3, ge=0, description="of the group in a round, before the silo reports a failure")
     checkpoint_steps: int = Field(0, ge=0, description="steps between checkpoints in a round; 0: none")
     checkpoint_minutes: float = Field(
@@ -135,4 +140,24 @@ class ClusterTable(Table):
                 f'nodes = {self.nodes} needs launch = "external": the agent starts ranks on its own '
                 "machine only; deploy/cluster has the files that start them on every node"
             )
+        if self.elastic == "replica":
+            self._check_replicas()
+        elif self.replica_devices > 1:
+            raise ValueError(f'replica_devices = {self.replica_devices} goes with elastic = "replica"')
         return self
+
+    def _check_replicas(self) -> None:
+        if self.launch != "torchrun":
+            raise ValueError(
+                'elastic = "replica" needs launch = "torchrun": the agent starts and ends each replica itself'
+            )
+        if self.devices != "auto" and self.devices % self.replica_devices:
+            raise ValueError(
+                f"devices = {self.devices} is no multiple of replica_devices = {self.replica_devices}: some "
+                "would be idle"
+            )
+        if self.strategy.local_steps:
+            raise ValueError(
+                f'local_steps = {self.strategy.local_steps} and elastic = "replica": what replicas that '
+                "train apart have learnt since they met is lost with them; leave one of the two out"
+            )

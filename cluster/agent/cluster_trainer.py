@@ -20,10 +20,21 @@ from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings
 from roundtable.client.worker.worker_trainer import order_of_work
 from roundtable.cluster.agent.device_probe import computes
+from roundtable.cluster.agent.failed_ranks import (
+    AGAIN,
+    RanksLost,
+    RanksUnanswered,
+    cause_of,
+    figures_of,
+    given_up,
+)
 from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.preflight import check_interface
+from roundtable.cluster.agent.replica_groups import AllLost, ReplicaGroups
+from roundtable.cluster.agent.replica_starts import ReplicaStarts
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.cluster.train.checkpoint_places import checkpoint_folder, mirrors
+from roundtable.cluster.train.fellow_replicas import PLACES
 from roundtable.cluster.train.orders import SOCKET, Advice, Report, take_reports
 from roundtable.cluster.train.rank import SETTINGS
 from roundtable.core.errors import ResourceError
@@ -33,18 +44,9 @@ _DONE = {
     "out_of_memory": "reduced the batch size: halved the micro-batch and started the ranks again",
     "gpu_error": "left the device out and started the ranks again",
 }
-_AGAIN = {"node_failure", "gpu_error", "out_of_memory", "network_partition"}
 _STOP_SECONDS = 5.0
 _START_SECONDS = 300.0
 _LINE_LIMIT = 16 << 20
-
-
-class _Lost(Exception):
-    """The connection to rank 0 is gone."""
-
-
-class _Unanswered(_Lost):
-    """No rank answers, though the group may still run: it is ended, as nothing else would end it."""
 
 
 class ClusterTrainer:
@@ -89,6 +91,10 @@ class ClusterTrainer:
         self.launches = 0
         self._devices: list[int] = []
         self._releasing: set[asyncio.Task[None]] = set()
+        self.groups: ReplicaGroups | None = None
+        if table.elastic == "replica":
+            starts = ReplicaStarts(config, self._folder, self._find, self._leave_settings)
+            self.groups = starts.groups
 
     async def start(self) -> None:
         """Listens for rank 0; the ranks start with the first order, when there is a job to plan for."""
@@ -162,12 +168,18 @@ class ClusterTrainer:
             for attempt in range(self._table.restarts + 1):
                 try:
                     return await self._ask(verb, work, progress)
-                except _Lost as lost:
+                except AllLost as lost:
+                    failures.append(Report(-1, "node_failure", str(lost), "", at=0.0))
+                    await self._end()
+                except WorkFailed:
+                    await self._end()
+                    raise
+                except RanksLost as lost:
                     failures.append(await self._learn(lost, attempt))
                     if attempt < self._table.restarts:
                         last = failures[-1]
                         work.trouble(last.kind, last.detail, self._done_about(last.kind))
-            raise _given_up(failures)
+            raise given_up(failures)
 
     def _done_about(self, kind: str) -> str:
         if kind == "gpu_error" and self._table.launch == "external":
@@ -183,6 +195,8 @@ class ClusterTrainer:
 
     async def _ask(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
         """Gives one order to the group, starting it where it does not run, and waits for the result."""
+        if self.groups is not None:
+            return await self._ask_replicas(self.groups, verb, work, progress)
         reader, writer = await self._connected()
         self._number += 1
         self._write(writer, {"do": verb, "number": self._number, "order": asdict(order_of_work(work))})
@@ -191,6 +205,22 @@ class ClusterTrainer:
         except asyncio.CancelledError:
             await asyncio.shield(self._withdraw(reader, writer))
             raise
+
+    async def _ask_replicas(
+        self, groups: ReplicaGroups, verb: str, work: StepWork, progress: ProgressListener
+    ) -> dict[str, Any]:
+        self._number += 1
+        command = {"do": verb, "number": self._number, "order": asdict(order_of_work(work))}
+        if verb == "evaluate":
+            return await groups.evaluate(command)
+        # Names of meetings begin anew with the agent.
+        await asyncio.to_thread(shutil.rmtree, self._folder / PLACES, ignore_errors=True)
+        return await groups.train(
+            command,
+            self._table.restarts,
+            lambda step: self._note(step, progress),
+            lambda why, done: work.trouble("node_failure", why, done),
+        )
 
     async def _answer(
         self, reader: asyncio.StreamReader, number: int, progress: ProgressListener
@@ -201,11 +231,11 @@ class ClusterTrainer:
             try:
                 line = await asyncio.wait_for(reader.readline(), patience)
             except TimeoutError:
-                raise _Unanswered(f"no rank sent anything for {patience:.0f} s") from None
+                raise RanksUnanswered(f"no rank sent anything for {patience:.0f} s") from None
             except ConnectionError as error:
-                raise _Lost("rank 0 is gone") from error
+                raise RanksLost("rank 0 is gone") from error
             if not line:
-                raise _Lost("rank 0 is gone")
+                raise RanksLost("rank 0 is gone")
             message: dict[str, Any] = json.loads(line)
             if "step" in message:
                 self._note(message["step"], progress)
@@ -229,7 +259,7 @@ class ClusterTrainer:
         return self._line
 
     async def _accept(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Waits for rank 0 to connect; raises _Lost where torchrun gives up first."""
+        """Waits for rank 0 to connect; raises RanksLost where torchrun gives up first."""
         connecting = asyncio.create_task(self._callers.get())
         waiting = {connecting}
         if self._launcher is not None:
@@ -242,14 +272,14 @@ class ClusterTrainer:
         if connecting in done:
             return connecting.result()
         if done:
-            raise _Lost(
+            raise RanksLost(
                 f"the ranks could not start: {self._launcher.last_failure() if self._launcher else ''}"
             )
-        raise _Unanswered(f"no rank connected within {_START_SECONDS:.0f} s")
+        raise RanksUnanswered(f"no rank connected within {_START_SECONDS:.0f} s")
 
     async def _follow_devices(self) -> None:
         """Ends the ranks where the usable devices have changed; the next order starts them on the new."""
-        if self._launcher is None:
+        if self._launcher is None and self.groups is None:
             return
         resources = await asyncio.to_thread(self._find)
         advice = Advice.read(self._folder)
@@ -258,7 +288,7 @@ class ClusterTrainer:
             advice.take_back(back)
             advice.write(self._folder)
         devices = advice.usable(resources.devices)
-        if devices and devices != self._devices:
+        if self.groups is None and devices and devices != self._devices:
             _log.info("cluster: %d devices in the place of %d", len(devices), len(self._devices))
             await self._end()
 
@@ -283,17 +313,17 @@ class ClusterTrainer:
         }
         write_file(self._folder / SETTINGS, [json.dumps(values).encode()])
 
-    async def _learn(self, lost: _Lost, attempt: int) -> Report:
+    async def _learn(self, lost: RanksLost, attempt: int) -> Report:
         """Reads the reports of a failure and advises the next start; WorkFailed where none would help."""
         await self._hang_up()
         launcher = self._launcher
         if self._launcher is not None and (
-            isinstance(lost, _Unanswered) or not await self._launcher.restarting()
+            isinstance(lost, RanksUnanswered) or not await self._launcher.restarting()
         ):
             await self._end()
-        first = _cause(take_reports(self._folder), launcher, lost)
+        first = cause_of(take_reports(self._folder), launcher, lost)
         _log.warning("cluster: attempt %d failed: rank %d: %s", attempt + 1, first.rank, first.detail)
-        if first.kind not in _AGAIN:
+        if first.kind not in AGAIN:
             await self._end()
             raise WorkFailed(first.kind, first.detail, first.trace)
         advice = Advice.read(self._folder)
@@ -313,7 +343,7 @@ class ClusterTrainer:
         self._write(writer, {"do": "stop", "number": self._number})
         try:
             await asyncio.wait_for(self._answer(reader, self._number, lambda *seen: None), _STOP_SECONDS)
-        except (_Lost, TimeoutError):
+        except (RanksLost, TimeoutError):
             await self._end()
 
     async def _hang_up(self) -> None:
@@ -323,6 +353,8 @@ class ClusterTrainer:
 
     async def _end(self) -> None:
         await self._hang_up()
+        if self.groups is not None:
+            await self.groups.end()
         if self._launcher is not None:
             await self._launcher.end()
             self._launcher = None
@@ -330,53 +362,11 @@ class ClusterTrainer:
             self._callers.get_nowait()[1].close()
 
     async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._callers.put((reader, writer))
+        if self.groups is not None:
+            await self.groups.called(reader, writer)
+        else:
+            await self._callers.put((reader, writer))
 
     def _write(self, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
         if not writer.is_closing():
             writer.write(json.dumps(message).encode() + b"\n")
-
-
-def figures_of(step: dict[str, Any]) -> dict[str, float]:
-    """A StepReport's values under the names of the wire's StepFigures; unknown ones are left out."""
-    seconds = max(step["seconds"], 1e-9)
-    figures = {
-        "step": step["step"],
-        "steps": step["steps"],
-        "learning_rate": step["learning_rate"],
-        "gradient_norm": step["norm"],
-        "examples_per_second": step["examples"] / seconds,
-        "tokens_per_second": step["tokens"] / seconds if step["tokens"] else None,
-        "flops_utilisation": step["utilisation"],
-        "memory_bytes": step["memory"],
-        "seconds": step["seconds"],
-        "communication_seconds": step["communicating"],
-        "waiting_seconds": step["waiting"],
-    }
-    return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
-
-
-def _cause(reports: list[Report], launcher: Launcher | None, lost: _Lost) -> Report:
-    """What broke the group: by the ranks' reports, else by what a device's library printed as it ended one."""
-    found = launcher.device_fault() if launcher is not None else None
-    if found is not None:
-        rank, fault = found
-        reports = [*reports, Report(rank, fault.kind, f"{fault.meaning} ({fault.source})", "", at=0.0)]
-    if reports:
-        return min(reports, key=_tells_least)
-    output = launcher.last_failure() if launcher is not None else ""
-    return Report(rank=-1, kind="node_failure", detail=f"{lost}; {output}".rstrip("; "), trace="", at=0.0)
-
-
-def _tells_least(report: Report) -> int:
-    """Sorts what caused a failure before what only followed: a mistake, then a device, then a lost peer."""
-    if report.kind not in _AGAIN:
-        return 0
-    return 2 if report.kind == "node_failure" else 1
-
-
-def _given_up(failures: list[Report]) -> WorkFailed:
-    last = failures[-1]
-    return WorkFailed(
-        last.kind, f"the silo's cluster failed {len(failures)} times, last: {last.detail}", last.trace
-    )

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roundtable.client.device_faults import DeviceFault, device_fault
@@ -37,21 +37,27 @@ class Launcher:
 
     @classmethod
     async def start(
-        cls, cwd: Path, folder: Path, table: ClusterTable, resources: Resources, devices: Sequence[int]
+        cls,
+        cwd: Path,
+        folder: Path,
+        table: ClusterTable,
+        resources: Resources,
+        devices: Sequence[int],
+        replica: Mapping[str, str] | None = None,
     ) -> Launcher:
-        """Starts the ranks of this node."""
+        """Starts the ranks of this node; of a `replica`, told of by these variables, once only."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
             "-m",
             "roundtable.cluster.agent.launch",
             str(os.getpid()),
-            *_arguments(folder, table, resources),
+            *_arguments(folder, table.restarts if replica is None else 0, resources),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             cwd=cwd,
-            env=_environment(folder, table, resources, devices),
+            env={**_environment(folder, table, resources, devices), **(replica or {})},
             start_new_session=True,
         )
         return cls(process)
@@ -76,7 +82,7 @@ class Launcher:
         return lines[-1].strip() if lines else (self._output[-1].strip() if self._output else "")
 
     def device_fault(self) -> tuple[int, DeviceFault] | None:
-        """(rank, fault) of the first device that ended its rank without a report, since this was asked last."""
+        """(rank, fault) of the first device that ended its rank unreported since this was asked last."""
         ended, self._watchdog = self._watchdog, []
         faults = ((rank, device_fault(text)) for rank, text in ended)
         return next(((rank, fault) for rank, fault in faults if fault is not None), None)
@@ -119,11 +125,11 @@ class Launcher:
             _log.info("ranks: %s", text)
 
 
-def _arguments(folder: Path, table: ClusterTable, resources: Resources) -> list[str]:
+def _arguments(folder: Path, restarts: int, resources: Resources) -> list[str]:
     return [
         "--nnodes=1",
         f"--nproc-per-node={resources.devices}",
-        f"--max-restarts={table.restarts}",
+        f"--max-restarts={restarts}",
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",
         "--monitor-interval=0.2",

@@ -35,5 +35,10 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     ]
 
 
+def gather_names(names: list[str]) -> list[list[str]]:
+    """Returns the lists of all ranks, in their order, on every rank."""
+    return [text.split("\n") if text else [] for text in gather_text("\n".join(names))]
+
+
 def _bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)[: len(text.encode())]

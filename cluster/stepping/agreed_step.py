@@ -47,7 +47,7 @@ class PendingFigures:
 
     def __init__(self, figures: Tensor, losses: Tensor | None, total: int) -> None:
         """`figures` float64 [5] as reduced; `total` counts the step's examples."""
-        self._total = total
+        self.total = total
         own = torch.zeros(0, device=figures.device) if losses is None else losses
         self._values = torch.cat([figures, own.double()])
         self._arrived: torch.cuda.Event | None = None
@@ -63,7 +63,7 @@ class PendingFigures:
             self._arrived.synchronize()
         values = self._values.tolist()
         return AgreedFigures(
-            loss=values[_LOSS] / self._total,
+            loss=values[_LOSS] / self.total,
             norm=math.inf if values[_BAD] else math.sqrt(values[_SQUARES]),
             own=tuple(values[_BAD + 1 :]),
             stop=bool(values[_STOP]),

@@ -14,6 +14,7 @@ from roundtable.cluster.plan.links import Links, read_links
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import ClusterPlan, make_plan
 from roundtable.cluster.plan.precision_choice import settled
+from roundtable.cluster.plan.replica_composition import check_replicas
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.cluster.tools.silo_job import load_silo_job
 from roundtable.core.config import JobConfig
@@ -68,6 +69,12 @@ def plan_task(
 ) -> ClusterPlan:
     """The plan for a task with the silo's data and the measured links."""
     data, _ = split_data(task, Site("plan", options=options))
-    half = settled(table, resources, job)[0].precision in ("bfloat16", "float16")
+    if table.elastic == "replica":
+        # Each replica plans for its own devices, and for the whole batch: it may be the only one left.
+        resources = replace(resources, devices=table.replica_devices)
+    precision = settled(table, resources, job)[0].precision
+    if table.elastic == "replica":
+        check_replicas(task, job, data, precision)
+    half = precision in ("bfloat16", "float16")
     probe = probe_model(task, example_batch(data), device=resources.device, bfloat16=half)
     return replace(make_plan(probe, resources, job, table, links), links=links)

@@ -24,8 +24,7 @@ from roundtable.cluster.plan.arithmetic import ExampleCost, count_work
 from roundtable.cluster.plan.device_peaks import peak_flops
 from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.tools.silo_job import load_silo_job
-from roundtable.cluster.train.rank_trainer import most_memory
-from roundtable.cluster.train.round_reports import RoundFigures, StepReport
+from roundtable.cluster.train.round_reports import RoundFigures, StepReport, most_memory
 from roundtable.core.config import JobConfig
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import Site, initial_state

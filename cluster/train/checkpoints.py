@@ -59,6 +59,11 @@ class Position:
     packed: bool = False
     scale: tuple[float, int, int] | None = None
 
+    @classmethod
+    def end_of(cls, round: int, model: str, step: int) -> Position:
+        """The end of a round of so many steps."""
+        return cls(round, model, step, seen=0, loss_sum=0.0, final=True)
+
 
 class Checkpoints:
     """The checkpoints of one job, seen from one rank."""
@@ -104,7 +109,7 @@ class Checkpoints:
             own = _own(replica.meshes.place("dp"))
             position = replace(position, replicas=replica.strategy.mesh.dp)
         position = replace(position, packed=replica.packed)
-        state = {**dict(_state(replica, optimizer, own)), **dict(_outer_state(replica, outer))}
+        state = {**dict(training_state(replica, optimizer, own)), **dict(_outer_state(replica, outer))}
         response = async_save(state, storage_writer=writer, process_group=self._group)
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
@@ -196,7 +201,7 @@ class Checkpoints:
         replicas = Position(**json.loads((path / STATE).read_text())["position"]).replicas
         place = replica.meshes.place("dp") if replica.strategy.local_steps else 0
         own = _own(place % replicas) if replicas else ""
-        tensors = dict(_state(replica, optimizer, own))
+        tensors = dict(training_state(replica, optimizer, own))
         if replicas:
             tensors.update(_outer_state(replica, outer))
         learnt = (f"{own}model/", "outer/anchor/")
@@ -261,7 +266,9 @@ def _outer_state(replica: Replica, outer: OuterOptimizer | None) -> Iterator[tup
             yield f"outer/{name}", tensor
 
 
-def _state(replica: Replica, optimizer: torch.optim.Optimizer, own: str = "") -> Iterator[tuple[str, Tensor]]:
+def training_state(
+    replica: Replica, optimizer: torch.optim.Optimizer, own: str = ""
+) -> Iterator[tuple[str, Tensor]]:
     """Yields weights, buffers and optimizer state under names that hold at any number of ranks."""
     names: dict[int, str] = {}
     for name, tensor in replica.tensors():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,11 +34,13 @@ from roundtable.cluster.plan.device_peaks import peak_flops
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.plan.privacy_composition import is_example_level
+from roundtable.cluster.plan.replica_composition import check_replicas
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.stepping.loss_scaling import NAME as SCALE
 from roundtable.cluster.stepping.loss_scaling import LossScale
 from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder, mirrors
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.fellow_replicas import FellowReplicas
 from roundtable.cluster.train.frozen_weights import frozen_weights
 from roundtable.cluster.train.group_plan import plan_together
 from roundtable.cluster.train.local_state import OwnTensors, save_local
@@ -48,7 +51,7 @@ from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import (
     RoundFigures,
     RoundProgress,
-    StepReport,
+    Watch,
     Wishes,
     report_round,
     round_metrics,
@@ -60,8 +63,6 @@ from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, hides_figures
 from roundtable.core.task import ArrayTask, Site, Task, ToldTask, in_context, load_task
-
-Watch = Callable[[StepReport], None]
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,10 @@ class Group:
 class GroupExecutor:
     """Does orders, one at a time; model, optimizer and data of the last job stay warm."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, peers: FellowReplicas | None = None) -> None:
+        """`peers`: this group is one of several replicas that train each batch together."""
         self._group = group
+        self.peers = peers
         self._state = SiloState(Path(group.settings.jobs))
         self._job = ""
         self._ended = 0
@@ -136,7 +139,12 @@ class GroupExecutor:
         except InvalidUpdate as error:
             checkpoints.finish()
             raise InvalidUpdate(error.reason, f"{error}; {last_sound(saved)}") from error
-        self._end(trainer, checkpoints, order, _end_of(order, digest, batches.position))
+        if self.peers is not None and not self.peers.delivers():
+            # Another replica writes what all have learnt; this one goes on from the same.
+            checkpoints.finish()
+            self._ended = order.round
+            return TrainedUpdate(digest="", size=0, examples=0, metrics={})
+        self._end(trainer, checkpoints, order, Position.end_of(order.round, digest, batches.position))
         place = batches.place(batches.steps, self._group.control)
         kept = {} if place is None else {NAME: position_tensor(place)}
         if kept and NAME not in others and dist.get_rank() == 0:
@@ -149,9 +157,9 @@ class GroupExecutor:
             return self._deliver_privately(trainer, order, start, round_charge, noise, kept)
         trainer.check_weights()
         digest, size = self._deliver(trainer, order, start, kept=kept)
-        group = self._group
-        memory = group.resources.memory
-        report_round(figures, order, trainer.strategy, group.folder, group.control, memory)
+        group, changes = self._group, self.peers.changes if self.peers is not None else None
+        about = (trainer.strategy, group.folder, group.control, group.resources.memory, changes)
+        report_round(figures, order, *about)
         return TrainedUpdate(
             digest=digest,
             size=size,
@@ -172,7 +180,7 @@ class GroupExecutor:
         """Trains by DP-SGD, without checkpoints: a broken round begins anew, with new samples and noise."""
         round_charge = self._round_charge(order)
         fit_examples_privately(trainer, self._data[0], order.round, round_charge, watch, wishes)
-        self._end(trainer, checkpoints, order, _end_of(order, digest, 0))
+        self._end(trainer, checkpoints, order, Position.end_of(order.round, digest, 0))
         return self._deliver_privately(trainer, order, start, round_charge)
 
     def _begin(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order) -> None:
@@ -229,11 +237,8 @@ class GroupExecutor:
         trainer, start, _ = self._prepare(order, steps=0)
         check_evaluation(trainer.job)
         trainer.load(start.vector, self._others(order, start))
-        size = trainer.job.evaluation.batch_size or EVALUATION_BATCHES * self._micro(trainer)
+        size = trainer.job.evaluation.batch_size or EVALUATION_BATCHES * max(trainer.strategy.micro_batch, 1)
         return trainer.evaluate(self._data[1], size)
-
-    def _micro(self, trainer: RankTrainer) -> int:
-        return max(trainer.strategy.micro_batch, 1)
 
     def _prepare(self, order: Order, steps: int | None = None) -> tuple[RankTrainer, Model, str]:
         """The trainer, told of the order and that it takes `steps` (those of its training), and the model."""
@@ -268,6 +273,8 @@ class GroupExecutor:
             group.folder,
             group.control,
         )
+        if self.peers is not None:
+            check_replicas(task, job, self._data[0], strategy.precision)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
         trainer = RankTrainer(
             task=task,
@@ -278,6 +285,7 @@ class GroupExecutor:
             device=group.device,
             client=group.settings.client,
             tensor_parallel=split,
+            peers=self.peers,
         )
         if dist.get_rank() == 0:
             # Only the rank that reports needs the operations of a step.
@@ -373,7 +381,7 @@ class GroupExecutor:
         """
         output, encoding = Path(order.output), trainer.job.transfer.up
         tensors = list(trainer.replica.tensors())
-        leaving = [each for each in tensors if _learns(each) or not is_example_level(trainer.job)]
+        leaving = [each for each in tensors if _learns(each[1]) or not is_example_level(trainer.job)]
         first = dist.get_rank() == 0
         if first:
             prepare_update(output, encoding, trainer.layout)
@@ -384,13 +392,8 @@ class GroupExecutor:
         return (digest_of(output), output.stat().st_size) if first else ("", 0)
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+_say = partial(print, flush=True)
 
 
-def _end_of(order: Order, digest: str, step: int) -> Position:
-    return Position(order.round, digest, step, seen=0, loss_sum=0.0, final=True)
-
-
-def _learns(each: tuple[str, Tensor]) -> bool:
-    return isinstance(each[1], nn.Parameter) and each[1].requires_grad
+def _learns(each: Tensor) -> bool:
+    return isinstance(each, nn.Parameter) and each.requires_grad

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import threading
 import time
@@ -73,6 +74,29 @@ class Advice:
         write_file(folder / ADVICE, [json.dumps(asdict(self)).encode()])
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What all replicas that train together do next, told to each alike.
+
+    `committed`: the step whose gradients all have is taken; else they are reduced again, without what was
+    lost. `steps` are those taken then. `members` in the order of their shares, of `epoch`, which tells one
+    set of connections from the next. `joining` are those of them that get `donor`'s state first.
+    """
+
+    epoch: int
+    committed: bool
+    steps: int
+    members: tuple[int, ...]
+    joining: tuple[int, ...] = ()
+    donor: int = -1
+    stop: bool = False
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Verdict:
+        """The verdict that `asdict` has put into JSON."""
+        return cls(**{**plain, "members": tuple(plain["members"]), "joining": tuple(plain["joining"])})
+
+
 def leave_report(folder: Path, rank: int, error: Exception) -> None:
     """Writes a report of the error that ends this rank, for the agent to take."""
     diagnosis = diagnose(error)
@@ -86,24 +110,30 @@ def leave_report(folder: Path, rank: int, error: Exception) -> None:
     partial.replace(reports / f"rank-{rank}.{os.getpid()}.json")
 
 
-def take_reports(folder: Path) -> list[Report]:
-    """Reads all reports, oldest first, and removes them."""
+def take_reports(folder: Path, ranks: range | None = None) -> list[Report]:
+    """Reads the reports of all ranks, or of these, oldest first, and removes them."""
     reports = []
     for path in sorted((folder / REPORTS).glob("rank-*.json")):
-        reports.append(Report(**json.loads(path.read_text())))
-        path.unlink()
+        report = Report(**json.loads(path.read_text()))
+        if ranks is None or report.rank in ranks:
+            reports.append(report)
+            path.unlink()
     return sorted(reports, key=lambda report: report.at)
 
 
 class AgentConnection:
     """Rank 0's connection to the agent; the process ends when the agent does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, replica: int | None = None) -> None:
+        """`replica`: which of several groups this is the rank 0 of; the agent is told first of all."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(_short(folder / SOCKET))
         self._orders: list[dict[str, Any]] = []
+        self._verdicts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._arrived = threading.Condition()
         self.withdrawn = 0
+        if replica is not None:
+            self.send({"replica": replica})
         threading.Thread(target=self._read, daemon=True).start()
 
     def next(self) -> dict[str, Any]:
@@ -112,6 +142,12 @@ class AgentConnection:
             while not self._orders:
                 self._arrived.wait()
             return self._orders.pop(0)
+
+    def verdict(self, number: int) -> dict[str, Any]:
+        """Waits for what the agent decides next about the order of this number, and returns it."""
+        while (decided := self._verdicts.get())["number"] != number:
+            pass
+        return decided
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends one message to the agent."""
@@ -123,6 +159,9 @@ class AgentConnection:
                 command = json.loads(line)
                 if command["do"] == "stop":
                     self.withdrawn = command["number"]
+                    continue
+                if command["do"] == "verdict":
+                    self._verdicts.put(command)
                     continue
                 with self._arrived:
                     self._orders.append(command)

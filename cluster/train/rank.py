@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from roundtable.client.worker.worker import Stopped, die_with_parent
 from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
 from roundtable.cluster.plan.links import known_links
 from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.train.fellow_replicas import FIRST_RANK, REPLICA, FellowReplicas
 from roundtable.cluster.train.group import Group, GroupExecutor
 from roundtable.cluster.train.orders import SOCKET, AgentConnection, leave_report, order_of
 from roundtable.cluster.train.round_reports import StepReport
@@ -54,7 +56,7 @@ def main() -> None:
     # Layers come and go with every step: blocks of a layer's size must not split the heap.
     tune_for_transfers()
     folder = Path(sys.argv[1])
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ["RANK"]) + int(os.environ.get(FIRST_RANK, "0"))
     try:
         _serve(folder, rank)
     except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
@@ -96,8 +98,16 @@ def _serve(folder: Path, rank: int) -> None:
         saving=saving,
         links=links,
     )
-    executor = GroupExecutor(group)
-    agent = AgentConnection(folder) if rank == 0 else None
+    index = os.environ.get(REPLICA)
+    agent = None
+    if dist.get_rank() == 0:
+        agent = AgentConnection(folder, None if index is None else int(index))
+    peers = (
+        None
+        if index is None
+        else FellowReplicas(int(index), agent, control, folder, table.timeout, partial(print, flush=True))
+    )
+    executor = GroupExecutor(group, peers)
     while True:
         command = json.loads(broadcast_text(json.dumps(agent.next()) if agent else None, control))
         _do(executor, command, agent)
@@ -129,6 +139,8 @@ def _do(
     def withdrawn() -> bool:
         return agent is not None and agent.withdrawn == command["number"]
 
+    if executor.peers is not None:
+        executor.peers.begin(command["number"])
     try:
         if command["do"] == "train":
             result: dict[str, Any] = {"trained": asdict(executor.train(order, watch, withdrawn))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.training.batches import count_examples, ordered_batches
+from roundtable.client.training.corrections import Correction
 from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.sgd import RoundSchedule
@@ -25,21 +25,27 @@ from roundtable.cluster.parallel.shards import Places, finite, local_of
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
-from roundtable.cluster.parallel.text_collectives import gather_text
+from roundtable.cluster.parallel.text_collectives import gather_names
 from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.stepping.agreed_step import AgreedStep, PendingFigures
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import drop_gradients
 from roundtable.cluster.stepping.loss_scaling import LossScale
-from roundtable.cluster.stepping.sharded_optimizer import make_optimizer, set_decay, sharded_correction
+from roundtable.cluster.stepping.sharded_optimizer import (
+    align_gradients,
+    make_optimizer,
+    set_decay,
+    sharded_correction,
+)
 from roundtable.cluster.train.collective_sampling import CollectiveSampler
+from roundtable.cluster.train.fellow_replicas import FellowReplicas, RoundState
 from roundtable.cluster.train.frozen_weights import FrozenParts
 from roundtable.cluster.train.loss_guard import CheckpointTimes
 from roundtable.cluster.train.prefetch import Prefetched
 from roundtable.cluster.train.replica import Replica
 from roundtable.cluster.train.round_course import RoundCourse, StepTimes
-from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Watch, Wishes
+from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Watch, Wishes, most_memory
 from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
 from roundtable.cluster.train.streams import StreamedBatches
 from roundtable.core.algorithms.known_algorithms import make_algorithm
@@ -74,7 +80,9 @@ class RankTrainer:
     outer: OuterOptimizer | None = None
     scale: LossScale | None = None
     mode: str = "auto"
+    peers: FellowReplicas | None = None
     lags: bool = field(init=False)
+    _correction: Correction | None = None
 
     def __post_init__(self) -> None:
         self.replica = Replica(
@@ -101,6 +109,9 @@ class RankTrainer:
         self._frozen = FrozenParts(self.replica.tensors(), self.layout)
         if self.outer is not None:
             self.outer.depart()
+        # What pulls towards the round's model starts from it, and not from a checkpoint of the round.
+        step = make_algorithm(self.job.algorithm).step()
+        self._correction = sharded_correction(step, self.replica.parameters())
 
     def batches(
         self, data: Any, round: int, start: dict[str, Any] | None = None
@@ -166,10 +177,14 @@ class RankTrainer:
         self.begin(round)
         assert self.optimizer is not None
         schedule = RoundSchedule(self.optimizer, self.job.algorithm, batches.steps)
+        if save is not None and self.peers is not None:
+            save = self._saved_by_first(save)
         course = RoundCourse(round, batches.steps, done, watch, self._completed, save, times, self.scale)
         taking = self._taking()
-        lags = self.lags and taking.lags and not course.looks_ahead
+        lags = self.lags and taking.lags and not course.looks_ahead and self.peers is None
         self.replica.train()
+        if self.peers is not None:
+            self.peers.meet(self._state(batches, done))
         step = batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
         before: tuple[PendingFigures, StepTimes] | None = None
@@ -186,9 +201,11 @@ class RankTrainer:
             if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
                 self.outer.meet()
             rate = self.optimizer.param_groups[0]["lr"]
-            present = StepTimes(step, share.total, rate, ended, arrived)
+            present = StepTimes(step, told.total, rate, ended, arrived)
             if found is not None:
                 course.note(found, present)
+                if self.peers is not None:
+                    self.peers.settle(self._state(batches, done))
             else:
                 # The figures of the step before are there by now, while this one's kernels run.
                 self._catch_up(course, before)
@@ -213,9 +230,23 @@ class RankTrainer:
             self.meshes,
             self.device,
             max_norm=self.job.algorithm.max_gradient_norm,
-            correction=sharded_correction(make_algorithm(self.job.algorithm).step(), parameters),
+            correction=self._correction,
             scale=self.scale,
         )
+
+    def _saved_by_first(self, save: Callable[[int], None]) -> Callable[[int], None]:
+        """Of several replicas the first keeps checkpoints."""
+
+        def first(step: int) -> None:
+            if self.peers is None or self.peers.place == 0:
+                save(step)
+
+        return first
+
+    def _state(self, batches: SharedBatches | StreamedBatches, done: RoundProgress) -> RoundState:
+        assert self.optimizer is not None
+        assert isinstance(batches, SharedBatches), "replicas that come and go do not share streams"
+        return RoundState(self.replica, self.optimizer, batches, done)
 
     def check_weights(self) -> None:
         """Raises InvalidUpdate, on every rank, where the trained weights are not all finite, TaskError where
@@ -238,7 +269,8 @@ class RankTrainer:
         """The report with what is known of memory, tokens, collectives and utilisation."""
         work = self.work or ExampleCost(0.0, 0, "counted")
         share = self.sampler.share
-        able = self.peak * self.strategy.mesh.world * max(report.seconds, 1e-9)
+        replicas = 1 if self.peers is None else self.peers.count
+        able = self.peak * replicas * self.strategy.mesh.world * max(report.seconds, 1e-9)
         return replace(
             report,
             memory=most_memory(self.device),
@@ -288,7 +320,7 @@ class RankTrainer:
 
     def _summed(self, sums: Metrics) -> Metrics:
         """Adds up over all ranks; only those that counted know the names, so ranks agree on them first."""
-        names = sorted({name for names in gathered_names(sorted(sums)) for name in names})
+        names = sorted({name for names in gather_names(sorted(sums)) for name in names})
         if not names:
             return {}
         pairs = [sums.get(name, (0.0, 0)) for name in names]
@@ -307,12 +339,37 @@ class RankTrainer:
         scale = 1.0 if self.scale is None else self.scale.scale
         weights = [size * near * scale / share.together for size in share.sizes]
         losses = self.replica.backward(share.batches, weights)
+        if self.peers is not None:
+            return self._with_peers(self.peers, losses, share, taking, wishes)
         arriving.ahead()
         return taking.agree(losses, share.sizes, share.total, wishes.told())
 
+    def _with_peers(
+        self,
+        peers: FellowReplicas,
+        losses: Tensor | None,
+        share: Share,
+        taking: AgreedStep,
+        wishes: Wishes,
+    ) -> PendingFigures:
+        """The replica's own gradient first, then that of all: what corrects and clips works on the sum."""
+        parameters = self.replica.parameters()
+        align_gradients(parameters)
+        own = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if losses is not None and self.meshes.place("tp") == 0:
+            sizes = torch.tensor(share.sizes, dtype=torch.float64, device=self.device)
+            own = torch.stack([sizes.sum(), (losses.double() * sizes).sum()])
+        dist.all_reduce(own)
+        met = peers.reduce(parameters, int(own[0]), float(own[1]))
+        first = dist.get_rank() == 0
+        mean = torch.tensor([met.loss / max(met.examples, 1)], device=self.device) if first else None
+        told = [float(first and met.stop), wishes.told()[1]]
+        return taking.agree(mean, [met.examples], max(met.examples, 1), told)
+
     def _randomness(self, round: int, purpose: str, step: int) -> Any:
         """Seeds a step: alike on ranks with the same examples, and when the step is done again."""
-        path: Sequence[str | int] = (round, self.client, purpose, step, self.meshes.data_rank)
+        first = 0 if self.peers is None else self.peers.place * self.strategy.mesh.data
+        path: Sequence[str | int] = (round, self.client, purpose, step, first + self.meshes.data_rank)
         return isolated_randomness(derive_seed(self.job.seed, *path), self.device)
 
     @torch.no_grad()
@@ -326,15 +383,3 @@ class RankTrainer:
                 for index in range(group.ndim):
                     dist.all_reduce(local_of(tensor), group=group.get_group(index))
                 local_of(tensor).div_(self.strategy.mesh.data)
-
-
-def most_memory(device: torch.device) -> int:
-    """The most bytes held so far by the device, or by this process where that is the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def gathered_names(names: list[str]) -> list[list[str]]:
-    """Returns the lists of all ranks, in their order, on every rank."""
-    return [text.split("\n") if text else [] for text in gather_text("\n".join(names))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from roundtable.client.durable_files import append_synced, replace_synced
@@ -158,13 +160,18 @@ def report_round(
     folder: Path,
     control: dist.ProcessGroup,
     memory_limit: float,
+    changes: list[dict[str, Any]] | None = None,
 ) -> None:
-    """Keeps a round's figures at the silo, where `roundtable client report` reads them. Collective."""
+    """Keeps a round's figures at the silo, where `roundtable client report` reads them. Collective.
+
+    `changes`: at which steps replicas were lost and joined, where they may.
+    """
     report = figures.gathered(control, memory_limit)
     if dist.get_rank() == 0:
         about = {"round": order.round, "attempt": order.attempt, "at": time.time()}
         plan = {"plan": str(strategy), "strategy": strategy.to_plain()}
-        keep_report(folder, order.job, {**about, **plan, **report})
+        replicas = {} if changes is None else {"replicas": changes}
+        keep_report(folder, order.job, {**about, **plan, **report, **replicas})
 
 
 def keep_report(folder: Path, job: str, report: Mapping[str, Any]) -> None:
@@ -229,3 +236,10 @@ def round_metrics(done: RoundProgress, *, private: bool) -> Metrics:
         metrics["gradient_norm"] = (done.norm_sum, done.steps - done.skipped)
         metrics["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
     return metrics
+
+
+def most_memory(device: torch.device) -> int:
+    """The most bytes held so far by the device, or by this process where that is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

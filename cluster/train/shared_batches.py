@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,11 +66,17 @@ class SharedBatches:
         )
         self.examples = count_examples(dataset) or 0
         self._dataset = dataset
-        self._sharing = sharing
+        self._sharing = self._own = sharing
         self._batch_size = batch_size
         own = epochs * batches_of(self.examples, batch_size, drop_last=drops_last(dataset))
         self.steps = own if steps is None else steps
         self.position = 0
+
+    def share_among(self, place: int, replicas: int) -> None:
+        """From the next step on this rank's group is one, at `place`, of so many that share a batch."""
+        own = self._own
+        rank, ranks = place * own.ranks + own.rank, replicas * own.ranks
+        self._sharing = replace(own, rank=rank, ranks=ranks, apart=replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after `position` steps."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from roundtable.cli.jobs.job_view import step_row
 from roundtable.client.door.outgoing import figures_message
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.cluster.agent.cluster_trainer import figures_of
+from roundtable.cluster.agent.failed_ranks import figures_of
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.device_peaks import known_peak, peak_flops
 from roundtable.cluster.plan.model_probe import example_batch
