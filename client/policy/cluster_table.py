@@ -68,8 +68,10 @@ class StrategyTable(Table):
     ep: int | None = Field(None, ge=1, description="ranks that share out experts")
     data_parallel: Literal["none", "ddp", "zero1", "zero2", "zero3"] | None = Field(None, description="kind")
     micro_batch: int | None = Field(None, ge=1, description="examples at once on a rank")
-    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = Field(None, description="of the pipeline")
-    virtual_stages: int | None = Field(None, ge=1, description="stages of a rank, interleaved")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble"] | None = Field(
+        None, description="of the pipeline"
+    )
+    virtual_stages: int | None = Field(None, ge=1, description="stages of a rank: all but gpipe and 1f1b")
     sequence_parallel: bool | None = Field(None, description="shard norms and residuals over tp too")
     checkpointing: Literal["none", "every", "sqrt", "selective"] | None = Field(
         None, description="of activations: recompute blocks, runs of them, or all but matrix products"

@@ -41,7 +41,8 @@ from roundtable.core.errors import ResourceError
 
 _log = logging.getLogger("roundtable.agent")
 _DONE = {
-    "out_of_memory": "reduced the batch size: halved the micro-batch and started the ranks again",
+    "out_of_memory": "reduced the batch size: halved the micro-batch (or, where it was 1, took the "
+    "next plan) and started the ranks again",
     "gpu_error": "left the device out and started the ranks again",
 }
 _STOP_SECONDS = 5.0

@@ -20,6 +20,8 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
 )
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
@@ -31,6 +33,12 @@ from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import derive_seed
 from roundtable.core.task import Task
+
+_MULTIPLE: dict[str, Callable[..., Any]] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
 
 
 class _Schedule(Protocol):
@@ -182,14 +190,15 @@ class Pipeline:
         self._group = meshes.one("pp").get_group()
         self._rank = meshes.place("pp")
         self._size = strategy.mesh.pp
+        self._places = strategy.stages_of(self._rank)
         self._schedules: dict[Any, _Schedule] = {}
         self._micro: list[Any] = []
         self._use: Callable[[Any, Any], Tensor] = lambda output, batch: output
         self._seed = 0
         for index, part in enumerate(stages):
-            begin = partial(self._begin, self._rank + index * self._size)
+            begin = partial(self._begin, self._places[index])
             part.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        self.last = self._rank == self._size - 1
+        self.last = self._size * len(stages) - 1 in self._places
 
     def backward(self, task: Task, batches: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
         """Gradients of Σ weight · loss over the micro-batches; the losses, where this is the last stage.
@@ -239,7 +248,7 @@ class Pipeline:
     def padded(self, count: int) -> int:
         """The number of micro-batches that the schedule takes for `count` of them."""
         count = max(count, self._size)
-        return -(-count // self._size) * self._size if self._strategy.schedule == "interleaved" else count
+        return -(-count // self._size) * self._size if self._strategy.virtual_stages > 1 else count
 
     def _run(
         self,
@@ -272,15 +281,15 @@ class Pipeline:
         if key not in self._schedules:
             total = self._size * len(self._stages)
             stages = [
-                PipelineStage(part, self._rank + i * self._size, total, self._device, group=self._group)
+                PipelineStage(part, self._places[i], total, self._device, group=self._group)
                 for i, part in enumerate(self._stages)
             ]
             options: dict[str, Any] = {
                 "loss_fn": lambda output, index: self._use(output, int(index)),
                 "scale_grads": False,
             }
-            if self._strategy.schedule == "interleaved":
-                self._schedules[key] = ScheduleInterleaved1F1B(list(stages), count, **options)
+            if (multiple := _MULTIPLE.get(self._strategy.schedule)) is not None:
+                self._schedules[key] = multiple(list(stages), count, **options)
             else:
                 kind = ScheduleGPipe if self._strategy.schedule == "gpipe" else Schedule1F1B
                 self._schedules[key] = kind(stages[0], count, **options)

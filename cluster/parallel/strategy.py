@@ -12,7 +12,9 @@ from typing_extensions import override
 from roundtable.core.errors import ConfigError
 
 DataParallel = Literal["none", "ddp", "zero1", "zero2", "zero3"]
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble"]
+# It splits a backward pass in two: of a stage's inputs, and of its weights.
+SPLITTING = "zero_bubble"
 Checkpointing = Literal["none", "every", "sqrt", "selective"]
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 BatchStatistics = Literal["synchronised", "local"]
@@ -116,13 +118,39 @@ class Strategy:
             self._check_apart()
         if self.offload and not sharded:
             raise ConfigError("offload = true needs zero2 or zero3, which keep parameters in shards")
-        if (self.virtual_stages > 1) != (self.schedule == "interleaved"):
-            raise ConfigError("virtual_stages above 1 and schedule = 'interleaved' belong together")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Raises ConfigError for stages that the schedule does not run."""
+        if (self.virtual_stages > 1) != (self.schedule not in ("gpipe", "1f1b")):
+            raise ConfigError(
+                "virtual_stages above 1 belong together with schedule = 'interleaved', 'looped_bfs' or "
+                "'zero_bubble'"
+            )
+        if self.schedule == SPLITTING:
+            self._check_splitting()
         if self.checkpoint_blocks and self.checkpointing not in ("every", "selective"):
             raise ConfigError(
                 f"checkpoint_blocks with checkpointing = {self.checkpointing!r}: only 'every' and "
                 "'selective' take single blocks"
             )
+
+    def _check_splitting(self) -> None:
+        """Raises ConfigError for what a backward pass in two parts was not verified with."""
+        mesh = self.mesh
+        for key, plain in (("checkpointing", "none"), ("precision", "float32"), ("data_parallel", "none")):
+            if getattr(self, key) != plain:
+                raise ConfigError(
+                    f"schedule = {self.schedule!r} and {key} = {getattr(self, key)!r}: it computes gradients "
+                    "of inputs and of weights apart, which is verified for plain float32 stages alone; use "
+                    "'interleaved'"
+                )
+        if mesh.tp > 1 or mesh.ep > 1:
+            raise ConfigError(f"schedule = {self.schedule!r} stands alone; with tp or ep use 'interleaved'")
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The pipeline stages of a rank of `pp`, in the model's order."""
+        return list(range(rank, self.mesh.pp * self.virtual_stages, self.mesh.pp))
 
     def _check_apart(self) -> None:
         """Raises ConfigError for what does not go with replicas that train apart."""

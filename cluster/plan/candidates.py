@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
 from roundtable.cluster.parallel.pipeline_stages import refuse_cut
 from roundtable.cluster.parallel.shared_batch_norm import own_way, refuse_parts
-from roundtable.cluster.parallel.strategy import Checkpointing, DataParallel, Mesh, Reduction, Strategy
+from roundtable.cluster.parallel.strategy import (
+    SPLITTING,
+    Checkpointing,
+    DataParallel,
+    Mesh,
+    Reduction,
+    Strategy,
+)
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
@@ -143,6 +150,8 @@ def _variants(
     kinds = [kind for kind in _CHECKPOINTING if kind == "none" or probe.anatomy.blocks]
     if probe.cannot_run and "sqrt" in kinds:
         kinds.remove("sqrt")
+    if hand.schedule == SPLITTING:
+        kinds = ["none"]
     for checkpointing in [hand.checkpointing] if hand.checkpointing else kinds:
         for micro_batch in [hand.micro_batch] if hand.micro_batch else _halvings(share, mesh.pp):
             yield Strategy(
@@ -150,7 +159,7 @@ def _variants(
                 data_parallel=kind,
                 micro_batch=micro_batch,
                 schedule=hand.schedule or "1f1b",
-                virtual_stages=hand.virtual_stages or (2 if hand.schedule == "interleaved" else 1),
+                virtual_stages=hand.virtual_stages or (1 if hand.schedule in (None, "gpipe", "1f1b") else 2),
                 sequence_parallel=sequence_parallel,
                 checkpointing=checkpointing,
                 checkpoint_every=hand.checkpoint_every or 1,

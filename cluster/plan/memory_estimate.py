@@ -72,7 +72,7 @@ def estimate(probe: ModelProbe, strategy: Strategy, accumulated: int) -> Estimat
     stages = strategy.mesh.pp * strategy.virtual_stages
     cuts = partition(probe.anatomy, stages) if stages > 1 else [list(probe.anatomy.units)]
     ranks = [
-        [unit for i in range(rank, stages, strategy.mesh.pp) for unit in cuts[i]]
+        [unit for stage in strategy.stages_of(rank) for unit in cuts[stage]]
         for rank in range(strategy.mesh.pp)
     ]
     estimates = [_rank(probe, strategy, accumulated, units, rank) for rank, units in enumerate(ranks)]

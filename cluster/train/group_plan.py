@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.plan.links import Links
+from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import make_plan
+from roundtable.cluster.plan.planner import HEADROOM, ClusterPlan, make_plan
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.orders import Advice
 from roundtable.core.config import JobConfig
+from roundtable.core.errors import ResourceError
 from roundtable.core.task import Task
 
 
@@ -37,11 +40,36 @@ def plan_together(
     probe = probe_model(task, example_batch(data), device=resources.device, bfloat16=half)
     text = ""
     if dist.get_rank() == 0:
-        plan = make_plan(probe, resources, job, table, links)
-        strategy = plan.strategy
-        for _ in range(Advice.read(folder).halvings):
-            strategy = strategy.halved()
+        halvings = Advice.read(folder).halvings
+        plan, strategy = lightened(probe, resources, job, table, links, halvings)
         text = json.dumps(strategy.to_plain())
         print(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})", flush=True)
     strategy = Strategy.from_plain(json.loads(broadcast_text(text, control)))
     return strategy, probe.tensor_parallel if strategy.mesh.tp > 1 else None
+
+
+def lightened(
+    probe: ModelProbe, resources: Resources, job: JobConfig, table: ClusterTable, links: Links, failures: int
+) -> tuple[ClusterPlan, Strategy]:
+    """(the plan, its strategy) after so many times out of memory: half the micro-batch each time.
+
+    From a micro-batch of 1 on the next plan is taken, which needs less memory than the one that failed was
+    thought to. Raises ResourceError where no plan needs less.
+    """
+    plan = make_plan(probe, resources, job, table, links)
+    strategy = plan.strategy
+    for _ in range(failures):
+        if strategy.micro_batch > 1:
+            strategy = strategy.halved()
+            continue
+        accumulated = -(-job.algorithm.batch_size // strategy.mesh.data)
+        needed = min(plan.estimate.peak, estimate(probe, strategy, accumulated).peak)
+        less = replace(resources, memory=int((needed - 1) / HEADROOM))
+        try:
+            plan = make_plan(probe, less, job, table, links)
+        except ResourceError as error:
+            raise ResourceError(
+                f"the devices ran out of memory with {strategy}, and no other plan needs less: {error}"
+            ) from error
+        strategy = plan.strategy
+    return plan, strategy

@@ -124,7 +124,7 @@ class RankTrainer:
             ranks=mesh.data,
             micro_batch=self.strategy.micro_batch,
             pipeline=mesh.pp,
-            interleaved=self.strategy.schedule == "interleaved",
+            interleaved=self.strategy.virtual_stages > 1,
             apart=mesh.dp if self.strategy.local_steps else 1,
         )
         if count_examples(data) is None:

@@ -96,7 +96,7 @@ class Replica:
             if anatomy.batch_norms and not self._plain:
                 group = None if self.strategy.batch_norm == "local" else self.meshes.batch()
                 share_batch_norms(model, group, self._current)
-            stage = self.meshes.place("pp") + index * mesh.pp
+            stage = self.strategy.stages_of(self.meshes.place("pp"))[index]
             if mesh.pp > 1:
                 if reason := refuse_cut(anatomy, stages):
                     raise TaskError(f"no pipeline: {reason}")

@@ -103,8 +103,8 @@ async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> Non
         trained = await trainer.train(work, watched([]))
         assert (tmp_path / "mark").exists()
         if trouble == "memory":
-            action = "reduced the batch size: halved the micro-batch and started the ranks again"
-            assert [(kind, done) for kind, _, done in told] == [("out_of_memory", action)]
+            assert [kind for kind, _, _ in told] == ["out_of_memory"]
+            assert told[0][2].startswith("reduced the batch size: halved the micro-batch (or")
         else:
             assert told[0][2] == "started the ranks again"
         assert trained.metrics["loss"][1] == 128

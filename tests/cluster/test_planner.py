@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
+from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
 from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.train.group_plan import lightened
 from roundtable.core import JobConfig, Task
 from roundtable.core.errors import ConfigError, PrivacyError, ResourceError
 from roundtable.core.task import Site
@@ -115,6 +117,25 @@ def test_the_plainest_that_fits_is_taken(devices: int, memory: str, mesh: Mesh, 
     assert plan.estimate.peak <= 0.9 * parse_bytes(memory)
     assert plan.micro_batches * plan.strategy.micro_batch * plan.strategy.mesh.data >= 8
     assert "fits" in plan.reasons[-1]
+
+
+def test_a_plan_that_ran_out_of_memory_gives_way_to_the_next() -> None:
+    job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": 8}})
+    there, none = Resources(1, 4, parse_bytes("2GiB"), "cpu"), Links("", 4, 0.0, {}, {})
+    seen: list[Strategy] = []
+
+    def until_nothing_is_left() -> None:
+        for failures in range(40):
+            _, strategy = lightened(SMALL, there, job, ClusterTable(), none, failures)
+            seen.append(strategy)
+
+    with pytest.raises(ResourceError, match="no other plan needs less"):
+        until_nothing_is_left()
+    kinds = [each.data_parallel for each in seen]
+    assert kinds[:2] == ["ddp", "ddp"]
+    assert [each.micro_batch for each in seen[:2]] == [2, 1]
+    assert kinds.index("zero1") < kinds.index("zero3")
+    assert len(seen) == len(set(seen))
 
 
 @pytest.mark.parametrize("memory", ["2GiB", "60MiB"])

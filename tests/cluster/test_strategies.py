@@ -50,6 +50,8 @@ TWO = [
     case("powersgd", plan("ddp", dp=2, reduction="powersgd"), sgd=True, tolerance=1.0),
     case("local sgd", plan("zero3", dp=2, local_steps=1), {"max_gradient_norm": None}, sgd=True),
     case("interleaved", plan(pp=2, schedule="interleaved", virtual_stages=2)),
+    case("looped bfs", plan(pp=2, schedule="looped_bfs", virtual_stages=2)),
+    case("zero bubble", plan(pp=2, schedule="zero_bubble", virtual_stages=2)),
 ]
 
 
@@ -83,6 +85,8 @@ FAST = [
     "tp sequence",
     "1f1b ragged",
     "interleaved",
+    "looped bfs",
+    "zero bubble",
 ]
 FAST += ["hsdp", "fsdp tp knotted", "fsdp tp", "pp fsdp", "ep"]
 SHORT = {"steps": 2}
