@@ -89,8 +89,7 @@ class Model:
 
 def model_blocks(model: Model) -> Iterator[bytes | memoryview]:
     """The bytes of the artifact, in blocks; nothing is copied but the header."""
-    header = _header(model)
-    yield struct.pack("<Q", len(header)) + header
+    yield model_head(model)
     for block in (
         model.vector,
         *(model.local[spec.name] for spec in _present(model)),
@@ -98,6 +97,12 @@ def model_blocks(model: Model) -> Iterator[bytes | memoryview]:
         flat = block.detach().cpu().contiguous().flatten()
         if flat.numel():
             yield flat.view(torch.uint8).numpy().data
+
+
+def model_head(model: Model) -> bytes:
+    """What stands before the vector in the artifact: the header's length, and the header."""
+    header = _header(model)
+    return struct.pack("<Q", len(header)) + header
 
 
 def model_digest(model: Model) -> str:

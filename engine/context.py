@@ -13,7 +13,7 @@ from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
 from roundtable.engine.population import Population
 from roundtable.engine.selection import Candidate, Strategy
-from roundtable.engine.state import Attempt, ClientRecord, EngineState
+from roundtable.engine.state import Attempt, ClientRecord, EngineState, hops_after
 
 MOST_TROUBLES = 8
 
@@ -51,14 +51,16 @@ class JobContext:
         attempt = self.attempt()
         assert attempt.deadline is not None
         model = attempt.aggregated.model if attempt.aggregated else self.state.model
-        cohort = attempt.cohort
+        cohort, hops = attempt.cohort, hops_after(self.state)
         if attempt.failures:
             cohort = tuple(name for name in cohort if name not in attempt.failures)
         for name in names:
             if self.population.is_online(name):
                 self.mark(name, "available", now)
                 counted = self.counted(name)
-                self.out.append(m.Instruct(name, attempt.step, model, attempt.deadline, cohort, counted))
+                self.out.append(
+                    m.Instruct(name, attempt.step, model, attempt.deadline, cohort, counted, hops)
+                )
             else:
                 self.mark(name, "offline", now)
 

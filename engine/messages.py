@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roundtable.core.errors import SiteFailure
+from roundtable.core.model_delta import Hop
 from roundtable.engine.clients import ClientInfo as ClientInfo
 from roundtable.engine.clients import ClientState as ClientState
 from roundtable.engine.clients import Held as Held
@@ -178,10 +179,11 @@ class Unmasking:
 class Aggregated:
     """The driver has combined the updates and stored the new model.
 
-    `optimizer` names the artifact with the server optimizer's state ("" for none); `excluded` maps
-    a client to the reason why its update was left out; `charge` is what the round costs in privacy.
-    `training` are the round's training metrics where no single update tells any, `before` those that came
-    with them of the model that the round began with.
+    `optimizer` names the artifact with the server optimizer's state ("" for none); `excluded` maps a client
+    to the reason why its update was left out; `charge` is what the round costs in privacy. `training` are
+    the round's training metrics where no single update tells any, `before` those that came with them of the
+    model that the round began with. `delta` names the artifact with the encoded change from the old model
+    to the new one ("" for none).
     """
 
     step: Step
@@ -193,6 +195,7 @@ class Aggregated:
     charge: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    delta: str = ""
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,8 @@ class Instruct:
 
     `cohort` names everybody who was selected and has not failed, for work that clients do among
     themselves. `counted` is the (round, attempt) of the client's newest update that is in `model` or in a
-    model before it: what that training left at the client is what it goes on from.
+    model before it: what that training left at the client is what it goes on from. `hops` lead from older
+    models to newer ones, perhaps to `model`: a client that holds one of them need not be sent it whole.
     """
 
     client: str
@@ -277,6 +281,7 @@ class Instruct:
     deadline: float
     cohort: tuple[str, ...] = field(default=(), compare=False, repr=False)
     counted: tuple[int, int] | None = None
+    hops: tuple[Hop, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

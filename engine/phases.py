@@ -12,7 +12,7 @@ from roundtable.engine.context import JobContext
 from roundtable.engine.metrics import means, worked_out
 from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp, TrainingPolicy
 from roundtable.engine.records import record_of, record_without_model, shown
-from roundtable.engine.state import Attempt
+from roundtable.engine.state import Attempt, hops_after
 from roundtable.engine.stopping import missing_metric, stop_reason
 from roundtable.engine.validation.secure_feasibility import sums_exactly
 
@@ -142,6 +142,7 @@ class Phases:
         record = record_of(self._context.attempt(), now, private, self._job.metrics)
         for name in record.contributors:
             self._context.record(name).counted = self._context.counted(name)
+        self._state.hops = hops_after(self._state)
         self._state.model, self._state.optimizer = record.model, record.optimizer
         self._state.summed = ()
         self._close(record)

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
+from roundtable.core.model_delta import Hop
 from roundtable.engine.messages import (
     TRAIN,
     Aggregated,
@@ -57,6 +58,10 @@ class Assignment:
     def step(self) -> Step:
         """The key of the work."""
         return Step(self.round, self.attempt, TRAIN)
+
+
+MOST_HOPS = 8
+"""More changes of 4 bits and their like would be as long as the model."""
 
 
 @dataclass
@@ -121,6 +126,8 @@ class EngineState:
 
     `summed` are the clients of a closed round whose sum without noise may be known: until the model changes
     all of them and nobody else, or none of them, are asked.
+
+    `hops` lead from the newest models to the next, the latest last, where the job encodes the way down.
     """
 
     model: str
@@ -141,7 +148,16 @@ class EngineState:
     priority: int | None = None
     hold: str = ""
     yielding: str = ""
+    hops: tuple[Hop, ...] = ()
     summary: RoundSummary = field(default_factory=RoundSummary)
+
+
+def hops_after(state: EngineState) -> tuple[Hop, ...]:
+    """The hops, with that to the model of the attempt that runs once it has made one."""
+    made = state.attempt.aggregated if state.attempt is not None else None
+    if made is None or not made.delta or made.model == state.model:
+        return state.hops
+    return (*state.hops, Hop.between(state.model, made.model, made.delta))[-MOST_HOPS:]
 
 
 def in_queue(state: EngineState) -> bool:
@@ -181,6 +197,7 @@ def from_plain(plain: Mapping[str, Any]) -> EngineState:
     values["at_work"] = {name: Assignment(**given) for name, given in values.get("at_work", {}).items()}
     values["buffer"] = _updates(values.get("buffer", {}))
     values["summed"] = tuple(values.get("summed", ()))
+    values["hops"] = tuple(Hop(**hop) for hop in values.get("hops", ()))
     return EngineState(**values)
 
 

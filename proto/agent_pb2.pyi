@@ -840,6 +840,7 @@ class Instruction(google.protobuf.message.Message):
     EXCHANGE_FIELD_NUMBER: builtins.int
     SUBMISSION_FIELD_NUMBER: builtins.int
     COUNTED_FIELD_NUMBER: builtins.int
+    HOPS_FIELD_NUMBER: builtins.int
     deadline_seconds: builtins.float
     """Seconds from now until the answer is worthless."""
     job_config: builtins.str
@@ -862,6 +863,10 @@ class Instruction(google.protobuf.message.Message):
         absent where there is none. The silo goes on from what that step left with it, and forgets what later ones did.
         """
 
+    @property
+    def hops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Hop]:
+        """Lead from older models of the job to newer ones: an agent that holds one of them need not load the whole model."""
+
     def __init__(
         self,
         *,
@@ -873,12 +878,39 @@ class Instruction(google.protobuf.message.Message):
         exchange: global___Exchange | None = ...,
         submission: roundtable.proto.common_pb2.Submission | None = ...,
         counted: roundtable.proto.common_pb2.Step | None = ...,
+        hops: collections.abc.Iterable[global___Hop] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counted", b"counted", "evaluate", b"evaluate", "exchange", b"exchange", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counted", b"counted", "deadline_seconds", b"deadline_seconds", "evaluate", b"evaluate", "exchange", b"exchange", "job_config", b"job_config", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counted", b"counted", "deadline_seconds", b"deadline_seconds", "evaluate", b"evaluate", "exchange", b"exchange", "hops", b"hops", "job_config", b"job_config", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["work", b"work"]) -> typing.Literal["train", "evaluate", "exchange"] | None: ...
 
 global___Instruction = Instruction
+
+@typing.final
+class Hop(google.protobuf.message.Message):
+    """What makes one model of another (core/model_delta.py), encoded as the job's `transfer.down` says."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    DELTA_FIELD_NUMBER: builtins.int
+    base: builtins.str
+    """The first 32 characters of the models' digests."""
+    model: builtins.str
+    @property
+    def delta(self) -> roundtable.proto.common_pb2.Artifact: ...
+    def __init__(
+        self,
+        *,
+        base: builtins.str = ...,
+        model: builtins.str = ...,
+        delta: roundtable.proto.common_pb2.Artifact | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["delta", b"delta"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "delta", b"delta", "model", b"model"]) -> None: ...
+
+global___Hop = Hop
 
 @typing.final
 class Train(google.protobuf.message.Message):

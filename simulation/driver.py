@@ -18,6 +18,7 @@ from roundtable.engine import (
     try_rule,
 )
 from roundtable.engine import messages as m
+from roundtable.engine.combining.new_model import held_note
 from roundtable.engine.policies.buffered import WORK
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import SeededNoise
@@ -219,7 +220,7 @@ class Driver:
             self._queue.push(self._queue.now, m.AggregationFailed(step, str(error)))
             return
         guarantee = self._ledger.spending(step)
-        metadata = {**self.model.metadata, "round": str(step.round)}
+        metadata = {**self.model.metadata, "round": str(step.round), **held_note(self.world.job)}
         if guarantee:
             metadata["privacy"] = self._ledger.statement()
         model = Model(self.world.layout, combined.vector, self.model.local, metadata)

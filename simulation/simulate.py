@@ -29,6 +29,7 @@ from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
 from roundtable.core.toml import with_place
 from roundtable.engine.messages import Note, RoundRecord, Step
+from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.feasibility import check_budget, check_rule
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.simulation.backend import Backend, Work, World
@@ -84,6 +85,7 @@ def simulate(
         layout = world.layout
         slices = tuple(place for _, place in layout.sent.slices())
         plan = make_plan(job, job.simulation.clients, slices, folder=folder)
+        check_down_layout(job, layout)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_task(world.task, job, layout)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from roundtable.client.agent.connection import Link
 from roundtable.client.agent.model_cache import ModelCache
-from roundtable.client.door.incoming import ArtifactName
+from roundtable.client.door.model_names import ArtifactName
 
 
 class RegionCache:

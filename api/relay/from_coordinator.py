@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from roundtable.client.door.incoming import ArtifactName
+from roundtable.client.door.model_names import ArtifactName
 from roundtable.core.errors import ProtocolError, RoundtableError
 from roundtable.proto import agent_pb2, relay_pb2
 from roundtable.relay.cache import RegionCache

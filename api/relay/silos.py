@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from roundtable.client.door import incoming
-from roundtable.client.door.incoming import ArtifactName
+from roundtable.client.door.model_names import ArtifactName
 from roundtable.core.errors import ProtocolError
 from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, relay_pb2
 from roundtable.server.door import to_agents
@@ -56,7 +56,8 @@ class Silo:
         )
 
     def note(self, instruction: agent_pb2.Instruction) -> ArtifactName | None:
-        """Remembers what the silo is asked for; returns the model that it needs, None where it needs none.
+        """Remembers what the silo is asked for; returns the model that it needs, None where it needs none, or
+        may need no more than what changed since one that it holds.
 
         ProtocolError for what an agent would refuse.
         """
@@ -68,7 +69,9 @@ class Silo:
         _remember(self._asked, (step.job, step.round, step.attempt, step.phase), size)
         if model is not None:
             _remember(self._models, model.digest, model)
-        return model
+        for hop in decoded.hops:
+            _remember(self._models, hop.delta.digest, hop.delta)
+        return None if decoded.hops else model
 
     def most_bytes(self, asked: Asked) -> int | None:
         """How large an update of this step can be; None where no such order is known."""

@@ -13,10 +13,12 @@ from blake3 import blake3
 
 from roundtable.client.agent.connection import Backoff, Link, calling
 from roundtable.client.door import outgoing
-from roundtable.client.door.incoming import ArtifactName
+from roundtable.client.door.model_names import ArtifactName, ModelHop
 from roundtable.client.durable_files import digest_of, explained
-from roundtable.core.errors import ResourceError, TransferError, UnavailableError
+from roundtable.client.model_route import ModelRoute
+from roundtable.core.errors import EncodingError, ResourceError, TransferError, UnavailableError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.model_delta import NAME_LENGTH, apply_delta
 from roundtable.core.observability.logs import request_metadata
 from roundtable.proto import agent_pb2_grpc
 
@@ -37,7 +39,12 @@ class ModelCache:
         folder.mkdir(parents=True, exist_ok=True)
 
     async def obtain(
-        self, link: Link, artifact: ArtifactName, received: Received, users: Callable[[], int]
+        self,
+        link: Link,
+        artifact: ArtifactName,
+        received: Received,
+        users: Callable[[], int],
+        route: ModelRoute | None = None,
     ) -> Path:
         """What `fetch` gives, over as many connections as it takes; TransferError at a third bad copy."""
         backoff, damaged = Backoff(), 0
@@ -45,7 +52,7 @@ class ModelCache:
             stub = await link.stub()
             try:
                 with calling("the model could not be downloaded"):
-                    return await self.fetch(stub, artifact, received, users())
+                    return await self.fetch(stub, artifact, received, users(), route)
             except UnavailableError as error:
                 _log.info("%s: the download is resumed: %s", artifact.digest[:12], error)
             except TransferError as error:
@@ -61,8 +68,11 @@ class ModelCache:
         artifact: ArtifactName,
         received: Received,
         users: int = 1,
+        route: ModelRoute | None = None,
     ) -> Path:
         """The artifact's file, downloaded from where an earlier attempt stopped, and verified.
+
+        With a `route` from a model that is here, what changed is downloaded in the place of the whole.
 
         `received` is called with (bytes here, bytes in all); while `users` steps are under way, the
         models that they may still read are kept. Raises TransferError for bytes that are
@@ -71,9 +81,11 @@ class ModelCache:
         async with self._turn:
             path = self._folder / f"{artifact.digest}.safetensors"
             if not await asyncio.to_thread(self._have, path):
-                # Before and not after: the pages of memory that the oldest file had serve the new one.
-                self._prune(max(self._keep, users) - 1)
-                await self._download(stub, artifact, path, received)
+                by_hops = route is not None and await self._follow(stub, route, artifact, received, users)
+                if not by_hops:
+                    # Before and not after: the pages of memory that the oldest file had serve the new one.
+                    self._prune(max(self._keep, users) - 1)
+                    await self._download(stub, artifact, path, received)
             os.utime(path)
             return path
 
@@ -93,6 +105,53 @@ class ModelCache:
             _log.warning("the cached model %s is damaged and is downloaded again", path.stem[:12])
             path.unlink()
         return whole
+
+    async def _follow(
+        self,
+        stub: agent_pb2_grpc.AgentsAsyncStub,
+        route: ModelRoute,
+        artifact: ArtifactName,
+        received: Received,
+        users: int,
+    ) -> bool:
+        """Makes the model of one that is here; False where there is no such way, or it does not lead
+        there."""
+        here = {file.stem[:NAME_LENGTH]: file for file in self._folder.glob("*.safetensors")}
+        hops = route.to(artifact, here.__contains__)
+        if not hops or not await asyncio.to_thread(self._have, base := here[hops[0].base]):
+            return False
+        # The newest of all, so that it stays while others make room.
+        os.utime(base)
+        self._prune(max(self._keep, users, 2) - 1)
+        for hop in hops:
+            delta = self._folder / f"{hop.delta.digest}.delta"
+            await self._download(stub, hop.delta, delta, received)
+            try:
+                base = await asyncio.to_thread(self._step, route, base, delta, hop)
+            except EncodingError as error:
+                _log.warning("%s is downloaded whole: %s", artifact.digest[:12], error)
+                return False
+            finally:
+                delta.unlink(missing_ok=True)
+        return base.stem == artifact.digest
+
+    def _step(self, route: ModelRoute, base: Path, delta: Path, hop: ModelHop) -> Path:
+        """The next model's file; EncodingError where another one comes out. Blocks."""
+        made = delta.with_suffix(".partial")
+        try:
+            self._check_space(base.stat().st_size)
+            digest = apply_delta(route.encoding, base, delta, made)
+            if digest[:NAME_LENGTH] != hop.model:
+                raise EncodingError(
+                    f"what changed since {base.stem[:12]} makes {digest[:12]} of it, not {hop.model[:12]}"
+                )
+            path = self._folder / f"{digest}.safetensors"
+            made.replace(path)
+            return path
+        except OSError as error:
+            raise explained(error, made) from error
+        finally:
+            made.unlink(missing_ok=True)
 
     async def _download(
         self,

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from roundtable.client.door.incoming import ArtifactName
+from roundtable.client.door.model_names import ArtifactName
 from roundtable.client.door.outgoing import UpdateFigures
 from roundtable.client.durable_files import digest_of, sync, write_file
 from roundtable.client.step_key import StepKey

@@ -32,6 +32,7 @@ from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.door import outgoing
 from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.failures import WorkFailed, diagnose
+from roundtable.client.model_route import ModelRoute
 from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
@@ -79,7 +80,8 @@ class StepWorker:
         task = self._gate.admit(step, instruction, job)
         assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
         arriving = partial(self._reporter.transferred, step, "downloading")
-        model = await self._models.obtain(self._link, asked.model, arriving, working)
+        route = ModelRoute.of(job.transfer.down, instruction.hops)
+        model = await self._models.obtain(self._link, asked.model, arriving, working, route)
         failpoint("model_here", step.round, step.phase)
         work = StepWork(
             step=step,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from roundtable.client.door.model_names import ArtifactName, ModelHop, artifact_of, hops_of
 from roundtable.client.step_key import StepKey
 from roundtable.core import bounds
 from roundtable.core.errors import ProtocolError
@@ -71,14 +72,6 @@ class Challenge:
 
 
 @dataclass(frozen=True)
-class ArtifactName:
-    """BLAKE3 digest (64 hexadecimal digits) and size in bytes."""
-
-    digest: str
-    size: int
-
-
-@dataclass(frozen=True)
 class ModelWork:
     """Training from a model, or evaluating it; `identities` certify the peers in secure aggregation."""
 
@@ -114,7 +107,7 @@ class StepInstruction:
     """One thing to do within `seconds` of its arrival; `config` is the whole job as JSON, unparsed.
 
     `counted`: the newest of the silo's training steps of the job whose update is in the model, or in one
-    before it.
+    before it. `hops` lead from older models of the job to newer ones.
     """
 
     step: StepKey
@@ -123,6 +116,7 @@ class StepInstruction:
     work: ModelWork | ExchangeWork
     submission: SubmissionProof
     counted: StepKey | None = None
+    hops: tuple[ModelHop, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,12 +299,12 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
                 bounds.bounded(each, bounds.CERTIFICATE_BYTES, "a peer's certificate")
             work = ModelWork(
                 "train",
-                _artifact(asked.train.model),
+                artifact_of(asked.train.model),
                 _layout(asked.train.layout),
                 identities,
             )
         case "evaluate":
-            work = ModelWork("evaluate", _artifact(asked.evaluate.model), _layout(asked.evaluate.layout))
+            work = ModelWork("evaluate", artifact_of(asked.evaluate.model), _layout(asked.evaluate.layout))
         case "exchange":
             work = ExchangeWork(bounds.bounded(asked.exchange.payload, MAX_MESSAGE_BYTES, "an exchange"))
         case _:
@@ -322,6 +316,7 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
         work,
         _submission(asked.submission),
         _counted(asked.counted, step) if asked.HasField("counted") else None,
+        hops_of(asked.hops),
     )
 
 
@@ -389,11 +384,6 @@ def _disabled(standing: agent_pb2.Standing) -> str:
 def _as_named(step: common_pb2.Step) -> StepKey:
     """The key as the coordinator wrote it, for the refusal that answers it."""
     return StepKey(step.job[:_SHOWN_STEP], step.round, step.attempt, step.phase[:_SHOWN_STEP])
-
-
-def _artifact(message: common_pb2.Artifact) -> ArtifactName:
-    size = bounds.within(message.size, 0, bounds.MOST_BYTES, "the bytes of a model")
-    return ArtifactName(bounds.digest(message.digest, "a model"), size)
 
 
 def _layout(digest: str) -> str:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from roundtable.client.door.incoming import STATUSES, ArtifactName, Receipt
+from roundtable.client.door.incoming import STATUSES, Receipt
+from roundtable.client.door.model_names import ArtifactName
 from roundtable.client.policy.capacity import SiloCapacity
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import Figures

@@ -20,3 +20,7 @@ class TransferTable(Table):
         "float32",
         description='of updates: a chain of encodings, like "int4(block=256)" or "topk(ratio=0.05) | int8"',
     )
+    down: ChainText = Field(
+        "float32",
+        description='of models: "float32" sends each whole, another chain what changed since a silo\'s own',
+    )

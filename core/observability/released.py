@@ -284,8 +284,11 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "PrivacyReply": _of(Tells.PUBLIC, "accounts budgets kept_by_silos"),
     "PrivacyCharge": _of(Tells.PUBLIC, "population silo job round attempt charge released time"),
     # The coordinator to a silo, of that silo's own work.
+    "Hop": _of(Tells.NOISY, "base model delta"),
     "Instruction": {
-        **_of(Tells.PUBLIC, "step deadline_seconds job_config train evaluate exchange submission counted"),
+        **_of(
+            Tells.PUBLIC, "step deadline_seconds job_config train evaluate exchange submission counted hops"
+        ),
     },
     "Train": {"model": Tells.NOISY, "layout": Tells.PUBLIC, "identities": Tells.COHORT},
     "Evaluate": {"model": Tells.NOISY, "layout": Tells.PUBLIC},

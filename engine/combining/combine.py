@@ -17,6 +17,7 @@ from torch import Tensor
 from roundtable.aggregation import AggregationResult, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.core.errors import AggregationError
+from roundtable.core.model_delta import published
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
@@ -57,14 +58,21 @@ class RoundAccount:
 
 @dataclass(frozen=True)
 class Combined:
-    """The new model's vector [d], the state for the next round, and the account of what was done."""
+    """The new model's vector [d] as silos get it, the state for the next round, and the account of what was
+    done.
+
+    `delta` is the encoded change from the old model to it, where the job sends that; None where it does not.
+    """
 
     vector: Tensor
     state: ServerState
     account: RoundAccount
+    delta: bytes | None = None
 
-    def event(self, step: Step, model: str, optimizer: str, guarantee: Mapping[str, float]) -> Aggregated:
-        """The engine's event, once model and state are stored under these names.
+    def event(
+        self, step: Step, model: str, optimizer: str, guarantee: Mapping[str, float], delta: str = ""
+    ) -> Aggregated:
+        """The engine's event, once model, state and delta are stored under these names.
 
         `guarantee` are the figures of the new model's guarantee (ε, δ); they go into the round's charge.
         """
@@ -79,6 +87,7 @@ class Combined:
             charge={**account.charge, **guarantee},
             training=account.training,
             before=account.before,
+            delta=delta,
         )
 
 
@@ -106,10 +115,11 @@ def combine(
 ) -> Combined:
     """The outcome of round `round` (from 1).
 
-    `model` is the global vector, float32 [d]; it is left alone. `noise` is the source of central noise, the
-    operating system's unless given; `root_update` [d] is for rules that compare with training on trusted
-    data; `population`, how many clients there are, for algorithms with a server's part. Raises
-    AggregationError where what was received gives no sound answer.
+    `model` is the global vector as silos have it, float32 [d]; it is left alone. Where the plan encodes the
+    way down, the exact one is in the state, and the new one is published as far as the encoding tells it.
+    `noise` is the source of central noise, the operating system's unless given; `root_update` [d] is for
+    rules that compare with training on trusted data; `population`, how many clients there are, for
+    algorithms with a server's part. Raises AggregationError where what was received gives no sound answer.
     """
     noise = noise or SecureNoise()
     match received, plan.noise:
@@ -132,15 +142,20 @@ def combine(
             present = divisor = mechanism.expected_cohort
         case _, Mean():
             divisor = received.divisor or present
+    exact = model if state.exact is None else state.exact
     step = ServerStep(
-        plan, model, delta.vector, round, present, max(population, math.ceil(present)), divisor, work
+        plan, exact, delta.vector, round, present, max(population, math.ceil(present)), divisor, work
     )
     optimizer, vector = step.take(state.optimizer)
     if not is_finite(vector):
         raise AggregationError(
             "the new model is not finite although the aggregate is: lower the server's learning rate"
         )
-    return Combined(vector, replace(delta.state, optimizer=optimizer), delta.account)
+    after = replace(delta.state, optimizer=optimizer)
+    if plan.down is None:
+        return Combined(vector, after, delta.account)
+    held, data = published(plan.down, model, vector)
+    return Combined(held, replace(after, exact=vector), delta.account, data)
 
 
 def _present(received: Received, account: RoundAccount) -> float:

@@ -23,7 +23,8 @@ class ServerState:
 
     previous: the last aggregate [d], where the rule starts from it. clip_norm: where it adapts. drawn: of
     noise that is correlated over rounds what later draws depend on, [kept, d], with `draws` the number of
-    rounds that had theirs. past: the sum of each client's updates so far [d], where the rule compares them.
+    rounds that had theirs. exact: the model without what encoding the way down has left out [d], where a job
+    encodes it. past: the sum of each client's updates so far [d], where the rule compares them.
     """
 
     optimizer: OptimizerState = field(default_factory=OptimizerState)
@@ -32,12 +33,15 @@ class ServerState:
     drawn: Tensor | None = None
     draws: int = 0
     past: Mapping[str, Tensor] = field(default_factory=dict)
+    exact: Tensor | None = None
 
     def to_model(self) -> Model:
         """As an artifact: vectors become tensors, numbers metadata; `from_model` is exact."""
         vectors = {f"optimizer.{name}": value for name, value in self.optimizer.vectors.items()}
         if self.previous is not None:
             vectors["previous"] = self.previous
+        if self.exact is not None:
+            vectors["exact"] = self.exact
         metadata = {f"optimizer.{name}": str(value) for name, value in self.optimizer.scalars.items()}
         if self.clip_norm is not None:
             metadata["clip_norm"] = self.clip_norm.hex()
@@ -68,13 +72,14 @@ class ServerState:
         if "draws" in model.metadata and drawn is None:
             drawn = torch.empty(0, 0)
         past = {name.removeprefix("past."): t for name, t in tensors.items() if name.startswith("past.")}
-        return cls(OptimizerState(vectors, scalars), tensors.get("previous"), bound, drawn, draws, past)
+        previous, exact = tensors.get("previous"), tensors.get("exact")
+        return cls(OptimizerState(vectors, scalars), previous, bound, drawn, draws, past, exact)
 
     @property
     def worth_keeping(self) -> bool:
         """Whether a later round needs any of it."""
         return bool(self.optimizer.vectors or self.optimizer.scalars or self.past) or any(
-            kept is not None for kept in (self.previous, self.clip_norm, self.drawn)
+            kept is not None for kept in (self.previous, self.clip_norm, self.drawn, self.exact)
         )
 
 

@@ -212,7 +212,14 @@ class BufferedTraining:
         """Asks for the work; harmless where the client is at it already."""
         counted = self._context.counted(name)
         self._context.out.append(
-            m.Instruct(name, assignment.step, assignment.model, assignment.deadline, counted=counted)
+            m.Instruct(
+                name,
+                assignment.step,
+                assignment.model,
+                assignment.deadline,
+                counted=counted,
+                hops=self._state.hops,
+            )
         )
 
     def _watch_deadlines(self) -> None:

@@ -16,6 +16,7 @@ from roundtable.aggregation.optimizers import OPTIMIZERS
 from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
+from roundtable.core.encodings import Encoding
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import Discount, constant
 from roundtable.core.privacy_table import (
@@ -32,6 +33,7 @@ from roundtable.engine.foreign_selection import check_strategy, find_strategy
 from roundtable.engine.selection import Strategy
 from roundtable.engine.validation.algorithm_composition import check_algorithm
 from roundtable.engine.validation.buffered_composition import check_buffered
+from roundtable.engine.validation.down_composition import down_encoding
 from roundtable.engine.validation.privacy_soundness import check_soundness
 from roundtable.engine.validation.round_noise import (
     CentralNoise,
@@ -85,7 +87,8 @@ class Plan:
     """What the rounds of a checked job need.
 
     `noise` says who hides the updates and what a round costs; `strategy` chooses cohorts; `discount` is
-    what staleness leaves of an update; `server` is the server's part of an algorithm that has one.
+    what staleness leaves of an update; `server` is the server's part of an algorithm that has one. `down` is
+    how the change from model to model is encoded; None where silos get the exact model.
     """
 
     aggregation: AggregationConfig
@@ -95,6 +98,7 @@ class Plan:
     strategy: Strategy
     discount: Discount = constant
     server: ServerPart | None = None
+    down: Encoding | None = None
 
     def charge_of(self, round: int) -> Charge | None:
         """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
@@ -172,7 +176,8 @@ def make_plan(
     discount = job.round.discount if job.round.mode == "buffered" else constant
     server = algorithm.server()
     part = ServerPart(server, algorithm.places) if server is not None else None
-    return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part)
+    down = down_encoding(job, algorithm, folder)
+    return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part, down)
 
 
 def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:

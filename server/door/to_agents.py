@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from roundtable.core.model_delta import Hop
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server.store.report_rows import ReportRow
@@ -42,6 +43,14 @@ class CloneSighting:
     address: str
 
 
+@dataclass(frozen=True)
+class SizedHop:
+    """A hop from model to model, and the bytes of its artifact."""
+
+    hop: Hop
+    size: int
+
+
 def instruction(
     job: str,
     config: str,
@@ -51,8 +60,10 @@ def instruction(
     now: float,
     identities: Sequence[bytes] = (),
     submission: SignedSubmission | None = None,
+    hops: Sequence[SizedHop] = (),
 ) -> ToAgent:
-    """The message for an `Instruct`; `size` is the model's, `identities` are for secure aggregation."""
+    """The message for an `Instruct`; `size` is the model's, `identities` are for secure aggregation, `hops`
+    lead from older models to newer ones."""
     model = common_pb2.Artifact(digest=action.model, size=size)
     message = agent_pb2.Instruction(
         step=_step(job, action.step),
@@ -60,6 +71,9 @@ def instruction(
         job_config=config,
         submission=common_pb2.Submission(**asdict(submission)) if submission else None,
     )
+    for each in hops:
+        delta = common_pb2.Artifact(digest=each.hop.delta, size=each.size)
+        message.hops.append(agent_pb2.Hop(base=each.hop.base, model=each.hop.model, delta=delta))
     if action.counted is not None:
         message.counted.CopyFrom(_step(job, m.Step(*action.counted, m.TRAIN)))
     if action.step.phase == m.EVALUATE:

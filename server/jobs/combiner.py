@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from roundtable.aggregation.foreign_optimizer import ForeignOptimizer
 from roundtable.core.config import JobConfig
+from roundtable.core.model_delta import delta_blocks
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import Plan, Received, ServerState, combine, initial_server_state
 from roundtable.engine import messages as m
@@ -90,7 +92,11 @@ class Combiner:
         if combined.state.worth_keeping:
             made.append(self._store(combined.state.to_model(), "optimizer", now))
             optimizer = made[-1].digest
-        return combined.event(action.step, made[0].digest, optimizer, guarantee.figures)
+        delta = ""
+        if combined.delta is not None:
+            made.append(self._stored(delta_blocks(model, combined.delta), "delta", now))
+            delta = made[-1].digest
+        return combined.event(action.step, made[0].digest, optimizer, guarantee.figures, delta)
 
     def _root_update(self, action: m.Aggregate, old: Model) -> Tensor | None:
         """The coordinator's own training from the same model, for rules that compare with it."""
@@ -104,5 +110,8 @@ class Combiner:
         return ServerState.from_model(open_model(reading.enter_context(self._artifacts.using(optimizer))))
 
     def _store(self, model: Model, kind: str, now: float) -> ArtifactRow:
-        digest, size = self._artifacts.create(model_blocks(model))
+        return self._stored(model_blocks(model), kind, now)
+
+    def _stored(self, blocks: Iterable[bytes | memoryview], kind: str, now: float) -> ArtifactRow:
+        digest, size = self._artifacts.create(blocks)
         return ArtifactRow(digest, size, kind, now)

@@ -33,7 +33,8 @@ class StepInstructions:
         if self._in_force.get(action.client) != action:
             self._progress.pop(action.client, None)
         self._in_force[action.client] = action
-        size = self._services.artifacts.size(action.model)
+        sizes = self._services.artifacts.size
+        size = sizes(action.model)
         if size is None:
             log.error("model %s is missing from the artifacts", action.model, extra={"job": self._job})
             return
@@ -46,6 +47,7 @@ class StepInstructions:
             self._services.clock(),
             certificates,
             self._submission,
+            [to_agents.SizedHop(hop, kept) for hop in action.hops if (kept := sizes(hop.delta)) is not None],
         )
         self._services.sessions.send(action.client, message)
 
@@ -58,7 +60,9 @@ class StepInstructions:
     def may_read(self, client: str, digest: str) -> bool:
         """Whether the instruction in force for this agent names the artifact."""
         instruction = self._in_force.get(client)
-        return instruction is not None and instruction.model == digest
+        if instruction is None:
+            return False
+        return digest == instruction.model or any(hop.delta == digest for hop in instruction.hops)
 
     def step_of(self, client: str) -> m.Step | None:
         """The step of the instruction in force for this agent."""

@@ -24,6 +24,7 @@ from roundtable.server.store.artifacts import (
     forget_unused,
     left_over,
     mentioned,
+    old_deltas,
     old_models,
     spent_updates,
 )
@@ -79,6 +80,7 @@ class Retention:
             unneeded = [
                 *spent_updates(connection, job, record.round, self._keep),
                 *old_models(connection, job, self._keep),
+                *old_deltas(connection),
             ]
             return forget_unused(connection, unneeded, self._keep)
 

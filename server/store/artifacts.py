@@ -104,6 +104,12 @@ def old_models(connection: Connection, job: str, keep: Keep) -> list[str]:
     return sorted(digests_left)
 
 
+def old_deltas(connection: Connection) -> list[str]:
+    """Changes from model to model, of all jobs: those that no snapshot of a job mentions are not needed."""
+    table = tables.artifacts.c
+    return list(connection.execute(sa.select(table.digest).where(table.kind == "delta")).scalars())
+
+
 def _config(connection: Connection, job: str) -> str:
     return str(
         connection.execute(sa.select(tables.jobs.c.config).where(tables.jobs.c.id == job)).scalar_one()

@@ -56,11 +56,15 @@ Change = Callable[["Cheat"], None]
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a coordinator's state, credentials, the silos' logs, and the bundle of an honest job."""
-    folder = tmp_path_factory.mktemp("honest")
+    return bundled(tmp_path_factory.mktemp("honest"), JOB)
+
+
+def bundled(folder: Path, table: dict[str, Any]) -> Path:
+    """The same for any job."""
 
     async def rounds() -> None:
         async with federation_of(folder, TASK, keep_updates=2) as federation:
-            job = JobConfig.model_validate(JOB)
+            job = JobConfig.model_validate(table)
             model = initial_model(job, load_task("toy.py", folder))
             async with agents(*(silo(federation, name) for name in NAMES)):
                 status, _, _ = await asyncio.to_thread(run_job, federation, job, model)
@@ -103,6 +107,16 @@ def test_honest_rounds_are_verified_bit_for_bit(honest: Path, capsys: pytest.Cap
     assert verify(honest, capsys, "--round=4")[0] == 2
     assert run(["audit", "verify-model", str(honest / "bundle"), f"--ca={honest / 'ca' / 'ca.crt'}"]) == 3
     assert "2 of 3 rounds verified" in capsys.readouterr().out
+
+
+def test_rounds_whose_models_travel_as_changes_are_verified_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The published model and the exact one: both follow from the updates."""
+    folder = bundled(tmp_path, {**JOB, "transfer": {"down": "int4(block=64)"}})
+    code, said = verify(folder, capsys)
+    assert [item["verdict"] for item in said["rounds"]] == ["unproven", "verified", "verified"]
+    assert (code, said["contradictions"]) == (3, [])
 
 
 class Cheat:

@@ -35,25 +35,28 @@ def notes(world: Federation, silo: str, action: str) -> list[dict[str, object]]:
     return [entry["detail"] for entry in entries if entry.get("action") == action]
 
 
-def flat(world: Federation) -> list[str]:
+def flat(world: Federation, **tables: object) -> list[str]:
     """The models of a coordinator that all silos have connected to themselves."""
     for silo in SILOS:
         world.agent(silo)
-    return finished(world, world.submit(world.job(), "flat"))
+    return finished(world, world.submit(world.job(**tables), "flat"))
 
 
-def test_a_region_gives_the_bits_of_silos_that_connect_themselves(world: Federation) -> None:
+@pytest.mark.parametrize("tables", [{}, {"transfer": {"down": "bfloat16"}}], ids=["whole", "changes"])
+def test_a_region_gives_the_bits_of_silos_that_connect_themselves(
+    world: Federation, tables: dict[str, object]
+) -> None:
     world.coordinator()
     world.relay()
     for silo in SILOS[:2]:
         world.silo_of("east", silo)
     world.agent(SILOS[2])
-    through = finished(world, world.submit(world.job(), "by a relay"))
+    through = finished(world, world.submit(world.job(**tables), "by a relay"))
     # Receipts are the coordinator's own, signed for each silo.
     assert all(note["signed"] for silo in SILOS for note in notes(world, silo, "receipt"))
     for silo in SILOS:
         world.kill(silo)
-    assert through == flat(world)
+    assert through == flat(world, **tables)
     assert len(set(through)) == 3
 
 

@@ -217,6 +217,8 @@ def model(
     say(
         f"Wrote {path}: {submitted.name} after round {submitted.rounds_done} of {submitted.rounds}, verified."
     )
+    if held := fetched.metadata.get("transfer"):
+        say(f"This is {held}.")
     if told := fetched.metadata.get("privacy"):
         say(told)
     if lacking := fetched.lacking:

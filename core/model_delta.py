@@ -1,0 +1,123 @@
+"""A model as what changed since another one, for whoever holds that one already.
+
+    8 bytes   length of the head, little-endian
+    head      what stands before the vector in the new model's file
+    body      the difference of the two vectors, encoded
+
+What a model holds beside its vector does not change from round to round: it is the base's. Adding what was
+decoded to the base gives the new model's bits on every machine, and its digest shows that it did.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from roundtable.core.encodings import GRID, Encoding
+from roundtable.core.encodings.encoding import HeldBytes
+from roundtable.core.errors import EncodingError
+from roundtable.core.models import MAX_HEADER, Model, model_head, open_model
+
+NAME_LENGTH = 32
+"""Characters of a digest that name a model in a `Hop`: 128 bits."""
+_AT_A_TIME = 128 * GRID
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Hop:
+    """From one model to the next: the artifact `delta` turns the model `base` into `model`.
+
+    Models are named by the first half of their digests, so that an engine's snapshot, which keeps everything
+    that it mentions from being deleted, mentions the deltas alone.
+    """
+
+    base: str
+    model: str
+    delta: str
+
+    @classmethod
+    def between(cls, base: str, model: str, delta: str) -> Hop:
+        return cls(base[:NAME_LENGTH], model[:NAME_LENGTH], delta)
+
+
+def published(encoding: Encoding, held: Tensor, exact: Tensor) -> tuple[Tensor, bytes]:
+    """held + C(exact − held) [d], which is what silos hold next, and the bytes of C(exact − held).
+
+    What C leaves out stays in the difference, which the next round sends: the difference is the memory
+    of error feedback (Seide et al. 2014), and needs none of its own. EncodingError for values that C does not
+    take.
+    """
+    difference = exact - held
+    data = b"".join(bytes(block) for block in encoding.encode(difference))
+    encoding.decode(data, difference)
+    return difference.add_(held), data
+
+
+def delta_blocks(model: Model, data: bytes) -> Iterator[bytes]:
+    """The artifact that makes `model` of its base; `data` is the encoded difference."""
+    head = model_head(model)
+    yield _LENGTH.pack(len(head)) + head
+    yield data
+
+
+def apply_delta(encoding: Encoding, base: Path, delta: Path, out: Path) -> str:
+    """Writes the model that `delta` makes of the model file `base` to `out`, synced; returns its digest.
+
+    EncodingError for a delta of another model or encoding; whether the result is what was announced its
+    digest says.
+    """
+    old = open_model(base)
+    hasher = blake3()
+    with delta.open("rb") as file, out.open("wb") as target:
+        head = _head(file.read(_LENGTH.size), file, delta)
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        for block in _new_bytes(encoding, old, base, head, memoryview(data)[_LENGTH.size + len(head) :]):
+            hasher.update(block)
+            target.write(block)
+        target.flush()
+        os.fsync(target.fileno())
+    return hasher.hexdigest()
+
+
+def _head(length: bytes, file: BinaryIO, delta: Path) -> bytes:
+    size = _LENGTH.unpack(length)[0] if len(length) == _LENGTH.size else 0
+    if not 0 < size <= MAX_HEADER + _LENGTH.size:
+        raise EncodingError(f"{delta.name} is no difference of models: its head would have {size} bytes")
+    head = file.read(size)
+    if len(head) != size:
+        raise EncodingError(f"{delta.name} ends after {len(head)} of {size} bytes of its head")
+    return head
+
+
+def _new_bytes(
+    encoding: Encoding, old: Model, base: Path, head: bytes, data: memoryview
+) -> Iterable[bytes | memoryview]:
+    yield head
+    source, elements = HeldBytes(data), old.layout.size
+    expected = encoding.encoded_size(elements)
+    if expected is not None and expected != source.left:
+        raise EncodingError(
+            f"a difference of {elements} values in {encoding.chain} has {expected} bytes, not {source.left}"
+        )
+    reader = encoding.reader(source, elements)
+    for start in range(0, elements, _AT_A_TIME):
+        block = torch.empty(min(_AT_A_TIME, elements - start))
+        reader.read(block)
+        yield block.add_(old.vector[start : start + _AT_A_TIME]).numpy().data.cast("B")
+    if source.left:
+        raise EncodingError(f"{source.left} bytes follow the last value of the difference")
+    with base.open("rb") as file:
+        # Tensors beside the vector stay as they are.
+        file.seek(len(model_head(old)) + 4 * elements)
+        while rest := file.read(1 << 20):
+            yield rest
