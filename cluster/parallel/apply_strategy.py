@@ -64,7 +64,8 @@ def apply_strategy(
     if strategy.data_parallel in ("zero2", "zero3"):
         shard(model, blocks, strategy, meshes, last=last)
     offloaded = strategy.offload and device.type != "cpu"
-    allocate(model, torch.device("cpu") if offloaded else device)
+    # Layers read buffers where they run; FSDP2 brings parameters alone there.
+    allocate(model, torch.device("cpu") if offloaded else device, buffers=device)
     return model
 
 

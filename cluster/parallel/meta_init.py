@@ -91,17 +91,18 @@ def tie(model: nn.Module, ties: list[tuple[str, str]]) -> None:
         setattr(model.get_submodule(module), key, model.get_parameter(first))
 
 
-def allocate(module: nn.Module, device: torch.device) -> None:
+def allocate(module: nn.Module, device: torch.device, *, buffers: torch.device | None = None) -> None:
     """Gives every parameter on the meta device memory, and moves buffers; values come from elsewhere.
 
-    What was one tensor under several names still is.
+    What was one tensor under several names still is. `buffers` is where those go, if not to the parameters.
     """
     ties = tied_names(module)
     placed: dict[int, tuple[Tensor, Tensor]] = {}
 
     def place(tensor: Tensor) -> Any:
         if id(tensor) not in placed:
-            moved = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            to = device if buffers is None or isinstance(tensor, nn.Parameter) else buffers
+            moved = torch.empty_like(tensor, device=to) if tensor.is_meta else tensor.to(to)
             placed[id(tensor)] = tensor, moved
         return placed[id(tensor)][1]
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.shards import local_of
 from roundtable.cluster.stepping.local_parameters import asks_device, drop_gradients, hand_over
 from roundtable.cluster.stepping.loss_scaling import LossScale
 from roundtable.cluster.stepping.sharded_optimizer import align_gradients, parts_by_kind
@@ -97,8 +98,12 @@ class AgreedStep:
 
     @property
     def lags(self) -> bool:
-        """Whether a step that may not be taken is recognised on the device, so that the host can go on."""
-        return self._scale is None and asks_device(self._optimizer)
+        """Whether a step that may not be taken is recognised on the device, so that the host can go on.
+
+        Not where parameters are offloaded: the step is then the host's own.
+        """
+        here = all(local_of(each).device.type == self._device.type for each in self._parameters)
+        return here and self._scale is None and asks_device(self._optimizer)
 
     @torch.no_grad()
     def agree(
@@ -169,4 +174,4 @@ def clip(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> N
     """Scales gradients as `torch.nn.utils.clip_grad_norm_` does."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (place, kind), parts in parts_by_kind(parameters).items():
-        torch._foreach_mul_(parts, factor.to(place, kind, non_blocking=True))
+        torch._foreach_mul_(parts, factor.to(place, kind))

@@ -45,6 +45,13 @@ def test_ties_outlive_the_allocation_of_memory() -> None:
     assert len(list(made.parameters())) == len(list(real.parameters()))
 
 
+def test_buffers_stay_where_layers_run_when_parameters_wait_elsewhere() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    allocate(model, CPU, buffers=torch.device("meta"))
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    assert {each.device.type for each in model.buffers()} == {"meta"}
+
+
 def test_what_is_drawn_or_computed_from_weights_is_told_from_what_is_not() -> None:
     task = Language(kind=Drawn)
     real = initial_state(task, 3)
