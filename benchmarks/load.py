@@ -2,6 +2,7 @@
 
     python benchmarks/load.py                       # 1,000 agents
     python benchmarks/load.py --quick               # 100 agents, rounds of 20
+    python benchmarks/load.py --relays 4            # the same agents behind relays
 
 The agents are light: many to a process, each with its own certificate, connection (gRPC over TLS), heartbeats
 and uploads. Latency is from the event "round_started" to the instruction's arrival at an agent.
@@ -30,14 +31,23 @@ import grpc
 import psutil
 import torch
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from roundtable.core import JobConfig, Layout, Model
 from roundtable.core.errors import UnavailableError
-from roundtable.core.identity.credentials import create_ca, issue, load_credentials
+from roundtable.core.identity.credentials import (
+    SiloIdentity,
+    create_ca,
+    issue,
+    load_credentials,
+    load_silo_identity,
+)
+from roundtable.core.identity.signing import passage_values, sign
 from roundtable.core.models import save_model
 from roundtable.operator import OperatorClient
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
 from roundtable.proto.channel import CLIENT_OPTIONS
+from roundtable.proto.receipts import update_values
 
 AGENTS_A_PROCESS = 250
 VALUES = 1000
@@ -63,8 +73,13 @@ class LightAgent:
     It answers at once, or as silos that train do: after `train` seconds at most, and half of that at least.
     """
 
-    def __init__(self, folder: Path, port: int, arrivals: list[tuple[int, float]], train: float) -> None:
+    def __init__(
+        self, folder: Path, port: int, arrivals: list[tuple[int, float]], train: float, relay: str = ""
+    ) -> None:
         held = load_credentials(folder)
+        self._name, self._relay = held.name, relay
+        self._identity = load_silo_identity(folder)
+        self._installation = ed25519.Ed25519PrivateKey.generate()
         secrets = grpc.ssl_channel_credentials(held.ca, held.key, held.certificate)
         options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
         self._channel = grpc.aio.secure_channel(f"localhost:{port}", secrets, options=options)
@@ -83,10 +98,20 @@ class LightAgent:
     async def _serve(self) -> None:
         call = self._stub.Connect()
         hello = agent_pb2.Hello(version="load", protocol=PROTOCOL_VERSION, tasks=["t"], clock=time.time())
+        if self._relay:
+            key = hello.installation = self._installation.public_key().public_bytes_raw()
+            hello.identity = self._identity.certificate
+            hello.passage.relay = self._relay
+            values = passage_values(self._name, self._relay, key)
+            hello.passage.signature = sign(self._identity, "passage", values)
         await call.write(agent_pb2.FromAgent(hello=hello))
         beating = asyncio.create_task(self._beat(call))
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
+                if message.WhichOneof("message") == "challenge":
+                    values = {"nonce": message.challenge.hex(), "name": self._name}
+                    proof = sign(SiloIdentity(b"", self._installation), "installation", values)
+                    await call.write(agent_pb2.FromAgent(proof=proof))
                 if message.WhichOneof("message") == "instruction":
                     self._arrivals.append((message.instruction.step.round, time.time()))
                     await self._answer(message.instruction)
@@ -109,6 +134,9 @@ class LightAgent:
             encoding="float32",
             examples=10,
         )
+        if self._relay:
+            header.model, header.time = instruction.train.model.digest, time.time()
+            header.signature = sign(self._identity, "update", update_values(self._name, header))
 
         async def parts() -> AsyncIterator[agent_pb2.UploadPart]:
             yield agent_pb2.UploadPart(header=header)
@@ -117,15 +145,46 @@ class LightAgent:
         await self._stub.Upload(parts())
 
 
-async def be_agents(folder: Path, port: int, first: int, count: int, train: float) -> None:
+async def be_agents(folder: Path, port: int, first: int, count: int, train: float, relay: str = "") -> None:
     """A process full of agents, until its standard input ends; then it prints when instructions came."""
     arrivals: list[tuple[int, float]] = []
-    agents = [LightAgent(folder / f"agent{n}", port, arrivals, train) for n in range(first, first + count)]
+    agents = [
+        LightAgent(folder / f"agent{n}", port, arrivals, train, relay) for n in range(first, first + count)
+    ]
     tasks = [asyncio.create_task(agent.run()) for agent in agents]
     await asyncio.to_thread(sys.stdin.read)
     for task in tasks:
         task.cancel()
     print(json.dumps(arrivals))
+
+
+@contextmanager
+def relays(folder: Path, port: int, count: int) -> Iterator[dict[str, int]]:
+    """So many relays, each in a process of its own: name and port."""
+    ports, processes = {f"relay{number}": free_port() for number in range(count)}, []
+    for name, own in ports.items():
+        issue(folder / "ca", name, "relay", folder / name, hosts=("localhost", "127.0.0.1"))
+        values = {
+            "coordinator": f"localhost:{port}",
+            "listen": f"127.0.0.1:{own}",
+            "credentials": name,
+            "state": f"{name}-state",
+            "heartbeat": HEARTBEAT,
+        }
+        file = folder / f"{name}.toml"
+        file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+        with (folder / f"{name}.log").open("wb") as log:
+            command = [sys.executable, "-m", "roundtable", "relay", "--config", str(file)]
+            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log))
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield ports
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(60)
 
 
 @contextmanager
@@ -155,8 +214,11 @@ def coordinator(folder: Path, port: int, metrics: str = "") -> Iterator[psutil.P
 class Load:
     """One run against one coordinator."""
 
-    def __init__(self, folder: Path, agents: int, cohort: int, rounds: int, train: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, agents: int, cohort: int, rounds: int, train: float = 0.0, regions: int = 0
+    ) -> None:
         self.folder, self.agents, self.cohort, self.rounds = folder, agents, cohort, rounds
+        self.regions, self._through = regions, dict[str, int]()
         self.train = train
         self.port = free_port()
         self.started: dict[int, float] = {}
@@ -174,12 +236,15 @@ class Load:
 
     def run(self) -> None:
         """The whole programme, printed as it goes."""
-        with coordinator(self.folder, self.port) as process:
-            with OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator:
-                before = process.memory_info().rss
-                workers = self.connect(operator, process)
-                self._idle(process, before)
-                self._rounds(operator, process)
+        with (
+            coordinator(self.folder, self.port) as process,
+            relays(self.folder, self.port, self.regions) as self._through,
+            OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator,
+        ):
+            before = process.memory_info().rss
+            workers = self.connect(operator, process)
+            self._idle(process, before)
+            self._rounds(operator, process)
             self._latencies(workers)
 
     def connect(self, operator: OperatorClient, process: psutil.Process) -> list[subprocess.Popen[bytes]]:
@@ -191,8 +256,7 @@ class Load:
                     sys.executable,
                     __file__,
                     "--be-agents",
-                    *map(str, (self.folder, self.port, first, min(AGENTS_A_PROCESS, self.agents - first))),
-                    str(self.train),
+                    *self._place(first),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -208,6 +272,14 @@ class Load:
             f"{self.agents} agents connected in {seconds:.1f} s, coordinator's CPU {used:.1f} s", flush=True
         )
         return workers
+
+    def _place(self, first: int) -> list[str]:
+        """What a process full of agents is told; those behind relays are dealt out process by process."""
+        names = list(self._through)
+        relay = names[first // AGENTS_A_PROCESS % len(names)] if names else ""
+        count, port = min(AGENTS_A_PROCESS, self.agents - first), self._through.get(relay, self.port)
+        told = [str(each) for each in (self.folder, port, first, count, self.train)]
+        return [*told, relay] if relay else told
 
     @staticmethod
     def online(operator: OperatorClient) -> int:
@@ -279,19 +351,20 @@ def _cpu(process: psutil.Process) -> float:
 def main() -> int:
     """Runs it."""
     if sys.argv[1:2] == ["--be-agents"]:
-        folder, port, first, count, train = sys.argv[2:]
-        asyncio.run(be_agents(Path(folder), int(port), int(first), int(count), float(train)))
+        folder, port, first, count, train, *relay = sys.argv[2:]
+        asyncio.run(be_agents(Path(folder), int(port), int(first), int(count), float(train), *relay))
         return 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--cohort", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--relays", type=int, default=0, help="relays that the agents connect to; 0: none")
     chosen = parser.parse_args()
     agents, cohort = (100, 20) if chosen.quick else (chosen.agents, chosen.cohort)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="roundtable-load-") as folder:
-        load = Load(Path(folder), agents, cohort, chosen.rounds)
+        load = Load(Path(folder), agents, cohort, chosen.rounds, regions=chosen.relays)
         load.prepare()
         load.run()
     return 0
