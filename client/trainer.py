@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from roundtable.client.durable_files import write_file
@@ -14,6 +15,8 @@ from roundtable.client.step_key import StepKey
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import NO_KEY, StreamKey, get_encoding
+from roundtable.core.encodings.encoding import HeldBytes
+from roundtable.core.encodings.feedback import MEMORY, add_memory, take_off
 
 Figures = Mapping[str, float]
 """A training step's figures, by the names of the wire's StepFigures; unknown ones are left out."""
@@ -87,3 +90,20 @@ def write_update(path: Path, delta: Tensor, encoding: str, key: StreamKey = NO_K
     """Encodes a float32 delta into a file; returns (BLAKE3, bytes)."""
     blocks: Iterator[memoryview] = get_encoding(encoding).encode(delta, key)
     return write_file(path, blocks)
+
+
+def write_remembering(
+    path: Path, delta: Tensor, job: JobConfig, key: StreamKey, kept: Mapping[str, Tensor] | None
+) -> tuple[str, int, dict[str, Tensor]]:
+    """Encodes a delta under the job's `[transfer]`; returns (BLAKE3, bytes, what the silo is to remember).
+
+    `kept` is what the silo's newest update that counts left. With error feedback the delta is changed in
+    place.
+    """
+    if not job.transfer.remembers:
+        return (*write_update(path, delta, job.transfer.up, key), {})
+    add_memory(delta, kept)
+    digest, size = write_update(path, delta, job.transfer.up, key)
+    written = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+    take_off(delta, get_encoding(job.transfer.up), HeldBytes(written.data), key)
+    return digest, size, {MEMORY: delta}

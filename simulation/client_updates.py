@@ -14,6 +14,7 @@ from roundtable.aggregation.weighting import capped
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, summable
 from roundtable.client.training.private_training import CANNOT_SAMPLE
 from roundtable.core.encodings import StreamKey, get_encoding
+from roundtable.core.encodings.feedback import MEMORY, add_memory, without_memory
 from roundtable.core.encodings.journey import travelled
 from roundtable.core.errors import PrivacyError, TaskError
 from roundtable.core.privacy_table import ExampleLevel
@@ -191,13 +192,21 @@ class ClientUpdates:
 
     def _received(self, answer: Trained, row: Tensor, step: Step) -> None:
         """What the encoding makes of the update, as if it had travelled; and what stays at the client."""
+        index, kept = self.world.names.index_of(answer.client), dict(answer.local)
         if row.numel() and self._encoding.dense_dtype != torch.float32:
             key = StreamKey(self.world.job.seed, answer.client, step.round, step.attempt)
+            remembers = self.world.job.transfer.remembers
+            if remembers:
+                total = row.to("cpu", copy=True)
+                add_memory(total, self.local.get(index))
+                row.copy_(total)
             travelled(self._encoding, row, key)
-        if answer.local:
-            self.pending[self.world.names.index_of(answer.client)] = answer.local
+            if remembers:
+                kept[MEMORY] = total - row.cpu()
+        if kept:
+            self.pending[index] = kept
 
     def _work(self, indices: Iterable[int]) -> Iterator[Work]:
         for index in indices:
-            local = self.pending.get(index, self.local.get(index))
+            local = without_memory(self.pending.get(index, self.local.get(index)))
             yield Work(self.world.names[index], index, local)

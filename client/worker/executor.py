@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.streams.kept_position import NAME
-from roundtable.client.trainer import TrainedUpdate, write_update
+from roundtable.client.trainer import TrainedUpdate, write_remembering
 from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import check_evaluation, split_data, train
@@ -32,6 +32,7 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import StreamKey
+from roundtable.core.encodings.feedback import MEMORY, without_memory
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
@@ -122,13 +123,14 @@ class Executor:
         warm.mode = protection.mode
         if NAME in update.local and local is None:
             say_if_lost(order)
-        digest, size = write_update(
-            Path(order.output),
-            update.delta,
-            warm.config.transfer.up,
-            StreamKey(warm.config.seed, self.settings.client, order.round, order.attempt),
-        )
-        self._state.save(order.job, (order.round, order.attempt), update.local, order.counted)
+        key = StreamKey(warm.config.seed, self.settings.client, order.round, order.attempt)
+        kept = self._state.load(order.job, order.counted) if warm.config.transfer.remembers else None
+        if warm.config.transfer.remembers and order.counted is not None and MEMORY not in (kept or {}):
+            log.warning("%s: what error feedback remembered is lost; it begins anew", order.job)
+        # What is remembered is durable before the update can leave: it counts with the update, or not at all.
+        digest, size, memory = write_remembering(Path(order.output), update.delta, warm.config, key, kept)
+        left = {**update.local, **memory}
+        self._state.save(order.job, (order.round, order.attempt), left, order.counted)
         return TrainedUpdate(digest, size, update.examples, update.metrics)
 
     def _protection(self, order: Order, mode: str) -> Protection:
@@ -200,7 +202,7 @@ class Executor:
                 f"in its state folder), and the server of algorithm {warm.config.algorithm.name!r} counts on "
                 "it: the silo can take part in a new job that begins with this one's model"
             )
-        return kept
+        return without_memory(kept)
 
     def _prepare(self, order: Order) -> tuple[_WarmJob, Model]:
         warm = self._warm

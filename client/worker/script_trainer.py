@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.failures import WorkFailed
-from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_update
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_remembering
 from roundtable.client.training.arrays import arrays_of, state_of
 from roundtable.client.training.local_training import check_evaluation, check_privacy
 from roundtable.client.training.metrics import Metrics, checked
@@ -26,6 +26,7 @@ from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import StreamKey
+from roundtable.core.encodings.feedback import without_memory
 from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, PrivacyError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
@@ -146,7 +147,7 @@ class ScriptTrainer:
         check_script(work.job)
         local = self._state.load(work.step.job, work.kept)
         start = await asyncio.to_thread(open_model, work.model)
-        round = Round(work, start, local)
+        round = Round(work, start, without_memory(local))
         self.rounds.put(round)
         delta, mine, examples, metrics = await round._answer
         if isinstance(work.job.privacy, ClientLocalLevel):
@@ -154,8 +155,9 @@ class ScriptTrainer:
             delta = await asyncio.to_thread(add_own_noise, delta, work.job, Protection(pay))
             examples, metrics = 1, {}
         key = StreamKey(work.job.seed, work.client, work.step.round, work.step.attempt)
-        digest, size = await asyncio.to_thread(write_update, work.output, delta, work.job.transfer.up, key)
-        self._state.save(work.step.job, (work.step.round, work.step.attempt), mine, work.kept)
+        written = await asyncio.to_thread(write_remembering, work.output, delta, work.job, key, local)
+        digest, size, memory = written
+        self._state.save(work.step.job, (work.step.round, work.step.attempt), {**mine, **memory}, work.kept)
         return TrainedUpdate(digest, size, examples, metrics)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
@@ -165,7 +167,7 @@ class ScriptTrainer:
             return {}
         local = self._state.load(work.step.job, work.kept)
         start = await asyncio.to_thread(open_model, work.model)
-        metrics = await asyncio.to_thread(self._evaluate, Round(work, start, local))
+        metrics = await asyncio.to_thread(self._evaluate, Round(work, start, without_memory(local)))
         return checked(metrics, self._evaluate)
 
     def release(self, job: str) -> None:

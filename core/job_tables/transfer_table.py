@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from roundtable.core.encodings.assembly import canonical
+from roundtable.core.encodings.assembly import canonical, get_encoding
+from roundtable.core.encodings.encoding import Traits
 from roundtable.core.toml_tables import Table
 
 ChainText = Annotated[str, BeforeValidator(canonical), Field(max_length=200)]
@@ -24,3 +25,27 @@ class TransferTable(Table):
         "float32",
         description='of models: "float32" sends each whole, another chain what changed since a silo\'s own',
     )
+    feedback: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="error feedback: what an encoding dropped is added to the silo's next update; auto: for "
+        "signs, top-k by ratio, and random-k that is not scaled",
+    )
+
+    @model_validator(mode="after")
+    def _can_feed_back(self) -> Self:
+        if self.feedback == "on" and self.traits.lengthens(1 << 20) > 2.0:
+            raise ValueError(
+                f'feedback = "on" with up = {self.up!r}: it may be longer than what it encodes, so what is '
+                "remembered would grow; use randomk(..., scaled=false), or leave feedback out"
+            )
+        return self
+
+    @property
+    def traits(self) -> Traits:
+        """What the encoding of updates says of itself."""
+        return get_encoding(self.up).traits
+
+    @property
+    def remembers(self) -> bool:
+        """Whether silos remember what the encoding dropped."""
+        return self.feedback == "on" or (self.feedback == "auto" and self.traits.feedback)

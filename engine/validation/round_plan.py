@@ -45,6 +45,7 @@ from roundtable.engine.validation.round_noise import (
     SiloNoise,
 )
 from roundtable.engine.validation.secure_feasibility import check_bounds, check_secure
+from roundtable.engine.validation.transfer_composition import check_transfer
 from roundtable.privacy import (
     Charge,
     central_noise,
@@ -169,6 +170,7 @@ def make_plan(
     check_strategy(job, strategy)
     if job.round.mode == "buffered":
         check_buffered(job)
+    check_transfer(job, folder)
     check_bounds(job)
     check_soundness(job, aggregation)
     check_secure(job, aggregation)

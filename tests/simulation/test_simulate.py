@@ -318,3 +318,22 @@ def test_changes_that_are_rounded_on_the_way_down_lose_little_and_resume(run, tm
     run(**{**coarse, "rounds": 2}, _run_dir=tmp_path / "run")
     resumed = run(**coarse, _run_dir=tmp_path / "run", _resume=True)
     assert torch.equal(resumed.model.vector, whole.model.vector)
+
+
+def test_error_feedback_brings_back_what_an_encoding_dropped(run):
+    """Against float32, with and without: and a run that is the same twice is the same."""
+    up = "topk(ratio=0.05) | int8"
+    exact = run(rounds=6).model.vector
+    distance = {}
+    for feedback in ("auto", "off"):
+        made = run(rounds=6, transfer__up=up, transfer__feedback=feedback).model.vector
+        assert torch.equal(made, run(rounds=6, transfer__up=up, transfer__feedback=feedback).model.vector)
+        distance[feedback] = float((made - exact).norm())
+    assert distance["auto"] < distance["off"]
+
+
+def test_what_does_not_go_together_is_refused_before_round_1(run):
+    with pytest.raises(ConfigError, match="would see mostly zeros"):
+        run(rounds=1, transfer__up="randomk(ratio=0.1)", aggregation__rule="median")
+    with pytest.warns(UserWarning, match="count as zero in each coordinate"):
+        run(rounds=1, transfer__up="topk(ratio=0.5)", aggregation__rule="median")

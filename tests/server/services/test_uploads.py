@@ -16,6 +16,7 @@ from definite import definite
 from scripted_agent import ScriptedAgent, header_for
 from service import Operator
 
+from roundtable.core.encodings import get_encoding
 from roundtable.core.identity.credentials import SiloIdentity, load_silo_identity
 from roundtable.core.identity.signing import open_envelope, sign
 from roundtable.proto import agent_pb2, common_pb2
@@ -232,6 +233,26 @@ async def test_a_bfloat16_update(pair: list[ScriptedAgent], operator: Operator) 
     await operator.watch_until(job.id, "finished")
     model = await operator.fetch((await operator.job(job.id)).job.model.digest)
     assert torch.frombuffer(bytearray(model[-16:]), dtype=torch.float32).tolist() == [1.5] * 4
+
+
+async def test_encoded_updates_are_decoded_to_be_checked_and_for_the_rule(
+    pair: list[ScriptedAgent], operator: Operator
+) -> None:
+    """A silo that claims a place beyond the end, or a value that is NaN, is refused; the others go on."""
+    up = "topk(ratio=0.5)"
+    job = await operator.submit(PAIR + f'\n[transfer]\nup = "{up}"', rounds=1)
+    instructions = [await train(agent) for agent in pair]
+    sound = b"".join(get_encoding(up).encode(torch.tensor([0.0, 3.0, 0.0, -1.0])))
+    nan = sound[:-4] + b"\0\0\xc0\x7f"
+    header = header_for(instructions[0], nan)
+    header.encoding = up
+    receipt = await pair[0].upload(header, nan)
+    assert receipt.status == Status.REJECTED
+    assert "cannot be decoded" in receipt.reason
+    header = header_for(instructions[1], sound)
+    header.encoding = up
+    assert (await pair[1].upload(header, sound)).status == Status.ACCEPTED
+    assert job.id
 
 
 async def test_a_silo_with_an_identity_signs_its_updates(
