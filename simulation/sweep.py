@@ -1,4 +1,4 @@
-"""One job with different settings, one run after the other, and their comparison."""
+"""One job with different settings, one run after the other or side by side, and their comparison."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.paths import AnyPath
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
+from roundtable.simulation.parallel_runs import PlannedRun, run_side_by_side
 from roundtable.simulation.reporting.comparison import Comparison, compare
 from roundtable.simulation.reporting.progress import Progress
 from roundtable.simulation.simulate import simulate
@@ -37,18 +38,31 @@ def sweep(
     folder: AnyPath,
     task: AnyTask | type[Task] | type[ArrayTask] | None = None,
     *,
+    fixed: Overrides | None = None,
+    at_once: int = 1,
     progress: Callable[[str, Progress], None] | None = None,
+    done: Callable[[str, int], None] | None = None,
 ) -> Comparison:
     """Runs the job file once for each set of overrides, each in a run directory below `folder`.
 
     Called again after an interruption, it goes on where it stopped; runs that are done are not
     repeated. All settings are checked before the first run: ConfigError names the one that is wrong.
-    `progress` gets the run's name and what it says. The comparison is also written to `folder`.
+    `fixed` are settings of all runs. `progress` gets the run's name and what it says, `done` the name and
+    the rounds of each that has ended. With `at_once` above 1 so many run side by side, each in a process of
+    its own, to the same bits, and `progress` hears nothing. The comparison is also written to `folder`.
     """
     folder = Path(folder)
+    if at_once < 1:
+        raise ConfigError(f"sweep: {at_once} runs at once; give at least 1")
+    if at_once > 1 and task is not None:
+        raise ConfigError(
+            "sweep: runs side by side are processes, which find the task by its name in the job: name it "
+            "there, or run one after the other"
+        )
     if not settings:
         raise ConfigError("sweep: nothing to vary; give at least one set of overrides")
     names = list(_names(settings))
+    settings = [{**(fixed or {}), **overrides} for overrides in settings]
     for name, overrides in zip(names, settings, strict=True):
         try:
             checked = load_job(job, dict(overrides))
@@ -56,9 +70,17 @@ def sweep(
                 _check_task(checked.task, task, Path(job).resolve().parent)
         except ConfigError as error:
             raise ConfigError(f"sweep: run {name}: {error}") from None
-    for name, overrides in zip(names, settings, strict=True):
-        report = None if progress is None else _named(progress, name)
-        simulate(job, task, overrides=dict(overrides), run_dir=folder / name, resume=True, progress=report)
+    ended = done or (lambda name, rounds: None)
+    if at_once > 1:
+        planned = [PlannedRun(n, o, folder / n) for n, o in zip(names, settings, strict=True)]
+        run_side_by_side(Path(job).resolve(), planned, at_once, ended)
+    else:
+        for name, overrides in zip(names, settings, strict=True):
+            report = None if progress is None else _named(progress, name)
+            result = simulate(
+                job, task, overrides=dict(overrides), run_dir=folder / name, resume=True, progress=report
+            )
+            ended(name, len(result.history))
     comparison = compare([folder / name for name in names])
     comparison.to_csv(folder / "comparison.csv")
     return comparison

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roundtable.cli.shared.options import json_option, parse_value
+from roundtable.cli.shared.options import json_option, parse_value, set_option
 from roundtable.cli.shared.output import interruptible, print_json, print_table, say
 from roundtable.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
-    from roundtable.simulation import Comparison, Progress
+    from roundtable.simulation import Comparison
 
 
 def _axes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
@@ -48,23 +48,55 @@ def _axes(context: click.Context, parameter: click.Parameter, values: tuple[str,
     required=True,
     help="Folder for the runs and their comparison; called again, the sweep goes on there.",
 )
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=2),
+    help="Repeat each setting with so many seeds, from the job's on; shows mean ± deviation.",
+)
+@click.option(
+    "--jobs", "at_once", type=click.IntRange(min=1), default=1, help="Runs at a time, each in a process."
+)
+@set_option
 @json_option
-def sweep(file: Path, axes: dict[str, Any], runs: Path | None, out: Path, as_json: bool) -> int:
-    """Simulate the job that FILE describes with different settings, and compare."""
-    if bool(axes) == (runs is not None):
-        raise click.UsageError("say what to vary: --vary KEY=[VALUES], or --runs FILE")
+def sweep(
+    file: Path,
+    axes: dict[str, Any],
+    runs: Path | None,
+    out: Path,
+    seeds: int | None,
+    at_once: int,
+    overrides: dict[str, Any],
+    as_json: bool,
+) -> int:
+    """Simulate the job that FILE describes with different settings, and compare.
+
+    Ctrl-C stops it; the same command goes on with the rounds that are missing.
+    """
+    if axes and runs is not None:
+        raise click.UsageError("say what to vary by --vary KEY=[VALUES] or by --runs FILE, not by both")
+    if not axes and runs is None and seeds is None:
+        raise click.UsageError("say what to vary: --vary KEY=[VALUES], --runs FILE or --seeds N")
+    if seeds is not None and "seed" in axes:
+        raise click.UsageError("--seeds varies the seed already: leave seed out elsewhere")
+    from roundtable.core.config import load_job
     from roundtable.simulation import grid
     from roundtable.simulation import sweep as run
 
     settings = _listed(runs) if runs is not None else grid(axes)
+    if seeds is not None:
+        first = load_job(file, overrides).seed
+        settings = [{**each, "seed": first + number} for each in settings for number in range(seeds)]
+    ended = 0
 
-    def report(name: str, progress: Progress) -> None:
-        if progress.kind == "round" and progress.round == progress.rounds and not as_json:
-            say(f"{name}: {progress.round} rounds")
+    def done(name: str, rounds: int) -> None:
+        nonlocal ended
+        ended += 1
+        if not as_json:
+            say(f"{ended} of {len(settings)}  {name}: {rounds} rounds")
 
     with interruptible("The same command goes on where it stopped."):
-        comparison = run(file, settings, out, progress=report)
-    _show(comparison, out / "comparison.png", as_json)
+        comparison = run(file, settings, out, fixed=overrides, at_once=at_once, done=done)
+    _show(comparison, out / "comparison.png", as_json, "seed" if seeds is not None else None)
     return 0
 
 
@@ -75,8 +107,11 @@ def sweep(file: Path, axes: dict[str, Any], runs: Path | None, out: Path, as_jso
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write the learning curves here (PNG)."
 )
+@click.option(
+    "--over", metavar="KEY", help="Take runs that differ in this key alone together: mean ± deviation."
+)
 @json_option
-def compare(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> int:
+def compare(paths: tuple[Path, ...], plot: Path | None, over: str | None, as_json: bool) -> int:
     """Put the runs in these run directories side by side.
 
     Files are passed over, so that SWEEP/* may name all that a sweep has left in its folder.
@@ -86,7 +121,7 @@ def compare(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> int:
     folders = [path for path in paths if path.is_dir()]
     if not folders:
         raise click.UsageError(f"{paths[0]} is not a run directory: name the folders of runs")
-    _show(side_by_side(folders), plot, as_json)
+    _show(side_by_side(folders), plot, as_json, over)
     return 0
 
 
@@ -100,8 +135,17 @@ def _listed(path: Path) -> list[dict[str, Any]]:
     return tables
 
 
-def _show(comparison: Comparison, plot: Path | None, as_json: bool) -> None:
-    if as_json:
+def _show(comparison: Comparison, plot: Path | None, as_json: bool, over: str | None) -> None:
+    if over is not None:
+        found = comparison.over(over)
+        if as_json:
+            print_json(found)
+        else:
+            columns = list(dict.fromkeys(name for row in found for name in row))
+            print_table(
+                columns, [[_text(row.get(column)) for column in columns] for row in found], "No runs."
+            )
+    elif as_json:
         print_json(comparison.rows)
     else:
         columns = comparison.columns
@@ -110,10 +154,13 @@ def _show(comparison: Comparison, plot: Path | None, as_json: bool) -> None:
     if plot is None:
         return
     try:
-        comparison.plot(plot)
+        comparison.plot(plot, over)
     except ResourceError as error:
         say(f"No plot: {error}", err=True)
 
 
 def _text(value: Any) -> Any:
+    if isinstance(value, tuple):
+        mean, spread = value
+        return f"{mean:.4g}" if not spread else f"{mean:.4g} ± {spread:.2g}"
     return f"{value:.4g}" if isinstance(value, float) else value

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundtable.core.errors import StorageError
+from roundtable.core.errors import ConfigError, StorageError
 from roundtable.core.paths import AnyPath
 from roundtable.engine import record_from_plain
 from roundtable.simulation.reporting.history import History
@@ -62,9 +63,48 @@ class Comparison:
             Path(path).write_text(text.getvalue(), encoding="utf-8")
         return text.getvalue()
 
-    def plot(self, path: AnyPath | None = None) -> Any:
-        """All learning curves in one matplotlib Figure; also written to `path` if one is given."""
-        return curves({run.name: run.history for run in self.runs}, path)
+    def over(self, key: str = "seed") -> list[dict[str, Any]]:
+        """One row for each setting but `key`: how many runs have it, and (mean, deviation) of each metric.
+
+        The deviation is that of a sample, over n − 1; None for a single run. Raises ConfigError where no two
+        runs differ in `key`.
+        """
+        return [self._summary(settings, runs) for settings, runs in self._groups(key)]
+
+    def plot(self, path: AnyPath | None = None, over: str | None = None) -> Any:
+        """All learning curves in one matplotlib Figure; also written to `path` if one is given.
+
+        With `over`, a line for each group of runs that differ in this key alone: their mean, in a band of one
+        deviation.
+        """
+        if over is None:
+            return curves({run.name: [run.history] for run in self.runs}, path)
+        groups = self._groups(over)
+        return curves({_title(settings): [r.history for r in runs] for settings, runs in groups}, path)
+
+    def _groups(self, key: str) -> list[tuple[dict[str, Any], list[Run]]]:
+        if key not in self.settings:
+            raise ConfigError(
+                f"no two of these runs differ in {key!r}; they do in {', '.join(self.settings) or 'nothing'}"
+            )
+        keys = [name for name in self.settings if name != key]
+        groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
+        for run in self.runs:
+            values = flat(run.job)
+            settings = {name: values.get(name) for name in keys}
+            groups.setdefault(json.dumps(settings, default=str), (settings, []))[1].append(run)
+        return list(groups.values())
+
+    def _summary(self, settings: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
+        row: dict[str, Any] = {**settings, "runs": len(runs)}
+        for name in self.columns:
+            if name in (*self.settings, "run", "seconds"):
+                continue
+            found = [value for run in runs if isinstance(value := self._row(run).get(name), int | float)]
+            if found:
+                spread = statistics.stdev(found) if len(found) > 1 else None
+                row[name] = (statistics.fmean(found), spread)
+        return row
 
     def _row(self, run: Run) -> dict[str, Any]:
         settings, history = flat(run.job), run.history
@@ -91,6 +131,10 @@ def open_run(path: AnyPath) -> Run:
 def compare(paths: Sequence[AnyPath]) -> Comparison:
     """The runs in these run directories side by side."""
     return Comparison(tuple(open_run(path) for path in paths))
+
+
+def _title(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items()) or "all runs"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roundtable.core.errors import ResourceError
@@ -24,35 +25,62 @@ def new_figure(panels: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def curves(runs: Mapping[str, History], path: AnyPath | None = None) -> Any:
-    """One panel a metric: evaluation as a line, training dashed; a colour for each run.
+def curves(runs: Mapping[str, Sequence[History]], path: AnyPath | None = None) -> Any:
+    """One panel a metric: evaluation as a line, training dashed; a colour for each name.
 
-    What was measured before a round stands at the round that made the model.
+    Of several runs under one name their mean is drawn, in a band of one deviation of a sample. What was
+    measured before a round stands at the round that made the model.
     """
-    metrics = [name for run in runs.values() for name in run.columns if name not in COUNTS]
+    columns = [name for group in runs.values() for run in group for name in run.columns]
+    metrics = [name for name in columns if name not in COUNTS]
     plain = (name.removeprefix("train_").removeprefix("before_") for name in metrics)
     names = list(dict.fromkeys(plain)) or ["loss"]
     figure, axes = new_figure(len(names))
     for axis, name in zip(axes, names, strict=True):
-        for number, (title, run) in enumerate(runs.items()):
+        for number, (title, group) in enumerate(runs.items()):
             colour = f"C{number}"
-            _draw(axis, run, f"train_{name}", "--", colour, f"{title} (train)")
-            _draw(axis, run, name, "-", colour, title)
-            _draw(axis, run, f"before_{name}", "-", colour, title, earlier=1)
+            _draw(axis, group, f"train_{name}", "--", colour, f"{title} (train)")
+            _draw(axis, group, name, "-", colour, title)
+            _draw(axis, group, f"before_{name}", "-", colour, title, earlier=1)
         axis.set_xlabel("round")
         axis.set_ylabel(name)
-        if axis.lines:
-            axis.legend(fontsize="x-small")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    _legend(figure, axes)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
 
 
+def _legend(figure: Any, axes: Sequence[Any]) -> None:
+    """Beside the curves, each label once: within a panel it would hide some of them."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, line)
+    if found:
+        figure.legend(found.values(), found.keys(), fontsize="x-small", loc="outside right upper")
+
+
 def _draw(
-    axis: Any, run: History, column: str, style: str, colour: str, label: str, earlier: int = 0
+    axis: Any,
+    group: Sequence[History],
+    column: str,
+    style: str,
+    colour: str,
+    label: str,
+    earlier: int = 0,
 ) -> None:
-    if column not in run.columns:
+    values: dict[int, list[float]] = {}
+    for run in group:
+        for record, row in zip(run.records, run, strict=True):
+            if (value := row.get(column)) is not None:
+                values.setdefault(record.round - earlier, []).append(value)
+    if not values:
         return
-    rounds = (record.round - earlier for record in run.records)
-    points = [(at, row[column]) for at, row in zip(rounds, run, strict=True) if row.get(column) is not None]
-    axis.plot(*zip(*points, strict=True), style, color=colour, label=label, linewidth=1.2)
+    rounds = sorted(values)
+    means = [statistics.fmean(values[at]) for at in rounds]
+    axis.plot(rounds, means, style, color=colour, label=label, linewidth=1.2)
+    if len(group) > 1:
+        spread = [statistics.stdev(values[at]) if len(values[at]) > 1 else 0.0 for at in rounds]
+        lower, upper = ([m + sign * s for m, s in zip(means, spread, strict=True)] for sign in (-1, 1))
+        axis.fill_between(rounds, lower, upper, color=colour, alpha=0.15, linewidth=0)

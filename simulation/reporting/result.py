@@ -48,7 +48,7 @@ class Result:
 
         Raises ResourceError where matplotlib is not installed.
         """
-        return curves({self.job.title: self.history}, path)
+        return curves({self.job.title: [self.history]}, path)
 
     @override
     def __repr__(self) -> str:

@@ -91,9 +91,9 @@ def test_each_level_needs_a_bound_and_a_delta(level: str, key: str) -> None:
 
 def test_masking_is_asked_for_at_level_none_and_part_of_level_distributed() -> None:
     plain = privacy_from({"level": "none", "secure_aggregation": True, "clip_norm": 2.0, "group_size": 3})
-    assert masking_of(plain) == Masking(2.0, 3, None, 0.3)
+    assert masking_of(plain) == Masking(2.0, 3, None, 0.3, 32)
     noisy = privacy_from({**GOOD, "level": "distributed", "corruption": 0.1})
-    assert masking_of(noisy) == Masking(1.0, None, 0.1, 0.3)
+    assert masking_of(noisy) == Masking(1.0, None, 0.1, 0.3, 24)
     assert masking_of(privacy_from(GOOD)) is None
     assert masking_of(NoPrivacy()) is None
 

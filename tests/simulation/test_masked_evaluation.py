@@ -46,7 +46,7 @@ def test_every_backend_sums_what_plain_evaluation_tells(run, plain_job, backend)
 def test_curves_show_what_was_measured_before_a_round_at_the_round_that_made_the_model(run):
     pytest.importorskip("matplotlib")
     summed = run(**SUMMED, simulation__masking="fast")
-    axes = {axis.get_ylabel(): axis for axis in curves({"run": summed.history}).axes}
+    axes = {axis.get_ylabel(): axis for axis in curves({"run": [summed.history]}).axes}
     assert sorted(axes) == ["accuracy", "loss"]
     (line,) = axes["accuracy"].lines
     assert list(line.get_xdata()) == [0, 1, 2]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 
 from roundtable.cli.main import run as run_command
-from roundtable.core.errors import ConfigError, StorageError
+from roundtable.core.errors import ConfigError, RoundtableError, StorageError
 from roundtable.simulation import compare, grid, sweep
 
 HERE = Path(__file__).parent
@@ -96,3 +97,31 @@ def test_the_commands(job_file, tmp_path, capsys):
     assert "1-size=3" in capsys.readouterr().out
     assert run_command(["sweep", str(job_file), "--vary", "sead=[1]", "--out", out + "3"]) == 2
     assert "did you mean 'seed'" in capsys.readouterr().err
+
+
+def test_runs_side_by_side_give_the_same_and_show_mean_and_deviation(job_file, tmp_path, capsys):
+    varied = ["--vary", "cohort.size=2,4", "--seeds", "2", "--set", "rounds=3"]
+    assert run_command(["sweep", str(job_file), *varied, "--out", str(tmp_path / "one")]) == 0
+    assert "4 of 4  4-size=4,seed=1: 3 rounds" in capsys.readouterr().out
+    again = [*varied, "--jobs", "2", "--json", "--out", str(tmp_path / "two")]
+    assert run_command(["sweep", str(job_file), *again]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    one, two = (compare(sorted((tmp_path / name).glob("?-*"))) for name in ("one", "two"))
+    assert [run.history.records for run in one.runs] == [run.history.records for run in two.runs]
+    assert [(row["cohort.size"], row["runs"]) for row in rows] == [(2, 2), (4, 2)]
+    found = [run.history[-1]["accuracy"] for run in one.runs[:2]]
+    assert rows[0]["accuracy"] == pytest.approx([statistics.fmean(found), statistics.stdev(found)])
+    figure = one.plot(over="seed")
+    (axis,) = (axis for axis in figure.axes if axis.get_ylabel() == "accuracy")
+    assert [line.get_label() for line in axis.lines] == ["size 2", "size 4"]
+    assert len(axis.collections) == 2, "a band for each"
+    with pytest.raises(ConfigError, match="no two of these runs differ in 'rounds'"):
+        one.over("rounds")
+
+
+def test_a_run_that_fails_beside_others_is_named(job_file, tmp_path):
+    (tmp_path / "worlds.py").write_text("raise ValueError('broken')")
+    with pytest.raises(RoundtableError, match=r"sweep: run 1-size=2: .*broken"):
+        sweep(job_file, [{"cohort.size": 2}, {"cohort.size": 4}], tmp_path / "out", at_once=2)
+    with pytest.raises(ConfigError, match="name it there"):
+        sweep(job_file, [{"cohort.size": 2}], tmp_path / "other", object(), at_once=2)

@@ -1,0 +1,100 @@
+"""Runs of a sweep side by side, each in a process of its own that leaves everything in its run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundtable.core.errors import ResourceError, RoundtableError
+
+_LOOK = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRun:
+    """A run of a sweep: its name, its settings, and the folder that it goes to."""
+
+    name: str
+    overrides: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def outcome(self) -> Path:
+        """The file in which its process says how it ended, until that is read."""
+        return self.folder.with_name(f".{self.name}.outcome")
+
+
+def run_side_by_side(
+    job: Path, runs: Sequence[PlannedRun], at_once: int, done: Callable[[str, int], None]
+) -> None:
+    """Runs all, so many at a time; `done` is told each one's name and rounds.
+
+    The cores are divided among them. Where one fails, no more are begun, those that run come to their end,
+    and RoundtableError names it. An interruption stops all: each goes on where it stopped when called again.
+    """
+    left, running = deque(runs), dict[PlannedRun, subprocess.Popen[str]]()
+    failed: list[str] = []
+    threads = str(max(1, (os.cpu_count() or 1) // at_once))
+    try:
+        while left or running:
+            while left and len(running) < at_once:
+                planned = left.popleft()
+                running[planned] = _start(job, planned, threads)
+            for planned in [planned for planned, process in running.items() if process.poll() is not None]:
+                said = _outcome(planned, running.pop(planned).returncode)
+                if "rounds" in said:
+                    done(planned.name, said["rounds"])
+                else:
+                    failed.append(f"sweep: run {planned.name}: {said['error']}")
+                    left.clear()
+            time.sleep(_LOOK)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+    if failed:
+        raise RoundtableError("; ".join(failed))
+
+
+def _start(job: Path, planned: PlannedRun, threads: str) -> subprocess.Popen[str]:
+    overrides = {"simulation.workers": int(threads), **planned.overrides}
+    request: dict[str, Any] = {"job": str(job), "overrides": overrides, "folder": str(planned.folder)}
+    request["outcome"] = str(planned.outcome)
+    planned.folder.parent.mkdir(parents=True, exist_ok=True)
+    planned.outcome.unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": threads}
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "roundtable.simulation.run_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+    except OSError as error:
+        raise ResourceError(f"no process for a run could be started: {error}") from error
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(request) + "\n")
+    process.stdin.close()
+    return process
+
+
+def _outcome(planned: PlannedRun, status: int) -> dict[str, Any]:
+    """What the process said; one that died says nothing."""
+    try:
+        said = json.loads(planned.outcome.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        said = None
+    planned.outcome.unlink(missing_ok=True)
+    if isinstance(said, dict) and ("rounds" in said or "error" in said):
+        return said
+    return {"error": f"its process ended with status {status}; called again, it goes on"}

@@ -1,0 +1,33 @@
+"""One run of a sweep in a process of its own: a request on standard input, the outcome in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from roundtable.core.errors import RoundtableError
+
+
+def main() -> int:
+    """Runs what the request says. The outcome is a number of rounds, or what is wrong."""
+    request: dict[str, Any] = json.loads(sys.stdin.readline())
+    from roundtable.simulation.simulate import simulate
+
+    try:
+        result = simulate(
+            request["job"], overrides=request["overrides"], run_dir=request["folder"], resume=True
+        )
+    except RoundtableError as error:
+        Path(request["outcome"]).write_text(json.dumps({"error": str(error)}), encoding="utf-8")
+        return 1
+    except KeyboardInterrupt:
+        # Stopped with its sweep; the run goes on from its last committed round.
+        return 130
+    Path(request["outcome"]).write_text(json.dumps({"rounds": len(result.history)}), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
